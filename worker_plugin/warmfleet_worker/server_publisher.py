@@ -16,6 +16,8 @@ from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, c
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from warmfleet_worker.seat import Seat
+
 logger = logging.getLogger("vllm.warmfleet")
 
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
@@ -53,22 +55,27 @@ class ServerPublisher:
     Before the join it stores the artifacts, in chunks that are named by their digest.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        keys = wire.Keys(config.model)
+    def __init__(self, config: ServerConfig, seat: Seat | None = None) -> None:
+        """seat: tells the pool to join; without it that is ``config.model``."""
         self.config = config
-        self._keys = keys
-        self._stream = StreamWriter(
-            connect(config.redis_url, keys.tag),
-            keys.server(wire.check_name(config.server_id)),
-            (keys.hello, f"server:{config.server_id}"),
-            wire.SERVER_MAXLEN,
-        )
+        self._seat = seat
+        self._open(config.model)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
         self.joined = False
         self._joined_at = self._used_at = 0.0
         self._files: list[str] = []  # the keys of the chunks of all artifacts
         self._adapters: dict[str, str] = {}
+
+    def _open(self, tag: str) -> None:
+        """Write into the stream of this pool from now on."""
+        self._tag, self._keys = tag, wire.Keys(tag)
+        self._stream = StreamWriter(
+            connect(self.config.redis_url, self._keys.tag),
+            self._keys.server(wire.check_name(self.config.server_id)),
+            (self._keys.hello, f"server:{self.config.server_id}"),
+            wire.SERVER_MAXLEN,
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -90,6 +97,8 @@ class ServerPublisher:
                     self._round()
             except StreamGone:
                 self.joined = False
+                if self._seat is not None:
+                    self._seat.doubt()  # the pool may have been removed
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except (RedisError, Refused, OSError) as error:
                 outage.wait(error)
@@ -100,12 +109,22 @@ class ServerPublisher:
 
     def _round(self) -> None:
         """Join, if that is due, and send a heartbeat."""
+        if self._seat is not None:
+            self._sit(self._seat.look(time.monotonic()))
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
         if not self.joined or moved or dict(self.config.adapters()) != self._adapters or not self._uses_files():
             self._join()
         self._stream.flush()  # entries that a failed round has left
         self._stream.put("heartbeat")
         self._stream.flush()
+
+    def _sit(self, tag: str) -> None:
+        """Belong to this pool: say goodbye to the one before, if this is another."""
+        if tag == self._tag:
+            return
+        self._goodbye()
+        self._stream.close()
+        self._open(tag)
 
     def _uses_files(self) -> bool:
         """Let the files in Redis live on, once an hour. False if one is missing."""
@@ -146,14 +165,20 @@ class ServerPublisher:
             )
         )
         self.joined, self._joined_at = True, time.monotonic()
-        logger.info("warmfleet: server %s joined %s as %s", config.server_id, config.model, config.url)
+        logger.info("warmfleet: server %s joined %s as %s", config.server_id, self._tag, config.url)
 
     def _leave(self) -> None:
+        self._goodbye()
+        self._stream.close()
+        if self._seat is not None:
+            self._seat.close()
+
+    def _goodbye(self) -> None:
         if self.joined:
+            self.joined = False
             try:
                 self._stream.put("leave")
                 self._stream.flush()
                 logger.info("warmfleet: server %s said goodbye", self.config.server_id)
             except (RedisError, Refused, StreamGone, OSError) as error:
                 logger.info("warmfleet: could not say goodbye: %s", error)
-        self._stream.close()

@@ -42,15 +42,16 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
     """Redis answered with an error; the entries that were not written are kept for the next try."""
 
 
-def connect(url: str, tag: str = "") -> redis.Redis:
+def connect(url: str, tag: str = "", *, timeout_seconds: float = SOCKET_TIMEOUT_SECONDS) -> redis.Redis:
     """A client for ``url`` (see ``protocol.redis_address``) that never retries by itself; it connects on first use.
 
-    tag: the hash tag of all its keys; only a Cluster needs it. Raises RedisAddressError.
+    tag: the hash tag of all its keys; only a Cluster needs it. timeout_seconds: of a connection and of a call; what the
+    URL says wins. Raises RedisAddressError.
     """
     where = redis_address.parse(url)
     options: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT_SECONDS,
-        "socket_connect_timeout": SOCKET_TIMEOUT_SECONDS,
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
         "retry": Retry(NoBackoff(), 0),
     }
     if where.kind != "single":

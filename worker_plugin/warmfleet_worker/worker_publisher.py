@@ -11,19 +11,23 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import RedisError
 
 from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.snapshot import Snapshot
-from warmfleet_worker.stream import MAX_PENDING, Outage, StreamGone, StreamWriter, connect
+from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from warmfleet_worker.seat import Seat
     from warmfleet_worker.tracker import Run, Transitions
 
 logger = logging.getLogger("vllm.warmfleet")
@@ -45,21 +49,21 @@ class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
     ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
-    ``load`` is called in the publisher's thread.
+    ``load`` is called in the publisher's thread. seat: tells the pool to join; without it that is ``config.model``.
     """
 
-    def __init__(self, config: PublisherConfig, transitions: Transitions, load: Callable[[], Load] = Load) -> None:
-        keys = wire.Keys(config.model)
+    def __init__(
+        self,
+        config: PublisherConfig,
+        transitions: Transitions,
+        load: Callable[[], Load] = Load,
+        seat: Seat | None = None,
+    ) -> None:
         self.config = config
         self._transitions = transitions
         self._load = load
-        self._command_key = keys.command(config.worker_id)
-        self._stream = StreamWriter(
-            connect(config.redis_url, keys.tag),
-            keys.events(wire.check_name(config.worker_id)),
-            (keys.hello, f"events:{config.worker_id}"),
-            wire.events_maxlen(config.capacity_blocks),
-        )
+        self._seat = seat
+        self._open(config.model)
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -72,12 +76,29 @@ class WorkerPublisher:
         self._drained: deque[Run] = deque()  # off the queue, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
         self._loss_noticed_at: float | None = None  # since then the index cannot equal the table
-        self._lost_entries_seen, self._joined_at = 0, 0.0
+        self._joined_at = 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
         self._standstill, self._stands_still = Standstill(), False
 
+    def _open(self, tag: str) -> None:
+        """Write into the stream of this pool from now on."""
+        config, keys = self.config, wire.Keys(tag)
+        self._tag, self._lost_entries_seen = tag, 0
+        self._command_key = keys.command(config.worker_id)
+        self._stream = StreamWriter(
+            connect(config.redis_url, keys.tag),
+            keys.events(wire.check_name(config.worker_id)),
+            (keys.hello, f"events:{config.worker_id}"),
+            wire.events_maxlen(config.capacity_blocks),
+        )
+
     # ------------------------------------------------ any thread
+
+    @property
+    def tag(self) -> str:
+        """The pool in which this worker is, or wants to be."""
+        return self._tag
 
     @property
     def state(self) -> PublisherState:
@@ -113,6 +134,8 @@ class WorkerPublisher:
             except StreamGone:
                 logger.warning("warmfleet: the stream of %s is gone: joining again", self.config.worker_id)
                 self._update(joined=False, acknowledged=False)
+                if self._seat is not None:
+                    self._seat.doubt()  # the pool may have been removed
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except Exception as error:  # noqa: BLE001 - a bug here must not end the reports of a healthy engine
                 self._outage.wait(error)
@@ -125,6 +148,8 @@ class WorkerPublisher:
                     break
                 self._wait()
         self._stream.close()
+        if self._seat is not None:
+            self._seat.close()
 
     def _wait(self) -> None:
         if self._wake.wait(self._due.next() - time.monotonic()) and not self._stopping.is_set():
@@ -136,6 +161,8 @@ class WorkerPublisher:
 
         The thread calls it; tests and simulations that have a clock of their own call it instead of the thread.
         """
+        if self._seat is not None and not self._stopping.is_set():
+            self._sit(self._seat.look(now))
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # entries that a failed round has left
@@ -168,6 +195,19 @@ class WorkerPublisher:
 
     # ------------------------------------------------ join
 
+    def _sit(self, tag: str) -> None:
+        """Belong to this pool. A worker that moves keeps its blocks: a snapshot follows its join."""
+        if tag == self._tag:
+            return
+        if self._state.joined:
+            logger.info("warmfleet: %s moves from %s to %s", self.config.worker_id, self._tag, tag)
+            with suppress(RedisError, Refused, StreamGone, OSError):  # else the old pool misses its heartbeats
+                self._stream.put("leave")
+                self._stream.flush()
+        self._stream.close()
+        self._open(tag)
+        self._update(joined=False, acknowledged=False)
+
     def _join(self, now: float) -> None:
         """Begin a new incarnation. Its index is empty, so a snapshot of the table follows."""
         self._stream.join(self.config.join())
@@ -176,7 +216,7 @@ class WorkerPublisher:
         if self._cut() and self._snapshot_request is None:
             self._snapshot_request = SnapshotRequest()
         self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
-        logger.info("warmfleet: %s joined %s", self.config.worker_id, self.config.model)
+        logger.info("warmfleet: %s joined %s", self.config.worker_id, self._tag)
 
     # ------------------------------------------------ events
 

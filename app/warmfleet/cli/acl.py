@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.fleet.acl import REPLICA_RULES, SENTINEL_RULES, router_rules, shared_worker_rules, user, worker_rules
+from warmfleet.fleet.inspection.acl import (
+    REPLICA_RULES,
+    SENTINEL_RULES,
+    router_rules,
+    shared_worker_rules,
+    user,
+    worker_rules,
+)
 from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:

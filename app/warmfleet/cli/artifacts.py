@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.pools.served import tags_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, printable, show
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, connect
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
     if options.json and options.action != "list":
         raise CommandError("--json is for list")
-    models = models_of(options)
+    models = tags_of(options)
     asyncio.run(_run(options.action, wanted, options.redis, models, as_json=options.json))
     return 0
 

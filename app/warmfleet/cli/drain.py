@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.pools.served import tags_of
 from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, WorkerState, connect
@@ -30,7 +30,7 @@ QUIET_S = 3.0
 
 def run(options: argparse.Namespace) -> int:
     """Drain, or undo it; 0. Raises CommandError with a sentence for the operator."""
-    models = models_of(options)
+    models = tags_of(options)
     if options.undo and options.wait:
         raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
     asyncio.run(_run(options.workers, options.redis, models, undo=options.undo, wait=options.wait))

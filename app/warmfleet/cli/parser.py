@@ -28,6 +28,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet demo                      show the gain of prefix-aware routing, then exit
   warmfleet workers                   list the engines of a running fleet
   warmfleet bridge                    report engines without the plugin, by the KV events that they publish
+  warmfleet pools                     list, add, drain and remove the pools of a model
   warmfleet drain WORKER              send an engine no new requests, and let it finish
   warmfleet doctor                    check Redis, engines and routers, and say what to do
   warmfleet explain --message "Hi"    show where a request would go, and why
@@ -96,6 +97,22 @@ examples:
 
 This talks to Redis, and needs a user that may write there: `admin` or `router` of `warmfleet acl`. A replica that
 cannot reach Redis goes by what it read last, at most WARMFLEET_VIEW_INTERVAL_S before its way to Redis broke.
+"""
+
+POOLS = """\
+Lists the pools of a model, or changes them while the fleet runs. A model that has more engines than one Redis core can
+follow is served by several pools: llama#1, llama#2 ... Routers follow within a second; engines that know only the
+model's name are spread over its pools (app/docs/pools.md).
+
+examples:
+  warmfleet pools --model llama        state, workers, blocks, requests and Redis master of each pool
+  warmfleet pools add llama#1 llama#2  if llama has engines, it stays a pool beside these two
+  warmfleet pools drain llama --move   its engines move to the other pools within 15 s; without --move when they
+                                       are started again
+  warmfleet pools drain llama --undo   it serves again
+  warmfleet pools remove llama         and delete what Redis holds of it
+
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`.
 """
 
 DOCTOR = """\
@@ -223,6 +240,7 @@ def build_parser() -> argparse.ArgumentParser:
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     _workers(workers)
     commands.add_parser("bridge", help="report engines without the plugin, by their KV events", add_help=False)
+    _pools(_command(commands, "pools", "list, add, drain and remove the pools of a model", POOLS))
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
     _doctor(_command(commands, "doctor", "check Redis, engines and routers, and say what to do", DOCTOR))
     explain = _command(commands, "explain", "show where a request would go, and why", EXPLAIN)
@@ -371,6 +389,18 @@ def _drain(parser: argparse.ArgumentParser) -> None:
     completed(workers, completion.workers)
     parser.add_argument("--undo", action="store_true", help="send them requests again")
     parser.add_argument("--wait", action="store_true", help="return when no request runs there any more")
+    _store_of_models(parser)
+
+
+def _pools(parser: argparse.ArgumentParser) -> None:
+    actions = ("list", "add", "drain", "remove")
+    parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
+    tags = parser.add_argument("tags", nargs="*", metavar="POOL", help="tag of a pool: the model's name, or NAME#POOL")
+    completed(tags, lambda **_: ())
+    parser.add_argument("--move", action="store_true", help="drain: its engines move to other pools at once")
+    parser.add_argument("--undo", action="store_true", help="drain: let it serve again")
+    parser.add_argument("--force", action="store_true", help="remove: even if it has engines or requests")
+    parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")
     _store_of_models(parser)
 
 

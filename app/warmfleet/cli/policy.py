@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.pools.served import tags_of
 from warmfleet.fleet import Fleet, connect
 from warmfleet.protocol.redis_address import RedisAddressError, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.CRITICAL)  # the error of an outage says it
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
-    models = models_of(options)
+    models = tags_of(options)
     switched: dict[str, str | None] = {}
     for model in models:
         switched[model] = asyncio.run(_one(options.name, options.redis, model))

@@ -1,7 +1,8 @@
-"""The registry of a served model's pools: which there are and which of them are drained, as ``warmfleet pools`` wrote.
+"""The registry of a served model's pools: which there are, and which are drained, as ``warmfleet pools`` wrote.
 
-Its two keys are described in ``warmfleet.protocol.pools``. They have the hash tag of the model's name without ``#``, so
-they need a client of their own: ``connect(url, model_tag(name))``.
+``clear`` deletes what Redis holds of a pool that was removed, and ``master_of`` tells which server has its keys.
+``warmfleet.protocol.pools`` describes the registry's two keys, which have the hash tag of the model's name alone,
+so they need a client of their own: ``connect(url, model_tag(name))``.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet.client import redis_errors
 from warmfleet.protocol.pools import PoolEntry, read_placement, read_registry, served_model
-from warmfleet.protocol.wire import Keys
+from warmfleet.protocol.wire import SINGLE_KEYS, Keys
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable
 
     import redis.asyncio as aioredis
 
+    from warmfleet.fleet import Fleet
     from warmfleet.protocol.pools import Placement
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PoolEntry", "PoolRegistry", "served_model"]
+__all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
+
+#: Keys below the served model's name that are not its first pool's alone, or are the operator's.
+OF_THE_MODEL = frozenset({"pools", "placement", "operator_approved", "operator_policy"})
+QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
+COLLECTED_AT_ONCE = 4_096  # blocks in one call: nobody decides in this pool any more
 
 
 class PoolRegistry:
@@ -73,3 +80,34 @@ class PoolRegistry:
             found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._placement))
         read = {name.decode("utf-8", "replace"): read_placement(packed) for name, packed in found.items()}
         return {name: place for name, place in sorted(read.items()) if place is not None}
+
+
+async def clear(fleet: Fleet, *, shared: bool) -> None:
+    """Delete all keys of the pool. shared: it has the name of its served model, whose registry stays.
+
+    What is left expires by itself: the tokens that clients have used. May be called again. Raises FleetUnavailable.
+    """
+    keys, redis = fleet.keys, fleet.redis
+    with redis_errors():
+        open_ids = cast("list[bytes]", await redis.zrange(keys.leases, 0, -1))
+        workers = {name.decode() for key in (keys.load, keys.workers) for name in await _names(redis, key)}
+        servers = {name.decode() for name in await _names(redis, keys.servers)}
+    for reservation in open_ids:  # gives back what it holds of blocks and chains
+        await fleet.settle(reservation.decode(), "cancelled")
+    for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
+        await fleet.forget(worker_id)
+    while (await fleet.collect(COLLECTED_AT_ONCE))[1]:
+        pass
+    names = [keys.prefix + name for name in sorted(SINGLE_KEYS - (OF_THE_MODEL if shared else frozenset()))]
+    with redis_errors():
+        await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
+
+
+def master_of(redis: aioredis.Redis) -> str:
+    """Host and port of the master behind a client of a Cluster or of Sentinels, as it was seen last; "" if neither."""
+    address = getattr(redis.connection_pool, "master_address", None)
+    return f"{address[0]}:{address[1]}" if address else ""
+
+
+async def _names(redis: aioredis.Redis, key: str) -> list[bytes]:
+    return await cast("Awaitable[list[bytes]]", redis.hkeys(key))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from warmfleet_loadtest.simulator.api import VERSION
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.seat import core_seat, server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -55,19 +56,19 @@ class Halves:
             version=f"sim {VERSION}",
             closed=scheduler.follower is None,  # T-LRU may give up what a conversation shares with a longer one
         )
-        self.worker = WorkerPublisher(config, tracker, core.load)
-        self.server = ServerPublisher(
-            ServerConfig(
-                redis_url=membership.redis_url,
-                model=membership.model,
-                server_id=membership.server_id,
-                url=membership.url,
-                models=membership.models,
-                version=f"sim {VERSION}",
-                artifacts=artifacts,
-                facts=tokenizer.facts(scheduler.limits.max_model_len),
-            )
+        self.worker = WorkerPublisher(config, tracker, core.load, core_seat(config))
+        server = ServerConfig(
+            redis_url=membership.redis_url,
+            model=membership.model,
+            server_id=membership.server_id,
+            url=membership.url,
+            models=membership.models,
+            version=f"sim {VERSION}",
+            artifacts=artifacts,
+            facts=tokenizer.facts(scheduler.limits.max_model_len),
         )
+        seat = server_seat(membership.redis_url, membership.model, membership.server_id)
+        self.server = ServerPublisher(server, seat)
 
     def start(self) -> None:
         self.worker.start()

@@ -41,10 +41,14 @@ def test_one_more_worker_as_commands(capsys: pytest.CaptureFixture[str]) -> None
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("ACL SETUSER worker-w reset on #")
     assert line.endswith(
-        " resetkeys resetchannels -@all +ping +select"
-        " (%W~wf:{a~b}:events:w.0 %W~wf:{a~b}:events:w.1 %W~wf:{a~b}:server:w %W~wf:{a~b}:hello +xadd)"
-        " (%R~wf:{a~b}:command:w.0 %R~wf:{a~b}:command:w.1 +get)"
-        " (%W~wf:{a~b}:artifact:w:* +setnx +expire)"
+        " resetkeys resetchannels -@all +ping +select +time +multi +exec +unwatch"
+        " (%W~wf:{a~b}:events:w.0 %W~wf:{a~b}:events:w.1 %W~wf:{a~b}:server:w %W~wf:{a~b}:hello"
+        " %W~wf:{a~b#*}:events:w.0 %W~wf:{a~b#*}:events:w.1 %W~wf:{a~b#*}:server:w %W~wf:{a~b#*}:hello +xadd)"
+        " (%R~wf:{a~b}:command:w.0 %R~wf:{a~b}:command:w.1"
+        " %R~wf:{a~b#*}:command:w.0 %R~wf:{a~b#*}:command:w.1 +get)"
+        " (%W~wf:{a~b}:artifact:w:* %W~wf:{a~b#*}:artifact:w:* +setnx +expire)"
+        " (%R~wf:{a~b}:pools %R~wf:{a~b}:placement +hgetall +hget +watch)"
+        " (%W~wf:{a~b}:placement +hset +hdel)"
     )
 
 
@@ -64,9 +68,10 @@ def test_own_passwords(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["acl", "m", "n#pool", "--password-file", str(file)]) == 0
     printed = capsys.readouterr()
     assert hashlib.sha256(b"a b c").hexdigest() in printed.out
-    assert " ~wf:{m}:[^o]* ~wf:{n#pool}:[^o]* " in printed.out
-    assert " (%R~wf:{m}:operator_approved %R~wf:{n#pool}:operator_approved +smembers)" in printed.out
-    assert " (%R~wf:{m}:operator_policy %R~wf:{n#pool}:operator_policy +get)" in printed.out
+    assert " ~wf:{m}:[^o]* ~wf:{m#*}:[^o]* ~wf:{n#pool}:[^o]* ~wf:{n}:pools " in printed.out
+    for name, command in (("operator_approved", "smembers"), ("operator_policy", "get")):
+        keys = " ".join(f"%R~wf:{{{tag}}}:{name}" for tag in ("m", "m#*", "n#pool"))
+        assert f" ({keys} +{command})" in printed.out
     assert "password" not in printed.err
 
 
@@ -84,13 +89,16 @@ def test_one_user_for_workers_whose_names_nobody_knows(
     assert [line.split()[1] for line in lines] == ["default", "admin", "router", "worker"]
     assert lines[3] == (
         f"user worker reset on #{hashlib.sha256(b'secret-worker').hexdigest()}"
-        " resetkeys resetchannels -@all +ping +select"
+        " resetkeys resetchannels -@all +ping +select +time +multi +exec +unwatch"
         " (%W~wf:{a~b}:events:* %W~wf:{a~b}:server:* %W~wf:{a~b}:hello"
+        " %W~wf:{a~b#*}:events:* %W~wf:{a~b#*}:server:* %W~wf:{a~b#*}:hello"
         " %W~wf:{c#pool}:events:* %W~wf:{c#pool}:server:* %W~wf:{c#pool}:hello +xadd)"
-        " (%R~wf:{a~b}:command:* %R~wf:{c#pool}:command:* +get)"
-        " (%W~wf:{a~b}:artifact:*:* %W~wf:{c#pool}:artifact:*:* +setnx +expire)"
+        " (%R~wf:{a~b}:command:* %R~wf:{a~b#*}:command:* %R~wf:{c#pool}:command:* +get)"
+        " (%W~wf:{a~b}:artifact:*:* %W~wf:{a~b#*}:artifact:*:* %W~wf:{c#pool}:artifact:*:* +setnx +expire)"
+        " (%R~wf:{a~b}:pools %R~wf:{c}:pools %R~wf:{a~b}:placement %R~wf:{c}:placement +hgetall +hget +watch)"
+        " (%W~wf:{a~b}:placement %W~wf:{c}:placement +hset +hdel)"
     )
-    assert " ~wf:{a~b}:[^o]* ~wf:{c#pool}:[^o]* " in lines[2]
+    assert " ~wf:{a~b}:[^o]* ~wf:{a~b#*}:[^o]* ~wf:{c#pool}:[^o]* ~wf:{c}:pools " in lines[2]
     assert printed.err == ""
 
 

@@ -35,7 +35,7 @@ from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
 from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
-from warmfleet.fleet.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
+from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.protocol.redis_address import parse, with_ca

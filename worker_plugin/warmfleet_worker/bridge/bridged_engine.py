@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from warmfleet_worker.bridge.block_table import scheme_of
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Reading, at_rank
@@ -15,6 +16,7 @@ from warmfleet_worker.bridge.tokenizer_files import NONE, TokenizerError
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.seat import server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class BridgedEngine:
         self._adapters, self._reading = dict(facts.adapters), self._read()
         self._restarted.clear()
         ranks = [self._rank(facts, source, rank) for rank, source in sorted(sources.items())]
-        server = ServerPublisher(self._server_config(facts, len(ranks)))
+        config = self._server_config(facts, len(ranks))
         for rank in ranks:
             rank.start()
         deadline = time.monotonic() + CATCH_UP_SECONDS
@@ -159,6 +161,8 @@ class BridgedEngine:
             if self._stopping.is_set():
                 return  # nobody would report it any more
             raise NotUsableError("its events cannot be followed; the log says why")
+        seat = server_seat(self._redis_url, config.model, config.server_id, self._host)
+        server = ServerPublisher(config, seat)
         for rank in ranks:
             rank.publish()
         server.start()
@@ -210,8 +214,12 @@ class BridgedEngine:
             version=facts.version,
             closed=not self._hybrid,
         )
-        side = EngineSide(options.group, self._lora_path, lambda: self._load(rank), self._note_restart)
+        side = EngineSide(options.group, self._lora_path, lambda: self._load(rank), self._note_restart, self._host)
         return Rank(self._context, source, facts, config, side)
+
+    @property
+    def _host(self) -> str:
+        return urlsplit(self.options.url).hostname or ""
 
     def _model(self, facts: EngineFacts) -> str:
         return self.options.model or facts.models[0].strip("/")

@@ -12,6 +12,7 @@ from warmfleet_worker.bridge.block_table import BlockTable
 from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.zmq_events import EventSockets
+from warmfleet_worker.seat import core_seat
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -52,13 +53,14 @@ class EngineSide:
     """What a rank needs of its engine. group: of the layers whose blocks are reported.
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
-    rank's thread when another process publishes than before.
+    rank's thread when another process publishes than before. host: of the engine, by its URL.
     """
 
     group: int
     lora_path: Callable[[str], str | None]
     load: Callable[[], Load]
     on_restart: Callable[[], object]
+    host: str
 
 
 class Rank:
@@ -79,7 +81,7 @@ class Rank:
         self._sglang = facts.sglang
         self._sockets = EventSockets(context, source.endpoint, source.replay)
         self._sequence = Sequence(self, self._sockets.replay)
-        self._publisher = WorkerPublisher(self.config, self.tracker, engine.load)
+        self._publisher = WorkerPublisher(self.config, self.tracker, engine.load, core_seat(self.config, engine.host))
         self._on_restart = engine.on_restart
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-events-{config.worker_id}", daemon=True)

@@ -13,6 +13,7 @@ from typing import Any
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.seat import core_seat
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
 from warmfleet_worker.vllm_hooks import tail_eviction
@@ -128,7 +129,8 @@ class SchedulerReporter:
             while cache.enable_prefix_caching and not hasattr(kv_cache_utils, "NONE_HASH"):
                 if self._stopping.wait(0.05):
                     return
-            self._publisher = WorkerPublisher(self._make_config(), self.transitions, self.load)
+            config = self._make_config()
+            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_seat(config))
             self._publisher.start()
 
     def stop(self) -> None:

@@ -79,7 +79,8 @@ async def _of_worker(inspection: Inspection, model: str, user: str, *, cluster: 
         return fault("worker rights", f"the plugin's user {user} may not: {in_words(missing)}", remedy)
     if newer:
         text = (
-            f"{user} has rules of an older version, so its worker's files do not expire: it may not {in_words(newer)}"
+            f"{user} has rules of an older version, with which a worker's files do not expire, or it cannot choose a"
+            f" pool: it may not {in_words(newer)}"
         )
         return note("worker rights", text, remedy)
     return ok("worker rights", f"{user} may do what the plugin does")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet.acl import CLUSTER_COMMANDS, ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
+from warmfleet.fleet.inspection.acl import CLUSTER_COMMANDS, ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS
+from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import Keys, worker_id_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ BEHIND_KEY = {
 WHOLE = {
     "ping": "ping",
     "time": "time",
+    "multi": "multi",
+    "exec": "exec",
+    "unwatch": "unwatch",
     "info": "info",
     "select": "select 0",
     "script|load": "script load x",
@@ -81,7 +85,7 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
     keys = Keys(model)
     workers = [worker_id_of(server_id, rank) for rank in range(ranks)]
     streams = [*map(keys.events, workers), keys.server(server_id), keys.hello]
-    plain = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
+    plain = ("ping", "select", *(CLUSTER_COMMANDS if cluster else ()))
     rights = [Right(command.replace("|", " ").upper(), _call(command, "")) for command in plain]
     rights += [Right(f"XADD to {stream}", ("xadd", stream, "*", "f", "v")) for stream in streams]
     rights += [Right(f"GET of {keys.command(worker)}", ("get", keys.command(worker))) for worker in workers]
@@ -91,8 +95,12 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
 
 def newer_worker_rights(model: str, server_id: str) -> list[Right]:
     """What users of workers got since 2026-11-23. The plugin does without, so it is no fault if a user lacks them."""
-    keys = Keys(model)
-    return [Right(f"EXPIRE of {keys.artifact(server_id, '*')}", ("expire", keys.artifact(server_id, "x"), "1"))]
+    artifact, of_model = Keys(model).artifact(server_id, "*"), Keys(served_model(model))
+    places = of_model.placement
+    rights = [Right(f"EXPIRE of {artifact}", ("expire", artifact, "1"))]
+    rights += [Right(word.upper(), _call(word, "")) for word in WORKER_COMMANDS if word not in ("ping", "select")]
+    rights += [Right(f"HGETALL of {key}", ("hgetall", key)) for key in (of_model.pools, places)]
+    return [*rights, *(Right(f"{word.upper()} of {places}", _call(word, places)) for word in ("watch", "hset", "hdel"))]
 
 
 def in_words(missing: Sequence[Right], most: int = 8) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import Keys, check_name, worker_id_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 #: The commands that scripts in lua/ call: Redis checks each call of a script, too. A test compares list and scripts.
 _SCRIPTS = """
@@ -31,8 +32,9 @@ ROUTER_COMMANDS = (
     *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "smismember", "srem", "unlink", "xread"),
     *("zcount", "zrange"),
 )
-#: The commands that a worker calls without a key. AUTH and HELLO are always allowed.
-WORKER_COMMANDS = ("ping", "select")
+#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four: it takes a place in
+#: a pool only if no other worker has taken one meanwhile.
+WORKER_COMMANDS = ("ping", "select", "time", "multi", "exec", "unwatch")
 #: In a Redis Cluster routers and workers ask which server has the slot of their keys.
 CLUSTER_COMMANDS = ("cluster|slots",)
 #: The rights that Redis itself needs where the user ``default`` is off: a replica at its master, and a Sentinel at the
@@ -47,33 +49,27 @@ SENTINEL_RULES = (
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """Every command that routers need, on every key of these models and on no other; the operator's keys read-only.
 
+    models: without ``#`` with all their pools, also those to come; with ``#`` that pool, and the registry of pools.
     The operator's keys are those whose name begins with an ``o``: an ACL pattern can exclude a letter, but not a whole
     name. Raises WireError.
     """
     allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
     models = list(models)
-    own = [f"~{Keys(model).prefix}[^o]*" for model in models]
-    approved = _selector("R", [Keys(model).operator_approved for model in models], "smembers")
-    policy = _selector("R", [Keys(model).operator_policy for model in models], "get")
+    registries = dict.fromkeys(f"~{Keys(served_model(model)).pools}" for model in models if "#" in model)
+    own = [f"~{prefix}" for prefix in _in_pools(models, lambda keys: [f"{keys.prefix}[^o]*"])] + list(registries)
+    approved = _selector("R", _in_pools(models, lambda keys: [keys.operator_approved]), "smembers")
+    policy = _selector("R", _in_pools(models, lambda keys: [keys.operator_policy]), "get")
     return ["resetkeys", *own, "resetchannels", "-@all", *(f"+{command}" for command in allowed), approved, policy]
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """One API server and its ``ranks`` engine cores: write own streams, read own commands, add artifacts.
+    """One API server and its ``ranks`` engine cores: write own streams, read own commands, add artifacts, take a place.
 
-    Ranks are listed one by one: in a pattern, ``w1.*`` would also be the keys of a server named ``w1.0``.
-    Raises WireError for a name that the keys may not have.
+    model: without ``#`` the worker may be in any of its pools. Ranks are listed one by one: in a pattern, ``w1.*``
+    would also be the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
     """
-    keys = Keys(model)
     workers = [worker_id_of(check_name(server_id), rank) for rank in range(ranks)]
-    streams = [*map(keys.events, workers), keys.server(server_id), keys.hello]
-    allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
-    return [
-        *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
-        _selector("W", streams, "xadd"),
-        _selector("R", map(keys.command, workers), "get"),
-        _selector("W", [keys.artifact(server_id, "*")], "setnx", "expire"),
-    ]
+    return _worker_rules([model], workers, server_id, cluster=cluster)
 
 
 def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
@@ -81,15 +77,38 @@ def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list
 
     So one worker may write as another. It still reads and overwrites nothing else. Raises WireError.
     """
-    keys = [Keys(model) for model in models]
-    streams = [key for each in keys for key in (each.events("*"), each.server("*"), each.hello)]
+    return _worker_rules(list(models), ["*"], "*", cluster=cluster)
+
+
+def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *, cluster: bool) -> list[str]:
+    """A place: the hash ``placement`` is of all servers, so a worker could write another's, too, and no more than that.
+
+    Then that server goes to another pool when it is started next.
+    """
     allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
+    places = list(dict.fromkeys(Keys(served_model(model)).placement for model in models))
+    registries = list(dict.fromkeys(Keys(served_model(model)).pools for model in models))
+    streams = _in_pools(models, lambda keys: [*map(keys.events, workers), keys.server(server), keys.hello])
     return [
         *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
         _selector("W", streams, "xadd"),
-        _selector("R", [each.command("*") for each in keys], "get"),
-        _selector("W", [each.artifact("*", "*") for each in keys], "setnx", "expire"),
+        _selector("R", _in_pools(models, lambda keys: map(keys.command, workers)), "get"),
+        _selector("W", _in_pools(models, lambda keys: [keys.artifact(server, "*")]), "setnx", "expire"),
+        _selector("R", [*registries, *places], "hgetall", "hget", "watch"),
+        _selector("W", places, "hset", "hdel"),
     ]
+
+
+def _in_pools(models: Iterable[str], names: Callable[[Keys], Iterable[str]]) -> list[str]:
+    """These keys of each model; of a model without ``#`` also a pattern of them in all its other pools."""
+    found: list[str] = []
+    for model in models:
+        keys = Keys(model)
+        own = list(names(keys))
+        found += own
+        if "#" not in model:
+            found += [name.replace(keys.prefix, f"wf:{{{keys.tag}#*}}:", 1) for name in own]
+    return found
 
 
 def user(name: str, passwords: Sequence[str], rules: Sequence[str]) -> str:

@@ -1,0 +1,240 @@
+"""``warmfleet pools``: lists the pools of a served model; adds, drains and removes them while the fleet runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.pools.served import pool_of, registry_of
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet.pool_registry import clear, master_of
+from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, served_model
+from warmfleet.protocol.wire import WireError, model_tag
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from warmfleet.fleet.pool_registry import PoolRegistry
+
+HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
+#: After a pool left the registry: replicas read that within a second, and its workers look for another pool.
+LET_GO_S = 3.0
+MOVING = "moving"  # a drained pool whose workers go at once
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """One pool as the operator sees it. workers: that take requests; known: all that have not been forgotten.
+
+    capacity_blocks: of those that take requests. redis: host and port of the master; empty where there is only one.
+    unreachable: why its Redis does not answer; then the figures are 0.
+    """
+
+    pool: str
+    state: str
+    since_ms: int
+    workers: int = 0
+    known: int = 0
+    capacity_blocks: int = 0
+    in_flight: int = 0
+    waiting: int = 0
+    redis: str = ""
+    unreachable: str = ""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the chosen action; 0. Raises CommandError."""
+    logging.basicConfig(level=logging.CRITICAL)  # the error of an outage says it
+    _check(options)
+    asyncio.run(_run(options))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises CommandError for options that do not fit together."""
+    action, tags = options.action, options.tags
+    if (action == "list") == bool(tags):
+        raise CommandError("list takes no pool (--model names the model); add, drain and remove take at least one")
+    for given, actions in (
+        (options.json, ("list",)),
+        (options.move, ("drain",)),
+        (options.undo, ("drain",)),
+        (options.force, ("remove",)),
+    ):
+        if given and action not in actions:
+            raise CommandError(f"--json is for list, --move and --undo for drain, --force for remove; not for {action}")
+    if options.move and options.undo:
+        raise CommandError("--move sends workers away, --undo lets them stay: choose one of them")
+    for tag in tags:
+        try:
+            model_tag(tag)
+        except WireError as error:
+            raise CommandError(str(error)) from error
+    if len({served_model(tag) for tag in tags}) > 1:
+        raise CommandError("name pools of one model at a time")
+
+
+async def _run(options: argparse.Namespace) -> None:
+    url, tags = options.redis, list(dict.fromkeys(options.tags))
+    if options.action == "list":
+        named = models_of(options)
+        names = list(dict.fromkeys(map(served_model, named)))
+        found = {name: await _figures(url, name, named) for name in names}
+        if options.json:
+            print(json.dumps({name: [asdict(one) for one in pools] for name, pools in found.items()}, indent=2))
+        else:
+            show(sys.stdout, _parts(found))
+        return
+    async with registry_of(url, tags[0]) as registry:
+        if options.action == "add":
+            await _add(url, registry, tags)
+        elif options.action == "drain":
+            await _drain(registry, tags, undo=options.undo, move=options.move)
+        else:
+            await _remove(url, registry, tags, force=options.force)
+
+
+# ---------------------------------------------------------------- list
+
+
+async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
+    """named: the model tags of the command or of the environment, which are its pools if it has no registry."""
+    async with registry_of(url, name) as registry:
+        entries = await registry.read() or [PoolEntry(tag) for tag in named if served_model(tag) == name]
+    return list(await asyncio.gather(*[_look(url, entry) for entry in entries]))
+
+
+async def _look(url: str, entry: PoolEntry) -> PoolFigures:
+    state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
+    async with pool_of(url, entry.tag) as fleet:
+        try:
+            workers, line = await fleet.workers(), await fleet.poll()
+        except FleetUnavailable as error:
+            return PoolFigures(entry.tag, state, entry.since_ms, unreachable=str(error))
+        ready = [worker for worker in workers if worker.routable]
+        return PoolFigures(
+            pool=entry.tag,
+            state=state,
+            since_ms=entry.since_ms,
+            workers=len(ready),
+            known=len(workers),
+            capacity_blocks=sum(worker.load.capacity_blocks for worker in ready),
+            in_flight=sum(worker.load.in_flight for worker in workers),
+            waiting=line.waiting,
+            redis=master_of(fleet.redis),
+        )
+
+
+def _parts(found: Mapping[str, Sequence[PoolFigures]]) -> list[Part]:
+    parts: list[Part] = []
+    for name, pools in found.items():
+        parts += ["", (Toned(name, Tone.HEAD), f"  {len(pools)} pool{'s' * (len(pools) != 1)}")]
+        parts.append(Table(HEADER, [_row(pool) for pool in pools]))
+        parts += [(Toned(f"{pool.pool}: ", Tone.BAD), pool.unreachable) for pool in pools if pool.unreachable]
+    return parts[1:]
+
+
+def _row(pool: PoolFigures) -> tuple[object, ...]:
+    if pool.unreachable:
+        return pool.pool, Toned("unreachable", Tone.BAD), "-", "-", "-", "-", "-"
+    tone = Tone.MIND if pool.state != SERVING else Tone.GOOD if pool.workers else Tone.BAD
+    workers = f"{pool.workers}" if pool.workers == pool.known else f"{pool.workers} of {pool.known}"
+    return (
+        *(pool.pool, Toned(pool.state, tone), workers, pool.capacity_blocks, pool.in_flight, pool.waiting),
+        pool.redis or "-",
+    )
+
+
+# ---------------------------------------------------------------- add, drain, remove
+
+
+async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
+    """Enter pools that serve. The first time the pool that the model has had so far is entered as well."""
+    entries = {entry.tag: entry for entry in await registry.read()}
+    new = [tag for tag in tags if tag not in entries]
+    if not entries and registry.name not in tags:
+        async with pool_of(url, registry.name) as fleet:
+            if await fleet.workers():
+                new.insert(0, registry.name)
+                print(f"{registry.name} has workers: it stays a pool beside the others")
+    if len(entries) + len(new) > MAX_POOLS:
+        raise CommandError(f"a model has {MAX_POOLS} pools at most")
+    if entries:
+        await _same_orders(url, next(iter(entries)), new)
+    await registry.write([PoolEntry(tag) for tag in new])
+    for tag in tags:
+        print(f"{tag} " + ("serves: new workers join the pool with the least capacity" if tag in new else "is there"))
+
+
+async def _same_orders(url: str, old: str, new: Iterable[str]) -> None:
+    """Let the operator's policy and approved templates hold in new pools, too."""
+    async with pool_of(url, old) as fleet:
+        policy, approved = await fleet.switched(), await fleet.approved()
+    for tag in new:
+        async with pool_of(url, tag) as fleet:
+            if policy:
+                await fleet.switch(policy)
+            if approved:
+                await fleet.approve(approved)
+
+
+async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, move: bool) -> None:
+    entries = {entry.tag: entry for entry in await registry.read()}
+    _known(registry, entries, tags)
+    if not undo and all(entry.draining or entry.tag in tags for entry in entries.values()):
+        raise CommandError(f"no other pool of {registry.name} serves: `warmfleet pools add` makes one")
+    await registry.write([PoolEntry(tag, draining=not undo, moving=move) for tag in tags])
+    for tag in tags:
+        if undo:
+            print(f"{tag} serves again")
+        elif move:
+            print(f"{tag} gets no new requests, and its workers move to other pools within 15 s")
+        else:
+            print(f"{tag} gets no new requests; its workers join other pools when they are started again")
+
+
+async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
+    """Strike pools out of the registry, and delete what Redis holds of them."""
+    entries = {entry.tag: entry for entry in await registry.read()}
+    left = entries.keys() - set(tags)
+    if entries.keys() & set(tags):
+        if not left:
+            raise CommandError(f"{registry.name} would have no pool: its last one cannot be removed")
+        if not force:
+            for tag in tags:
+                await _unused(url, tag)
+        for tag in tags:
+            await registry.remove(tag)
+        await asyncio.sleep(LET_GO_S)
+    for tag in tags:  # also of a pool that is none any more: what an interrupted `remove` has left
+        async with pool_of(url, tag) as fleet:
+            await clear(fleet, shared=tag == registry.name)
+        print(f"{tag} is removed")
+
+
+async def _unused(url: str, tag: str) -> None:
+    """Raises CommandError while something of the pool is in use."""
+    async with pool_of(url, tag) as fleet:
+        workers = await fleet.workers()
+    alive = [worker.worker_id for worker in workers if worker.heard]
+    open_requests = sum(worker.load.in_flight for worker in workers)
+    if alive or open_requests:
+        raise CommandError(
+            f"{tag} has {len(alive)} live workers and {open_requests} requests in flight: `warmfleet pools drain {tag} "
+            "--move` sends its workers to other pools; with --force it is removed all the same"
+        )
+
+
+def _known(registry: PoolRegistry, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
+    for tag in tags:
+        if tag not in entries:
+            has = ", ".join(entries) or "none; `warmfleet pools add` enters some"
+            raise CommandError(f"{registry.name} has no pool {tag!r} in its registry; it has: {has}")

@@ -1,0 +1,208 @@
+"""``warmfleet pools``: what it lists, enters, drains and removes, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+from tests.conftest import PATIENT, poll
+from tests.worker_plugin.publishing import SCHEME
+
+from warmfleet.__main__ import main
+from warmfleet.cli.pools import command
+from warmfleet.fleet import Ask, Fleet, connect
+from warmfleet.prompt.block_hashes import Chain
+from warmfleet.protocol.wire import Keys
+from warmfleet_worker import seat as seats
+from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.seat import core_seat, server_seat
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCKS = [bytes([number]) * 8 for number in range(64)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LET_GO_S", 0.01)
+    monkeypatch.setattr(seats, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
+
+
+@contextmanager
+def engines(url: str, model: str, *names: str) -> Iterator[None]:
+    """Servers that know only the model's name, or a pool's tag; each holds BLOCKS."""
+    halves: list[Any] = []
+    for name in names:
+        tracker = Tracker()
+        tracker.stored(BLOCKS)
+        said = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
+        halves.append(WorkerPublisher(said, tracker, seat=core_seat(said)))
+        server = ServerConfig(url, model, name, "http://127.0.0.1:9", (model,), "test", {"tokenizer.json": b"{}"})
+        halves.append(ServerPublisher(server, server_seat(url, model, name)))
+    for half in halves:
+        half.start()
+    try:
+        yield
+    finally:
+        for half in halves:
+            half.stop(2)
+
+
+def applied(url: str, expected: dict[str, int]) -> None:
+    """Do the routers' upkeep until each pool has so many live workers with all their blocks."""
+
+    async def wait() -> None:
+        fleets = {tag: Fleet(connect(url, timeout_s=2), tag, PATIENT) for tag in expected}
+        try:
+            await poll(lambda: _equal(fleets, expected), 20)
+        finally:
+            for fleet in fleets.values():
+                await fleet.close()
+
+    asyncio.run(wait())
+
+
+async def _equal(fleets: dict[str, Fleet], expected: dict[str, int]) -> bool:
+    return {tag: await _there(fleet) for tag, fleet in fleets.items()} == expected
+
+
+async def _there(fleet: Fleet) -> int:
+    await fleet.step()
+    return sum(
+        worker.heard and not worker.said_goodbye and worker.server is not None and worker.load.blocks == len(BLOCKS)
+        for worker in await fleet.workers()
+    )
+
+
+def booked(url: str, tag: str, worker_id: str) -> None:
+    """A request that is open, with a checkpoint and a chain of its own, on a worker that takes requests."""
+
+    async def book() -> None:
+        fleet = Fleet(connect(url, timeout_s=2), tag, PATIENT)
+        try:
+            [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
+            assert await fleet.prove(worker_id, worker.record["nonce"], "proven", "") == "OK"
+            chain = Chain(SCHEME.scheme_id, 16, b"".join(BLOCKS[:8]) + b"\xff" * 64)
+            assert (await fleet.decide(Ask("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))).worker_id == worker_id
+        finally:
+            await fleet.close()
+
+    asyncio.run(book())
+
+
+class Commands:
+    def __init__(self, url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.url, self.model, self.capsys = url, model, capsys
+        self.client = redis.Redis.from_url(url)
+
+    def __call__(self, *words: str, status: int = 0) -> str:
+        assert main(["pools", *words, "--redis", self.url, "--model", self.model]) == status
+        told = self.capsys.readouterr()
+        return told.err if status else told.out
+
+    def listed(self) -> dict[str, dict[str, Any]]:
+        [pools] = json.loads(self("--json")).values()
+        return {pool["pool"]: pool for pool in pools}
+
+    def keys_of(self, tag: str) -> set[bytes]:
+        pattern = Keys(tag).prefix.replace("[", "\\[")
+        return set(self.client.scan_iter(f"{pattern}*", count=1_000))
+
+
+@pytest.fixture
+def pools(redis_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> Iterator[Commands]:
+    made = Commands(redis_url, model, capsys)
+    yield made
+    made.client.close()
+
+
+def test_a_fleet_of_one_pool_is_listed_without_a_registry(pools: Commands, model: str) -> None:
+    assert list(pools.listed()) == [model]
+    assert pools.listed()[model]["state"] == "serving"
+    assert f"{model}  1 pool\n" in pools("list")
+    assert not pools.client.exists(Keys(model).pools)
+
+
+def test_pools_are_added_beside_the_one_with_workers_drained_and_removed(pools: Commands, model: str) -> None:
+    """The whole life: the old pool stays, its workers move, and nothing of it is left in Redis."""
+    new = f"{model}#1"
+    with engines(pools.url, model, "a", "b"):
+        applied(pools.url, {model: 2})
+        told = pools("add", new)
+        assert f"{model} has workers: it stays a pool" in told
+        assert list(pools.listed()) == [model, new]
+        asyncio.run(poll(lambda: pools.client.hlen(Keys(model).placement) == 2, what="both know of the registry"))
+        with engines(pools.url, model, "c", "d"):
+            applied(pools.url, {model: 2, new: 2})
+            assert f"{model} has 2 live workers" in pools("remove", model, status=2)
+            assert "move to other pools" in pools("drain", model, "--move")
+            assert pools.listed()[model]["state"] == "moving"
+            applied(pools.url, {model: 0, new: 4})
+            shown = pools.listed()
+            assert (shown[new]["known"], shown[model]["known"]) == (4, 2)
+            assert pools("remove", model) == f"{model} is removed\n"
+            assert pools.keys_of(model) == {Keys(model).pools.encode(), Keys(model).placement.encode()}
+            assert list(pools.listed()) == [new]
+            applied(pools.url, {new: 4})
+
+
+def test_a_pool_in_use_is_removed_only_by_force_and_leaves_no_key(pools: Commands, model: str) -> None:
+    one, two = f"{model}#1", f"{model}#2"
+    pools("add", one, two)
+    with engines(pools.url, one, "a"):
+        applied(pools.url, {one: 1})
+        booked(pools.url, one, "a.0")
+    assert len(pools.keys_of(one)) > 20
+    assert "1 requests in flight" in pools("remove", one, status=2)
+    pools("remove", one, "--force")
+    assert pools.keys_of(one) == set()
+    assert pools("remove", one) == f"{one} is removed\n", "again: what an interrupted call has left"
+
+
+def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(
+    pools: Commands, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools("add", f"{model}#1", f"{model}#2")
+    assert main(["policy", "sticky", "--redis", pools.url, "--model", model]) == 0
+    capsys.readouterr()
+    pools("add", f"{model}#3")
+    assert main(["policy", "--json", "--redis", pools.url, "--model", model]) == 0
+    assert json.loads(capsys.readouterr().out) == {f"{model}#{number}": "sticky" for number in (1, 2, 3)}
+
+
+def test_draining_is_taken_back(pools: Commands, model: str) -> None:
+    pools("add", f"{model}#1", f"{model}#2")
+    pools("drain", f"{model}#2")
+    assert pools.listed()[f"{model}#2"]["state"] == "draining"
+    assert "serves again" in pools("drain", f"{model}#2", "--undo")
+    assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["add"], "take at least one"),
+        (["list", "m#1"], "list takes no pool"),
+        (["add", "m#1", "n#1"], "pools of one model"),
+        (["add", "m#a b"], "is not a name"),
+        (["drain", "m#1", "--move", "--undo"], "choose one"),
+        (["drain", "m#1", "--force"], "--force for remove"),
+        (["drain", "{model}#7"], "has no pool"),
+        (["drain", "{model}#1", "{model}#2"], "no other pool"),
+        (["remove", "{model}#1", "{model}#2"], "last one"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_reason(pools: Commands, model: str, words: list[str], told: str) -> None:
+    pools("add", f"{model}#1", f"{model}#2")
+    assert told in pools(*[word.format(model=model) for word in words], status=2)
+    assert {pool["state"] for pool in pools.listed().values()} == {"serving"}

@@ -1,0 +1,357 @@
+"""Which pool a server joins, keeps and leaves, on a real Redis."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.conftest import PATIENT, poll
+from tests.worker_plugin.publishing import config, equal, upkeep
+
+from warmfleet.fleet import Fleet, connect
+from warmfleet_worker import seat as seats
+from warmfleet_worker.protocol.pools import Placement, PoolEntry, read_placement
+from warmfleet_worker.protocol.wire import Keys
+from warmfleet_worker.seat import AWAY_MS, Seat, Sitter, core_seat, host_name, server_seat, take
+from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
+from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.worker_publisher import WorkerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCKS = 1_000
+
+
+class Town:
+    """A served model's registry, and servers that join it. present: by server, the pool where it believes to be."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.name, self.url = name, url
+        self.client = redis.Redis.from_url(url)
+        self.keys = Keys(name)
+        self.present: dict[str, str] = {}
+
+    def pool(self, number: int | str) -> str:
+        return f"{self.name}#{number}"
+
+    def register(self, number: int | str, *, draining: bool = False, moving: bool = False) -> str:
+        tag = self.pool(number)
+        self.client.hset(self.keys.pools, tag, PoolEntry(tag, draining, moving).encode())
+        return tag
+
+    def remove(self, number: int | str) -> None:
+        self.client.hdel(self.keys.pools, self.pool(number))
+
+    def sit(self, server: str, host: str = "", blocks: int = BLOCKS) -> str:
+        """The server's core looks where it belongs."""
+        sitter = Sitter(server, host, 0, blocks)
+        self.present[server] = take(self.client, self.name, sitter, self.present.get(server, ""))
+        return self.present[server]
+
+    def place(self, server: str) -> Placement:
+        found = read_placement(self.client.hget(self.keys.placement, server))
+        assert found is not None
+        return found
+
+    def away(self, server: str, ms: int = AWAY_MS + 10_000) -> None:
+        """The server has ended, and was not seen for so long."""
+        self.present.pop(server, None)
+        place = self.place(server)
+        self.client.hset(self.keys.placement, server, replace(place, seen_ms=place.seen_ms - ms).encode())
+
+    def restart(self, server: str, blocks: int = BLOCKS) -> str:
+        self.away(server)
+        return self.sit(server, blocks=blocks)
+
+    def capacities(self, servers: list[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for server in servers:
+            place = self.place(server)
+            found[place.pool] = found.get(place.pool, 0) + place.capacity_blocks
+        return found
+
+
+@pytest.fixture
+def town(redis_url: str, model: str) -> Iterator[Town]:
+    made = Town(redis_url, model)
+    yield made
+    made.client.close()
+
+
+def test_without_a_registry_every_server_joins_the_one_pool_and_nothing_is_written(town: Town) -> None:
+    assert {town.sit(server) for server in ("a", "b", "c")} == {town.name}
+    assert not town.client.exists(town.keys.placement)
+
+
+def test_servers_go_where_the_least_capacity_is(town: Town) -> None:
+    one, two = town.register(1), town.register(2)
+    first = town.sit("big", blocks=3 * BLOCKS)
+    other = two if first == one else one
+    assert [town.sit(server) for server in ("a", "b", "c")] == [other] * 3
+    assert town.sit("d") in (one, two)
+
+
+def test_a_server_that_has_not_told_its_capacity_counts_as_others_do(town: Town) -> None:
+    """API servers, whose cores come later: else all of them would see an empty pool."""
+    town.register(1), town.register(2)
+    for number in range(8):
+        take(town.client, town.name, Sitter(f"s{number}"), "")
+    servers = [f"s{number}" for number in range(8)]
+    pools = [town.place(server).pool for server in servers]
+    assert {pools.count(pool) for pool in pools} == {4}
+    town.sit("s0"), town.sit("s1")
+    for number in range(8, 12):
+        take(town.client, town.name, Sitter(f"s{number}"), "")
+    pools = [town.place(f"s{number}").pool for number in range(12)]
+    assert {pools.count(pool) for pool in pools} == {6}
+
+
+def test_engines_of_one_host_are_spread(town: Town) -> None:
+    """Capacities that differ by a few blocks count as equal: then the host decides."""
+    town.register(1), town.register(2)
+    for host in ("north", "south", "east"):
+        assert len({town.sit(f"{host}-{n}", host, BLOCKS + n) for n in range(2)}) == 2
+
+
+def test_both_halves_and_all_ranks_of_a_server_are_in_one_pool(town: Town) -> None:
+    for number in range(3):
+        town.register(number)
+    for server in "abcdef":
+        halves = [Sitter(server, "h", rank, BLOCKS) for rank in (0, 1)] + [Sitter(server, "h")]
+        assert len({take(town.client, town.name, half, "") for half in halves}) == 1
+        assert town.place(server).blocks == {"0": BLOCKS, "1": BLOCKS}
+    assert set(town.capacities(list("abcdef")).values()) == {4 * BLOCKS}
+
+
+def test_a_server_that_is_started_again_comes_back(town: Town) -> None:
+    for number in range(4):
+        town.register(number)
+    before = {server: town.sit(server) for server in "abcdefgh"}
+    for server in "abcdefgh":
+        town.away(server, 3_600_000)  # all of them, for an hour
+    assert {server: town.sit(server) for server in "hgfedcba"} == before
+
+
+def test_a_new_pool_fills_up_as_servers_are_started_again(town: Town) -> None:
+    town.register(1)
+    servers = [f"s{n}" for n in range(9)]
+    for server in servers:
+        town.sit(server)
+    town.register(2), town.register(3)
+    assert {town.sit(server) for server in servers} == {town.pool(1)}, "nobody moves while it serves"
+    for server in servers:
+        town.restart(server)
+    assert sorted(town.capacities(servers).values()) == [3 * BLOCKS] * 3
+
+
+def test_a_drained_pool_is_left_at_the_next_start(town: Town) -> None:
+    town.register(1), town.register(2)
+    servers = list("abcd")
+    for server in servers:
+        town.sit(server)
+    there = [server for server in servers if town.present[server] == town.pool(1)]
+    town.register(1, draining=True)
+    assert {town.sit(server) for server in there} == {town.pool(1)}
+    town.present.pop(there[0])  # started again at once
+    assert town.sit(there[0]) == town.pool(2)
+    assert town.sit("new") == town.pool(2)
+    town.register(1, draining=True, moving=True)
+    assert {town.sit(server) for server in servers} == {town.pool(2)}
+
+
+def test_servers_of_a_removed_pool_go_elsewhere_at_once(town: Town) -> None:
+    town.register(1), town.register(2), town.register(3)
+    servers = [f"s{n}" for n in range(6)]
+    for server in servers:
+        town.sit(server)
+    town.remove(2)
+    for server in servers:
+        assert town.sit(server) != town.pool(2)
+    assert set(town.capacities(servers).values()) == {3 * BLOCKS}
+
+
+def test_when_all_pools_are_drained_a_server_stays_or_takes_one_of_them(town: Town) -> None:
+    town.register(1), town.register(2)
+    old = town.sit("a")
+    for number in (1, 2):
+        town.register(number, draining=True, moving=True)
+    assert town.sit("a") == old
+    town.restart("a")
+    assert town.sit("b") in (town.pool(1), town.pool(2))
+
+
+def test_a_registry_that_was_lost_moves_nobody(town: Town) -> None:
+    town.register(1), town.register(2)
+    before = {server: town.sit(server) for server in "abcd"}
+    town.client.unlink(town.keys.pools)
+    assert {server: town.sit(server) for server in "abcd"} == before
+
+
+def test_places_of_servers_that_are_gone_for_good_are_struck_out(town: Town) -> None:
+    town.register(1)
+    town.sit("old")
+    town.away("old", 25 * 3_600_000)
+    town.sit("new")
+    assert town.client.hkeys(town.keys.placement) == [b"new"]
+
+
+def test_servers_that_join_together_are_spread_evenly(town: Town) -> None:
+    """Each has a connection of its own, and all begin at once."""
+    for number in range(4):
+        town.register(number)
+
+    def one(number: int) -> str:
+        with redis.Redis.from_url(town.url) as client:
+            return take(client, town.name, Sitter(f"s{number}", "", 0, BLOCKS), "")
+
+    with ThreadPoolExecutor(24) as threads:
+        pools = list(threads.map(one, range(24)))
+    assert {pools.count(town.pool(number)) for number in range(4)} == {6}
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("join"), st.integers(0, 11)),
+    st.tuples(st.just("join"), st.integers(0, 11)),
+    st.tuples(st.just("restart"), st.integers(0, 11)),
+    st.tuples(st.just("look"), st.integers(0, 11)),
+    st.tuples(st.sampled_from(["add", "drain", "move", "remove"]), st.integers(0, 4)),
+)
+
+
+@given(st.lists(OPERATIONS, min_size=5, max_size=40))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_happens_nobody_is_in_a_removed_pool_and_capacity_is_even(
+    town: Town, operations: list[tuple[str, int]]
+) -> None:
+    town.client.unlink(town.keys.pools, town.keys.placement)
+    town.present.clear()
+    states: dict[str, str] = {town.register(0): "add"}
+    for word, number in operations:
+        server, pool = f"s{number}", town.pool(number)
+        if word == "add" or (word in ("drain", "move") and pool in states):
+            others = [tag for tag, state in states.items() if state == "add" and tag != pool]
+            if word == "add" or others:
+                town.register(number, draining=word != "add", moving=word == "move")
+                states[pool] = word
+        elif word == "remove" and any(state == "add" for tag, state in states.items() if tag != pool):
+            town.remove(number)
+            states.pop(pool, None)
+        elif word in ("join", "restart", "look"):
+            _one_server(town, states, word, server)
+    servers = sorted(town.present)
+    for server in servers:
+        assert states.get(town.sit(server)) in ("add", "drain")
+    for server in servers * 2:
+        assert states[town.restart(server)] == "add"
+    capacities = town.capacities(servers)
+    even = [capacities.get(tag, 0) for tag, state in states.items() if state == "add"]
+    assert sum(even) == len(servers) * BLOCKS
+    assert max(even) - min(even) <= BLOCKS
+
+
+def _one_server(town: Town, states: dict[str, str], word: str, server: str) -> None:
+    old = town.present.get(server)
+    if word == "look" and old:
+        new = town.sit(server)
+        assert (new == old) == (states.get(old) in ("add", "drain")), "kept while it serves, else left"
+    elif word == "restart" and old:
+        town.restart(server)
+        assert states[town.present[server]] == "add"
+    elif not old:
+        counted = {tag: 0 for tag, state in states.items() if state == "add"}
+        counted |= {tag: size for tag, size in town.capacities(sorted(town.present)).items() if tag in counted}
+        assert counted[town.sit(server)] == min(counted.values())
+
+
+# ---------------------------------------------------------------- seats and publishers
+
+
+def test_a_pool_that_the_operator_names_is_not_asked_for(town: Town) -> None:
+    seat = Seat("redis://127.0.0.1:1", f"{town.name}#mine", Sitter("a"))
+    assert seat.look(0.0) == f"{town.name}#mine", "even while Redis is away"
+    seat = Seat(town.url, f"{town.name}#mine", Sitter("a", "h", 0, BLOCKS))
+    town.register(1)
+    assert seat.look(0.0) == f"{town.name}#mine"
+    assert town.place("a").capacity_blocks == BLOCKS, "its capacity counts for others"
+    seat.close()
+
+
+def test_a_seat_that_was_never_told_its_pool_waits_for_redis_and_keeps_it_through_an_outage(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag = town.register(1)
+    seat = Seat(town.url, town.name, Sitter("a"))
+    whole = seats.take
+
+    def broken(*_: object, **__: object) -> str:
+        raise redis.ConnectionError("away")
+
+    monkeypatch.setattr(seats, "take", broken)
+    with pytest.raises(redis.ConnectionError):
+        seat.look(0.0)
+    monkeypatch.setattr(seats, "take", whole)
+    assert seat.look(0.1) == tag, "asked again at once"
+    monkeypatch.setattr(seats, "take", broken)
+    assert seat.look(100.0) == tag
+    seat.close()
+
+
+def test_the_host_is_the_node_where_kubernetes_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_NAME", "node 7/a")
+    assert host_name() == "node-7-a"
+    monkeypatch.delenv("NODE_NAME")
+    assert host_name()
+
+
+@contextmanager
+def halves(town: Town, tracker: Tracker) -> Iterator[tuple[WorkerPublisher, ServerPublisher]]:
+    told = config(town.url, town.name)
+    core = WorkerPublisher(told, tracker, seat=core_seat(told))
+    said = ServerConfig(town.url, town.name, "w1", "http://127.0.0.1:9", ("m",), "test")
+    server = ServerPublisher(said, server_seat(town.url, town.name, "w1"))
+    core.start()
+    server.start()
+    try:
+        yield core, server
+    finally:
+        core.stop(5)
+        server.stop(5)
+
+
+@pytest.mark.usefixtures("short_periods")
+async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves leave the pool that is drained, and the index of the new one equals the table."""
+    monkeypatch.setattr(seats, "ASK_SECONDS", 0.2)
+    old = town.register(1)
+    tracker = Tracker()
+    tracker.stored([os.urandom(8) for _ in range(500)])
+    first, second = (Fleet(connect(town.url), town.pool(number), PATIENT) for number in (1, 2))
+    try:
+        async with upkeep(first), upkeep(second):
+            with halves(town, tracker) as (core, _):
+                await equal(first, tracker)
+                assert core.tag == old
+                await poll(lambda: _both(first), what="both halves are in the first pool")
+                town.register(2), town.register(1, draining=True, moving=True)
+                await equal(second, tracker)
+                tracker.removed(list(tracker.table)[:100])
+                await equal(second, tracker)
+                await poll(lambda: _both(second), what="both halves are in the second pool")
+                [left] = await first.workers()
+                assert left.said_goodbye
+                assert core.state.dropped == 0
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def _both(fleet: Fleet) -> bool:
+    return any(worker.heard and worker.server_age_s is not None for worker in await fleet.workers())

@@ -1,0 +1,231 @@
+"""The pool that a server belongs to: asked for at the join, kept while it serves, left when the operator says so.
+
+A worker is told only the name of its model. Which pools that has stands in a registry in Redis, and where its servers
+are in a second hash (``protocol/pools``). A server that starts takes its old pool; a new one the pool with the least
+capacity, of such the one with the fewest servers of its host, and of such the first by rendezvous hash. Servers that
+start together are spread as if they had started one after another: each writes its choice only if nobody has written
+since it read (WATCH), else it chooses again. So no server needs the right to run scripts.
+
+Engine core and API server are two processes with a ``Seat`` each. What stands in Redis for their server is binding for
+both; the second follows the first within ASK_SECONDS.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from redis.exceptions import NoPermissionError, RedisError, WatchError
+
+from warmfleet_worker.protocol import pools, wire
+from warmfleet_worker.protocol.pools import KEPT_MS, Placement
+from warmfleet_worker.stream import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import redis
+
+    from warmfleet_worker.config import PublisherConfig
+    from warmfleet_worker.protocol.pools import PoolEntry
+
+logger = logging.getLogger("vllm.warmfleet")
+
+ASK_SECONDS = 15.0  # between two looks at the registry; the halves of a server that moves part for so long at most
+TIMEOUT_SECONDS = 0.5  # of a look; meanwhile the publisher's thread reports nothing
+SEEN_MS = 30_000  # a server's time in Redis is renewed when it is older
+AWAY_MS = 90_000  # a server that was not seen for so long has been restarted
+RECENT_MS = 600_000  # servers that were seen within this time count where a new one is placed
+STRUCK_AT_ONCE = 64  # places of servers that are gone for good
+TRIES = 8  # that others may spoil before a server takes its choice as it is: one too many in a pool does no harm
+
+
+def host_name() -> str:
+    """The machine of this server: NODE_NAME, which Kubernetes can tell a pod, else the host's name."""
+    name = os.environ.get("NODE_NAME") or socket.gethostname()
+    return "".join(char if char.isalnum() or char in "._-" else "-" for char in name)[:64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sitter:
+    """A half of a server that wants a pool. rank and blocks: of an engine core; an API server has no capacity."""
+
+    server_id: str
+    host: str = ""
+    rank: int | None = None
+    blocks: int = 0
+
+
+class Seat:
+    """The pool of one half of a server. One thread uses it.
+
+    model: as it was given; with ``#`` the operator has chosen the pool, and nothing is asked.
+    """
+
+    def __init__(self, redis_url: str, model: str, sitter: Sitter) -> None:
+        self.tag = model if "#" in model else ""
+        self._name = pools.served_model(model)
+        self._pinned = bool(self.tag)
+        self._sitter = sitter
+        self._client = connect(redis_url, wire.model_tag(self._name), timeout_seconds=TIMEOUT_SECONDS)
+        self._due = 0.0
+        self._unanswered = False
+
+    def look(self, now: float) -> str:
+        """The tag of the pool to be in at ``now`` (monotonic seconds).
+
+        Raises RedisError while it was never told. Later errors leave the pool as it is: an outage of this Redis, which
+        in a Cluster may be another than that of the pool, is no reason to leave.
+        """
+        if now < self._due:
+            return self.tag
+        self._due = now + ASK_SECONDS * random.uniform(0.8, 1.0)
+        try:
+            self.tag = take(self._client, self._name, self._sitter, self.tag, pinned=self._pinned)
+            self._unanswered = False
+        except NoPermissionError:  # the rules of an older `warmfleet acl`
+            self._say("this Redis user may not choose a pool (`warmfleet acl` prints its rights)")
+            self.tag = self.tag or self._name
+        except RedisError as error:
+            if not self.tag:
+                self._due = 0.0
+                raise
+            self._say(f"the registry of pools cannot be read: {error}")
+        return self.tag
+
+    def doubt(self) -> None:
+        """Look again at the next call: what belongs to the present pool is gone."""
+        self._due = 0.0
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _say(self, reason: str) -> None:
+        """Log the first failure of several."""
+        if not self._unanswered:
+            logger.warning(
+                "warmfleet: %s: %s; it joins %s", self._sitter.server_id, reason, self.tag or f"the pool {self._name}"
+            )
+        self._unanswered = True
+
+
+def take(client: redis.Redis, name: str, sitter: Sitter, present: str, *, pinned: bool = False) -> str:
+    """The tag of the pool that ``sitter`` belongs to from now on, and its place in Redis as long as it is seen.
+
+    present: the pool where it is; "" if it has just started. pinned: it stays there. Raises RedisError.
+    """
+    keys = wire.Keys(name)
+    pipe = client.pipeline(transaction=False)
+    pipe.time()
+    pipe.hgetall(keys.pools)
+    pipe.hget(keys.placement, sitter.server_id)
+    (seconds, micros), fields, packed = pipe.execute()
+    now_ms, own = seconds * 1000 + micros // 1000, pools.read_placement(packed)
+    registry = pools.read_registry(name, fields)
+    if not registry:  # the model has one pool, or its registry was lost: a replica writes it back
+        return present or (own.pool if own else name)
+    pool = present if pinned else stays(registry, own, present, now_ms)
+    if not pool:
+        return _choose(client, keys.placement, registry, sitter, present, now_ms)
+    place = seated(own, pool, sitter, now_ms)
+    if own is None or now_ms - own.seen_ms > SEEN_MS or (own.pool, own.blocks) != (place.pool, place.blocks):
+        client.hset(keys.placement, sitter.server_id, place.encode())
+    return pool
+
+
+def _choose(
+    client: redis.Redis, key: str, registry: Sequence[PoolEntry], sitter: Sitter, present: str, now_ms: int
+) -> str:
+    """Choose by the places of all servers, and write the choice unless another server has written meanwhile."""
+    for tries_left in reversed(range(TRIES)):
+        with client.pipeline() as pipe:
+            pipe.watch(key)  # type: ignore[no-untyped-call]  # redis-py
+            found = {member.decode(): pools.read_placement(packed) for member, packed in pipe.hgetall(key).items()}  # type: ignore[union-attr]  # watching: it has answered
+            places = {member: place for member, place in found.items() if place and now_ms - place.seen_ms < KEPT_MS}
+            pool = choose(registry, places, sitter, present, now_ms)
+            if not tries_left:
+                pipe.unwatch()
+            pipe.multi()
+            pipe.hset(key, sitter.server_id, seated(places.get(sitter.server_id), pool, sitter, now_ms).encode())
+            gone = sorted(found.keys() - places.keys() - {sitter.server_id})[:STRUCK_AT_ONCE]
+            if gone:
+                pipe.hdel(key, *gone)
+            try:
+                pipe.execute()
+            except WatchError:
+                time.sleep(random.uniform(0.001, 0.02))  # in the publisher's thread
+                continue
+            return pool
+    raise AssertionError("the last try watches nothing")
+
+
+def seated(own: Placement | None, pool: str, sitter: Sitter, now_ms: int) -> Placement:
+    """What a server writes of itself: the capacity of its other ranks stays, unless it has been restarted."""
+    blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
+    if sitter.rank is not None and sitter.blocks:
+        blocks[str(sitter.rank)] = sitter.blocks
+    return Placement(pool, sitter.host, now_ms, blocks)
+
+
+def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, now_ms: int) -> str:
+    """The pool that the server keeps, whatever other servers do; "" if it must choose among pools."""
+    old = own.pool if own else present
+    entry = next((entry for entry in registry if entry.tag == old), None)
+    if entry is None or entry.moving:
+        return ""
+    if entry.draining:
+        return old if present else ""
+    restarted = not present and own is not None and now_ms - own.seen_ms > AWAY_MS
+    return "" if restarted else old
+
+
+def choose(
+    registry: Sequence[PoolEntry], places: Mapping[str, Placement], sitter: Sitter, present: str, now_ms: int
+) -> str:
+    """The pool of a server, by the places of all servers of its model."""
+    own = places.get(sitter.server_id)
+    kept = stays(registry, own, present, now_ms)
+    if kept:
+        return kept
+    serving = [entry.tag for entry in registry if not entry.draining]
+    others = {server: place for server, place in places.items() if server != sitter.server_id}
+    told = [place.capacity_blocks for place in others.values() if place.capacity_blocks]
+    unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
+    size = seated(own, "", sitter, now_ms).capacity_blocks or unknown
+    old = own.pool if own else ""
+    if old in serving:  # it was restarted, and stays, unless another pool would still be the smaller one with it
+        full = _capacity(serving, others.values(), unknown)
+        if full[old] < min(full.values()) + size:
+            return old
+    if not serving:  # all are drained: it can only stay, or go where some requests may still come
+        serving = [old] if any(entry.tag == old for entry in registry) else [entry.tag for entry in registry]
+    here = [place for place in others.values() if now_ms - place.seen_ms < RECENT_MS]
+    filled = _capacity(serving, here, unknown)
+    least = min(filled.values())
+    equal = [tag for tag in serving if filled[tag] < least + size / 2]  # engines alike differ by a few blocks
+    beside = {tag: sum(1 for place in here if place.pool == tag and place.host == sitter.host) for tag in equal}
+    return min(equal, key=lambda tag: (beside[tag], -pools.weight(tag, sitter.server_id)))
+
+
+def _capacity(tags: Sequence[str], places: Iterable[Placement], unknown: float) -> dict[str, float]:
+    filled = dict.fromkeys(tags, 0.0)
+    for place in places:
+        if place.pool in filled:
+            filled[place.pool] += place.capacity_blocks or unknown
+    return filled
+
+
+def core_seat(config: PublisherConfig, host: str = "") -> Seat:
+    """The seat of an engine core. host: its machine; by default this one."""
+    sitter = Sitter(config.server_id, host or host_name(), config.rank, config.capacity_blocks)
+    return Seat(config.redis_url, config.model, sitter)
+
+
+def server_seat(redis_url: str, model: str, server_id: str, host: str = "") -> Seat:
+    """The seat of an API server. host: its machine; by default this one."""
+    return Seat(redis_url, model, Sitter(server_id, host or host_name()))
