@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from tests.topology import SLOTS, cluster, sentinels, tls_server
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
-from warmfleet.cli.doctor import fleet_checks, redis_checks
+from warmfleet.cli.doctor import fleet_checks, pool_checks, redis_checks
 from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.doctor.parity_checks import Subject, handoff
@@ -38,7 +38,8 @@ from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connec
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
-from warmfleet.protocol.redis_address import parse, with_ca
+from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
+from warmfleet.protocol.redis_address import parse, slot_of, with_ca
 from warmfleet.protocol.wire import Scheme
 from warmfleet.settings import Settings
 from warmfleet_loadtest.engine import Engine, EngineConfig
@@ -359,6 +360,46 @@ async def test_a_mistyped_model_is_told_which_there_are(valkey_url: str, model: 
         told.names("workers", f"no engine has joined {model}-nope", "which this Redis has: --model NAME; else install")
         [finding] = told.of("workers", State.FAULT)
         assert model in re.split(r"[ ,]+", finding.remedy)
+
+
+async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
+    """By the registry, whatever the settings name: an empty pool, a drained one, one that nobody serves, a stranger."""
+    tags = [f"{model}#{number}" for number in range(1, 6)]
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(tag, draining=tag == tags[3]) for tag in tags[:4]])
+    await client.aclose()
+    async with AsyncExitStack() as stack:
+        for tag in tags[:2]:
+            fleet = await stack.enter_async_context(applied(valkey_url, tag))
+            await stack.enter_async_context(simulated(valkey_url, tag))
+            await complete(fleet)
+            [worker] = await fleet.workers()
+            assert await fleet.prove(worker.worker_id, worker.record["nonce"], "proven", "") == "OK"
+        told = await doctor(valkey_url, tags[4])
+        told.names("pools", f"{tags[2]} has no worker that takes requests", "start some of its engines again")
+        told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
+        told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
+        assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
+        workers = {tag: await Fleet(fleet.redis, tag).workers() for tag in tags[:2]}
+    pools = [PoolEntry(tag) for tag in tags[:2]]
+    [one] = workers[tags[1]]
+    odd = replace(one, record=one.record | {"scheme": {}}, load=replace(one.load, capacity_blocks=9_999))
+    uneven, other = pool_checks.beside_each_other(pools, workers | {tags[1]: [odd]})
+    assert (uneven.state, "the smaller one is full sooner" in uneven.detail) == (State.NOTE, True)
+    assert (other.state, f"{tags[1]} announces another hash scheme than {tags[0]}" in other.detail) == (
+        State.FAULT,
+        True,
+    )
+
+
+def test_two_busy_pools_on_one_master() -> None:
+    half = 8_192
+    ranges = ((0, half - 1, ("north", 1)), (half, 16_383, ("south", 2)))
+    same = [tag for tag in (f"m#{number}" for number in range(40)) if slot_of(tag) < half][:2]
+    [finding] = pool_checks.masters(same, ranges)
+    assert f"{' and '.join(sorted(same))} are on the Redis master north:1" in finding.detail
+    assert "warmfleet pools add m --spread" in finding.remedy
+    assert pool_checks.masters(same[:1], ranges) == []
 
 
 async def test_who_may_not_scan_is_told_no_models(model: str) -> None:

@@ -188,6 +188,13 @@ def test_draining_is_taken_back(pools: Commands, model: str) -> None:
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
 
 
+def test_a_tag_for_one_more_pool_is_chosen(pools: Commands, model: str) -> None:
+    """Without a Cluster the next number; the masters of a Cluster: tests/app/fleet/test_pool_masters.py."""
+    pools("add", f"{model}#1", f"{model}#7")
+    assert pools("add", model, "--spread").startswith(f"{model}#8 serves")
+    assert list(pools.listed()) == [f"{model}#{number}" for number in (1, 7, 8)]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -196,7 +203,8 @@ def test_draining_is_taken_back(pools: Commands, model: str) -> None:
         (["add", "m#1", "n#1"], "pools of one model"),
         (["add", "m#a b"], "is not a name"),
         (["drain", "m#1", "--move", "--undo"], "choose one"),
-        (["drain", "m#1", "--force"], "--force for remove"),
+        (["drain", "m#1", "--force"], "--force is for remove"),
+        (["add", "m#1", "--spread"], "without #"),
         (["drain", "{model}#7"], "has no pool"),
         (["drain", "{model}#1", "{model}#2"], "no other pool"),
         (["remove", "{model}#1", "{model}#2"], "last one"),

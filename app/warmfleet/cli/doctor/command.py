@@ -6,15 +6,24 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.doctor import engine_checks, fleet_checks, parity_checks, redis_checks, rights_checks, router_checks
+from warmfleet.cli.doctor import (
+    engine_checks,
+    fleet_checks,
+    parity_checks,
+    pool_checks,
+    redis_checks,
+    rights_checks,
+    router_checks,
+)
 from warmfleet.cli.doctor.engine_checks import Engine
 from warmfleet.cli.doctor.finding import Finding, Report, State, skipped
 from warmfleet.cli.doctor.parity_checks import Subject
@@ -32,6 +41,7 @@ from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
 from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.settings import Settings, engine_url, secret
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.prompt.prompt_identity import Identity
+    from warmfleet.protocol.pools import PoolEntry
 
 CONNECT_S = 3.0
 PATIENCE = Timeouts(request_s=5.0, upkeep_s=5.0)
@@ -78,10 +89,11 @@ class Plan:
 class Known:
     """What was learned of the fleet: all workers by model tag, and the clients to look at them again.
 
-    listed: the engines of WARMFLEET_STATIC_WORKERS.
+    listed: the engines of WARMFLEET_STATIC_WORKERS. pools: of all models.
     """
 
     listed: EngineList
+    pools: Sequence[PoolEntry] = ()
     workers: dict[str, list[WorkerView]] = field(default_factory=dict)
     fleets: dict[str, Fleet] = field(default_factory=dict)
 
@@ -144,8 +156,11 @@ def secrets_of(plan: Plan) -> tuple[str, ...]:
 
 async def examine(plan: Plan, report: Report) -> None:
     """Run all checks; every finding goes to the report."""
+    named = plan.settings.models
+    pools = await pool_checks.pools_of(plan.url, named)
+    plan = replace(plan, settings=replace(plan.settings, models=tuple(entry.tag for entry in pools)))
     async with AsyncExitStack() as stack:
-        known = Known(EngineList(plan.settings.static_workers, read=False))
+        known = Known(EngineList(plan.settings.static_workers, read=False), pools)
         for model in plan.settings.models:
             fleet = Fleet(connect(plan.url, model_tag(model), timeout_s=CONNECT_S), model, PATIENCE)
             stack.push_async_callback(fleet.close)
@@ -156,6 +171,7 @@ async def examine(plan: Plan, report: Report) -> None:
             for model in plan.settings.models:
                 report.part(f"Workers of {model}")
                 await _workers(plan, known, model, report)
+            await _pools(plan, known, named, report)
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
                 await _checked(report, "listed", _listed(known))
@@ -262,7 +278,8 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         known.workers[model] = workers
         look = Inspection(fleet.redis, model, PATIENCE)
         others = [] if workers else [tag for tag in await look.models() if tag != model]
-        reading = fleet_checks.Fleet(model, workers, await fleet.truth(workers), await look.streams(), others)
+        drained = any(entry.tag == model and entry.draining for entry in known.pools)
+        reading = fleet_checks.Fleet(model, workers, await fleet.truth(workers), await look.streams(), others, drained)
         return fleet_checks.all_of(reading)
 
     await _checked(report, "workers", read())
@@ -273,6 +290,23 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
 
     await _checked(report, "names", read_again())
+
+
+async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report) -> None:
+    """The pools of each served model beside each other, where there are several. named: model tags of the settings."""
+    several = [name for name, count in Counter(served_model(one.tag) for one in known.pools).items() if count > 1]
+    for name in several:
+        report.part(f"Pools of {name}")
+        report.add(pool_checks.unserved([tag for tag in named if served_model(tag) == name], known.pools))
+        pools = [entry for entry in known.pools if served_model(entry.tag) == name]
+        report.add(pool_checks.beside_each_other(pools, known.workers))
+    if several and parse(plan.url).kind == "cluster":
+
+        async def look() -> list[Finding]:
+            busy = [tag for tag, workers in known.workers.items() if any(one.routable for one in workers)]
+            return pool_checks.masters(busy, await pool_checks.slots(plan.url))
+
+        await _checked(report, "masters", look())
 
 
 async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:

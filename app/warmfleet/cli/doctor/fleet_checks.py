@@ -38,20 +38,21 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One reading of a model's fleet. tag: of the model. others: names of other models in this Redis, where known."""
+    """One reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty."""
 
     tag: str
     workers: Sequence[WorkerView]
     truth: Truth
     streams: Streams
     others: Sequence[str] = ()
+    drained: bool = False
 
 
 def all_of(fleet: Fleet) -> list[Finding]:
     findings = [applied(fleet.streams, fleet.tag)]
     findings += _missing_cores(fleet)
     if not fleet.workers:
-        return [*findings, *([] if findings[1:] else [_nobody(fleet)])]
+        return [*findings, *([] if findings[1:] or fleet.drained else [_nobody(fleet)])]
     findings += [worker_finding(worker, fleet.tag) for worker in fleet.workers]
     exact = [worker for worker in fleet.workers if not worker.approximate]
     findings += schemes(exact) + identities(exact) + shared_urls(exact)

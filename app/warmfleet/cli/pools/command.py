@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of
-from warmfleet.cli.pools.served import pool_of, registry_of
+from warmfleet.cli.pools.served import TIMEOUT_S, complete, pool_of, registry_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet.connection.pool_masters import next_tag
+from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.pool_registry import clear, master_of
 from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, served_model
 from warmfleet.protocol.wire import WireError, model_tag
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
-    from warmfleet.fleet.pool_registry import PoolRegistry
+from warmfleet.fleet.pool_registry import PoolRegistry
 
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
 #: After a pool left the registry: replicas read that within a second, and its workers look for another pool.
@@ -63,14 +65,12 @@ def _check(options: argparse.Namespace) -> None:
     action, tags = options.action, options.tags
     if (action == "list") == bool(tags):
         raise CommandError("list takes no pool (--model names the model); add, drain and remove take at least one")
-    for given, actions in (
-        (options.json, ("list",)),
-        (options.move, ("drain",)),
-        (options.undo, ("drain",)),
-        (options.force, ("remove",)),
-    ):
-        if given and action not in actions:
-            raise CommandError(f"--json is for list, --move and --undo for drain, --force for remove; not for {action}")
+    fitting = {"json": "list", "spread": "add", "move": "drain", "undo": "drain", "force": "remove"}
+    for name, of_action in fitting.items():
+        if getattr(options, name) and action != of_action:
+            raise CommandError(f"--{name} is for {of_action}, not for {action}")
+    if options.spread and "#" in "".join(tags):
+        raise CommandError("--spread chooses the tag: name the model without #")
     if options.move and options.undo:
         raise CommandError("--move sends workers away, --undo lets them stay: choose one of them")
     for tag in tags:
@@ -95,7 +95,7 @@ async def _run(options: argparse.Namespace) -> None:
         return
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":
-            await _add(url, registry, tags)
+            await _add(url, registry, [await _new_tag(url, registry)] if options.spread else tags)
         elif options.action == "drain":
             await _drain(registry, tags, undo=options.undo, move=options.move)
         else:
@@ -172,6 +172,17 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
         print(f"{tag} " + ("serves: new workers join the pool with the least capacity" if tag in new else "is there"))
+
+
+async def _new_tag(url: str, registry: PoolRegistry) -> str:
+    """A tag for another pool, on the Redis master that has the fewest."""
+    connections = RedisConnections(complete(url), timeout_s=TIMEOUT_S)
+    try:
+        ranges = await connections.slot_ranges()
+    finally:
+        await connections.aclose()
+    existing = [entry.tag for entry in await registry.read()] or [registry.name]
+    return next_tag(registry.name, existing, ranges)
 
 
 async def _same_orders(url: str, old: str, new: Iterable[str]) -> None:

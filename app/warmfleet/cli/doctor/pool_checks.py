@@ -1,0 +1,123 @@
+"""Checks of a served model's pools beside each other: none is empty, all announce the same, none shares its master."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from warmfleet.background import announced
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.pools.served import registry_of
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet.connection.pool_masters import crowded
+from warmfleet.fleet.connection.redis_connections import RedisConnections
+from warmfleet.protocol.pools import PoolEntry, served_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.protocol.redis_address import SlotRange
+
+UNEVEN = 1.5  # a pool with so many times the blocks of another one is worth a word
+RESTART = "start some of its engines again: they join the pool with the least capacity (app/docs/pools.md)"
+
+
+async def pools_of(url: str, models: Sequence[str]) -> tuple[PoolEntry, ...]:
+    """The pools of these models: as the registry in Redis has them, else as they are named here.
+
+    A named pool that the registry lacks is not served, so it is left out; ``unserved`` tells of it.
+    """
+    found: dict[str, PoolEntry] = {}
+    for name in dict.fromkeys(map(served_model, models)):
+        entries: Sequence[PoolEntry] = ()
+        try:
+            async with registry_of(url, name) as registry:
+                entries = await registry.read()
+        except WarmfleetError:
+            pass  # told where Redis is checked
+        found |= {
+            entry.tag: entry for entry in entries or [PoolEntry(tag) for tag in models if served_model(tag) == name]
+        }
+    return tuple(found.values())
+
+
+async def slots(url: str) -> tuple[SlotRange, ...]:
+    """Which master has which slots, in a Cluster."""
+    connections = RedisConnections(url)
+    try:
+        return await connections.slot_ranges()
+    finally:
+        await connections.aclose()
+
+
+def unserved(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Finding]:
+    """Pools that the settings name, and the registry does not have."""
+    known = {entry.tag for entry in pools}
+    registered = {served_model(entry.tag) for entry in pools if entry.since_ms}
+    return [
+        note(
+            "pools",
+            f"{tag} is named here, but the registry of {served_model(tag)} has no such pool: no router serves it",
+            f"enter it (warmfleet pools add {tag}), or take it out of WARMFLEET_MODELS",
+        )
+        for tag in models
+        if "#" in tag and tag not in known and served_model(tag) in registered
+    ]
+
+
+def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
+    """The pools of one served model. workers: by tag, of the pools that could be read."""
+    serving = [entry.tag for entry in pools if not entry.draining]
+    ready = {tag: [one for one in workers.get(tag, ()) if one.routable] for tag in serving}
+    findings = [
+        note("pools", f"{entry.tag} is drained and has no worker", f"remove it: warmfleet pools remove {entry.tag}")
+        for entry in pools
+        if entry.draining and not any(one.heard for one in workers.get(entry.tag, ()))
+    ]
+    findings += [
+        fault("pools", f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold", RESTART)
+        for tag, some in ready.items()
+        if not some and any(ready.values())
+    ]
+    blocks = {tag: sum(one.load.capacity_blocks for one in some) for tag, some in ready.items() if some}
+    if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
+        most, least = max(blocks, key=lambda tag: blocks[tag]), min(blocks, key=lambda tag: blocks[tag])
+        text = f"{most} has {blocks[most]} blocks and {least} has {blocks[least]}: the smaller one is full sooner"
+        findings.append(note("pools", text, RESTART.replace("its engines", f"the engines of {most}")))
+    return [*findings, *_differing(ready)]
+
+
+def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
+    """Workers of different pools that announce different things; inside a pool its own check tells."""
+    firsts = {tag: next((one for one in some if one.server), None) for tag, some in ready.items()}
+    known = [(tag, worker) for tag, worker in firsts.items() if worker is not None]
+    if len(known) < 2:
+        return []
+    (first, model), *others = known
+    findings = [
+        fault(
+            "pools",
+            f"{tag} announces another {' and '.join(found)} than {first}: a prompt is identified for each of them",
+            "start all engines of the model with the same files, flags and version of vLLM",
+        )
+        for tag, worker in others
+        if (found := [*_schemes(worker, model), *announced.differences(worker, model)])
+    ]
+    return findings or [ok("pools", f"{len(known)} pools with workers, which announce the same")]
+
+
+def _schemes(one: WorkerView, other: WorkerView) -> list[str]:
+    return [] if one.record.get("scheme") == other.record.get("scheme") else ["hash scheme"]
+
+
+def masters(busy: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
+    """Busy pools that share a master while another one is idle. busy: tags of pools with workers, of every model."""
+    return [
+        note(
+            "masters",
+            f"{' and '.join(found.tags)} are on the Redis master {found.master[0]}:{found.master[1]}, while another "
+            "master has no pool: they share one core",
+            f"add a pool there and drain one of these: warmfleet pools add {served_model(found.tags[0])} --spread",
+        )
+        for found in crowded(busy, ranges)
+    ]
