@@ -22,12 +22,16 @@ POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lu
 class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
-    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for the prompts of these tickets.
+    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for the prompts of these tickets. cost_s:
+    predicted seconds to first token at the cheapest worker, after the work of the other tickets. matched_tokens: what
+    this worker holds of the prompt.
     """
 
     outcome: Literal["queued", "full", "displaced"]
     waiting: int
     work_s: float
+    cost_s: float = 0.0
+    matched_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ class Queue(Reservations):
         command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
         answer = await self.call("decide", command, self.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
-            return Queued(answer[0].decode().lower(), answer[1], answer[2] / 1000)
+            word, waiting, work_ms, cost_s, matched_tokens = answer
+            return Queued(word.decode().lower(), waiting, work_ms / 1000, float(cost_s), matched_tokens)
         if answer[0] == b"LIMITED" and ask.limits is not None:
             raise ask.limits.refusal(answer, ask.prompt_tokens)
         return self._decision(ask, answer)

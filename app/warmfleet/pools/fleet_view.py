@@ -60,6 +60,15 @@ class View:
     streams: tuple[str, ...] = ()
     unreported: frozenset[str] = frozenset()
     sorting: Mapping[str, int] = field(default_factory=dict)
+    _token_s: float | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of prefill of one token at a worker of median speed."""
+        if self._token_s is None:
+            speeds = sorted(worker.load.speed_tps for worker in self.workers if worker.load.speed_tps > 0)
+            object.__setattr__(self, "_token_s", 1 / speeds[len(speeds) // 2] if speeds else 0.0)
+        return self._token_s or 0.0
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.

@@ -11,7 +11,8 @@ replica; and the request: priority, tenant, tokens, barred (ids of workers that 
 (of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
 ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
 Sets s.room (seconds of room by candidate) if the request is not to wait.
-Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them}; or nil, the candidate (another than the
+Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, predicted seconds to first token of the
+choice with the work of the other tickets before it, tokens of the prompt that the choice holds}; or nil, the candidate (another than the
 choice if that has no room), and a function to call when the request is booked, with the tokens of work that it makes.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
@@ -35,7 +36,9 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   local flow = queue.flow(request.priority, request.tenant)
   local function answer(word)
     for i = 1, s.count do speed = speed + s.speed[i] end
-    return { word, queue.waiting(), math.ceil(queue.tokens() * 1000 / speed) }
+    local tokens = queue.tokens()
+    local cost_s = s.cost[w] + math.max(0, tokens - request.tokens) / speed
+    return { word, queue.waiting(), math.ceil(tokens * 1000 / speed), string.format("%.6f", cost_s), s.matched[w] or 0 }
   end
   -- The room of all engines. Returns it, and the room of this request's candidates: seconds, by candidate.
   local function room()

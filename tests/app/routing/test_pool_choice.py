@@ -8,7 +8,7 @@ import random
 import time
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 from tests.app.replica import replica
@@ -80,6 +80,8 @@ class Store:
             self.tickets.discard(name)
         elif word == "queue":
             self.tickets.add(name)
+        elif word == "full":
+            self.tickets.discard(name)
         await asyncio.sleep(0.2 if word == "late" else self.slow_s)
         if word == "none":
             raise NoWorker("none")
@@ -89,7 +91,8 @@ class Store:
         if word == "limited":
             raise RateLimited("limited", {})
         if word in ("queue", "full"):
-            return Queued("queued" if word == "queue" else "full", len(self.tickets), self.work_s)
+            outcome: Literal["queued", "full"] = "queued" if word == "queue" else "full"
+            return Queued(outcome, len(self.tickets), self.work_s, self.cost_s, self.matched)
         worker = f"{self.tag}.w"
         return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s, 0,
                         False, 100 - self.matched, 110)  # fmt: skip
@@ -117,7 +120,15 @@ class Store:
 def worker(tag: str) -> WorkerView:
     return cast(
         "WorkerView",
-        SimpleNamespace(worker_id=f"{tag}.w", url="http://w", routable=True, server=None, record={}, approximate=False),
+        SimpleNamespace(
+            worker_id=f"{tag}.w",
+            url="http://w",
+            routable=True,
+            server=None,
+            record={},
+            approximate=False,
+            load=SimpleNamespace(speed_tps=100),
+        ),
     )
 
 
@@ -180,7 +191,8 @@ async def test_the_cheaper_of_two_bookings_stands_and_the_other_one_is_cancelled
     fixture.stores["m#2"].cost_s = 2.004
     assert (await fixture.admit())[0] == "m#1", "equal costs: the first home pool"
     fixture.stores["m#2"].matched = 64
-    assert (await fixture.admit())[0] == "m#2", "equal costs: the longer match"
+    fixture.stores["m#1"].cost_s = 1.5
+    assert (await fixture.admit())[0] == "m#2", "64 tokens at 100 a second would be left behind there"
     settled = fixture.metrics.settled.labels("finished")._value.get()
     assert settled == 3, "what was cancelled at once counts as no request"
     assert sum(pool.recent.decided for pool in fixture.pools) == 3
@@ -219,18 +231,33 @@ async def test_a_pool_that_is_away_is_not_asked_again_by_every_request() -> None
     assert (first <= 2, second, first + third) == (True, 5, 5), "another pool takes its place"
 
 
-async def test_it_waits_where_the_line_is_shorter_and_goes_where_there_is_room() -> None:
+async def test_what_an_answer_is_predicted_to_cost_counts_the_wait_included() -> None:
     fixture = Fixture()
-    fixture.script("queue", "queue book")
-    fixture.stores["m#1"].work_s = 0.5
-    assert (await fixture.admit())[0] == "m#2"
-    fixture.script("queue book", "queue queue queue queue")
-    fixture.stores["m#2"].work_s = 0.1
-    assert (await fixture.admit())[0] == "m#1", "it waits in the second, and the first has room meanwhile"
+    first, second = fixture.stores["m#1"], fixture.stores["m#2"]
+    second.cost_s = 0.5
+    fixture.script("book", "queue book")
+    assert (await fixture.admit())[0] == "m#2", "it waits for the worker that holds its beginning"
+    fixture.script("queue queue queue book", "queue queue queue queue")
+    second.cost_s = 2.0
+    assert (await fixture.admit())[0] == "m#1"
+    second.cost_s = 0.5
+    fixture.script("book book book", "queue queue queue queue")
+
+    async def changes() -> None:
+        await asyncio.sleep(0.1)
+        first.cost_s, second.cost_s = 0.2, 3.0
+
+    (tag, _), _ = await asyncio.gather(fixture.admit(), changes())
+    assert tag == "m#1", "it waits in the second, and the first is cheaper meanwhile"
+
+
+async def test_crowded_home_pools_are_helped_by_a_third() -> None:
+    fixture = Fixture()
     for store in fixture.stores.values():
-        store.work_s = 5.0
-    fixture.script("queue", "queue", "book")
-    assert (await fixture.admit())[0] == "m#3", "long lines in both home pools: the third is asked"
+        store.cost_s = 4.1
+    fixture.stores["m#3"].cost_s = 1.0
+    assert (await fixture.admit())[0] == "m#3", "100 tokens at 100 a second take 1 s at a free worker"
+    assert fixture.asked() == [1, 1, 1, 0]
 
 
 async def test_full_everywhere_is_refused() -> None:
@@ -262,8 +289,7 @@ async def test_whatever_the_pools_answer_and_whenever_it_ends_nothing_is_left(se
     for store in fixture.stores.values():
         store.words = rng.choices(words, k=rng.randint(0, 6))
         store.slow_s = rng.choice((0.0, 0.0, 0.002, 0.06))
-        store.work_s = rng.choice((0.1, 0.2, 3.0))
-        store.cost_s = rng.random()
+        store.cost_s = rng.choice((0.1, 0.5, 1.0, 9.0))
     job = fixture.job(hints=Hints(explain=rng.random() < 0.2), patience_s=rng.choice((0.05, 1.0)))
     task = asyncio.create_task(fixture.admit(job))
     if rng.random() < 0.5:
@@ -290,13 +316,13 @@ def test_prompts_with_the_same_beginning_have_the_same_home_pools(served: Served
         return [pool.tag for pool in served.order_for(prompt, "m", 4_096)]
 
     assert homes(256) == homes(257) == homes(1_000)
-    assert homes(255) == homes(64), "a conversation keeps its home pools while it grows, up to the next step"
-    assert {homes(64, seed)[0] for seed in range(40)} == {*TAGS}
+    assert homes(255) == homes(128), "a conversation keeps its home pools while it grows, up to the next step"
+    assert {homes(128, seed)[0] for seed in range(40)} == {*TAGS}
     served.draining = frozenset({"m#2"})
     assert all(homes(256, seed)[-1] == "m#2" for seed in range(9))
     assert key_of([], 4_096) == b"" != key_of([chain(1)], 4_096)
-    assert key_of([chain(3)], 4_096) == chain(1).hashes
-    assert STEP == 4
+    assert key_of([chain(3)], 4_096) == chain(2).hashes[8:]
+    assert STEP == 2
 
 
 def test_a_pool_that_joins_moves_only_what_it_gets() -> None:

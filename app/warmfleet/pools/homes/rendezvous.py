@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 HASH_BYTES = 8  # of a block hash in a chain
-#: A prompt that is shorter than the depth counts by its first depth / 4, / 16 ... tokens. By its last block a
+#: A prompt that is shorter than the depth counts by its first depth / 2, / 4 ... tokens. By its last block a
 #: conversation would change its home pools at every turn until it is as long as the depth.
-STEP = 4
+STEP = 2
 
 
 def key_of(chains: Iterable[Chain], depth_tokens: int) -> bytes:

@@ -4,8 +4,8 @@ The two home pools of the prompt are asked at once. Each decides exactly, among 
 booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
 passed over. A worker is chosen without Redis only if no pool can be asked.
 
-A request that finds all workers of its home pools busy waits where the line is shorter. While it waits there, it gets a
-worker of its other home pool that has room which nobody there waits for.
+A pool may let the request wait for the worker that holds its beginning: what counts is what each answer is predicted to
+cost, the wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Queued
+from warmfleet.pools.homes.prices import Offer, crowded, prices
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.explain_header import with_pools
@@ -36,10 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 
 HOMES = 2  # pools that are asked at once
-MOST_ASKED = 3  # pools whose lines are compared for one request
+MOST_ASKED = 3  # pools whose answers are compared for one request
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
-LONG_LINE_S = 1.0  # of work in both home pools' lines; to compute a prompt's beginning anew elsewhere takes less
 
 
 class PoolChoice:
@@ -90,6 +90,12 @@ class _Asked:
         """The line in which the request has a ticket."""
         return self.answer if isinstance(self.answer, Queued) and self.answer.outcome == "queued" else None
 
+    @property
+    def offer(self) -> Offer | None:
+        """What it costs here; None if the request got neither a worker nor a ticket."""
+        answer = self.answer if isinstance(self.answer, Decision) else self.line
+        return None if answer is None else Offer(answer.cost_s, answer.matched_tokens, self.job.pool.view.token_s)
+
 
 class _Choosing:
     """The choice of a pool for one attempt. ``job``: in the pool that was chosen last."""
@@ -114,11 +120,10 @@ class _Choosing:
             count = 1 if asked else HOMES
             asked += await self._ask(attempt, left[:count], may_wait=may_wait)
             left = left[count:]
-            best, answer = _best(asked)
+            offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
             enough = not left or sum(one.answer is not None for one in asked) >= MOST_ASKED
-            long = isinstance(answer, Queued) and answer.work_s > LONG_LINE_S
-            if best is not None and answer is not None and (enough or not long):
-                return self._take(attempt, best, answer, asked)
+            if offers and (enough or not crowded([offer for _, offer in offers], self.job.prompt.prompt_tokens)):
+                return self._take(attempt, _best(offers, self.job.pool.fleet.weights.stay), asked)
             if enough:
                 break
         full = next((one.answer for one in asked if isinstance(one.answer, Queued)), None)
@@ -144,8 +149,9 @@ class _Choosing:
             return None
         others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool]
         for other in await self._ask(attempt, others[:1], may_wait=False):
-            if isinstance(other.answer, Decision):
-                return self._take(attempt, other, other.answer, (own, other))
+            offers = [(one, offer) for one in (own, other) if (offer := one.offer) is not None]
+            if _best(offers, attempt.pool.fleet.weights.stay) is other:
+                return self._take(attempt, other, (own, other))
         attempt.withdraw_others()
         return own.line
 
@@ -220,19 +226,17 @@ class _Choosing:
         prompt = await identify(pool, first.request, first.body, first.call.headers, counted=False)
         return first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
 
-    def _take(
-        self, attempt: Attempt, best: _Asked, answer: Decision | Queued, asked: Sequence[_Asked]
-    ) -> Decision | Queued:
+    def _take(self, attempt: Attempt, best: _Asked, asked: Sequence[_Asked]) -> Decision | Queued:
         """Let the best answer stand, and cancel what the other pools booked."""
         attempt.take_over(best.attempt)
         self.job = best.job
         if attempt.explanation:
             attempt.explanation = with_pools(attempt.explanation, attempt.pool.tag, map(_told, asked))
-        if isinstance(answer, Decision):
-            return self._stands(attempt, answer)
+        if isinstance(best.answer, Decision):
+            return self._stands(attempt, best.answer)
         if attempt.span is not None:
             attempt.span.queued()
-        return answer
+        return cast("Queued", best.answer)
 
     def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
         pool, prompt = self.job.pool, self.job.prompt
@@ -273,18 +277,18 @@ class _Late(FleetUnavailable):
     """Another pool has answered, and this one has not for a while."""
 
 
-def _best(asked: Sequence[_Asked]) -> tuple[_Asked, Decision | Queued] | tuple[None, None]:
-    """The cheapest booking; without any the shortest line; None if there is neither. The first of equals."""
-    booked = [(one, one.answer) for one in asked if isinstance(one.answer, Decision)]
-    if booked:
-        known = next((item for item in booked if item[1].outcome == "known"), None)
-        if known is not None:
-            return known
-        lowest = min(decision.cost_s for _, decision in booked)
-        tied = [item for item in booked if item[1].cost_s <= lowest + TIE_S]
-        return max(tied, key=lambda item: item[1].matched_tokens)
-    lines = [(one, line) for one in asked if (line := one.line) is not None]
-    return min(lines, key=lambda item: item[1].work_s) if lines else (None, None)
+def _best(offers: Sequence[tuple[_Asked, Offer]], stay: float) -> _Asked:
+    """The cheapest; of those that cost the same one that holds more of the prompt, then one that has room.
+
+    A reservation that was decided before stays where it is.
+    """
+    for one, _ in offers:
+        if isinstance(one.answer, Decision) and one.answer.outcome == "known":
+            return one
+    priced = prices([offer for _, offer in offers], stay)
+    lowest = min(priced)
+    tied = [item for item, price in zip(offers, priced, strict=True) if price <= lowest + TIE_S]
+    return max(tied, key=lambda item: (item[1].matched_tokens, item[0].line is None))[0]
 
 
 def _told(asked: _Asked) -> dict[str, object]:
@@ -294,7 +298,7 @@ def _told(asked: _Asked) -> dict[str, object]:
     if isinstance(answer, Decision):
         told |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
     elif answer is not None:
-        told |= {"answer": answer.outcome, "line_s": answer.work_s}
+        told |= {"answer": answer.outcome, "matched": answer.matched_tokens, "cost": answer.cost_s}
     elif asked.error is not None:
         told["answer"] = asked.error.code
     return told

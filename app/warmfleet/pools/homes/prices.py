@@ -1,0 +1,40 @@
+"""What a request would cost in each pool that has answered, in predicted seconds to first token. Pure.
+
+Inside a pool decide charges a session that moves for what it leaves behind (the price ``stay``). Between pools nobody
+sees both sides but the router, so it charges here. A pool that lets the request wait is not worse for that: it waits
+because the worker that holds its beginning is cheaper, busy as it is, than the free ones are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CROWDED = 4.0  # a worker that is busy nearly all the time costs 3.5 times as much, without any wait (the price `place`)
+
+
+class Offer(NamedTuple):
+    """A pool's answer. cost_s: of its best worker, with the wait for it. matched_tokens: that this worker holds.
+
+    token_s: seconds of prefill of one token there.
+    """
+
+    cost_s: float
+    matched_tokens: int
+    token_s: float
+
+
+def prices(offers: Sequence[Offer], stay: float) -> list[float]:
+    """The price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
+    most = max(offer.matched_tokens for offer in offers)
+    return [offer.cost_s + (stay - 1) * (most - offer.matched_tokens) * offer.token_s for offer in offers]
+
+
+def crowded(offers: Sequence[Offer], prompt_tokens: int) -> bool:
+    """Whether each of these pools costs CROWDED times what it takes a free worker to compute the whole prompt.
+
+    Then many requests have the same beginning, or all pools are busy. In either case one more pool is worth a question.
+    """
+    return all(offer.cost_s > CROWDED * prompt_tokens * offer.token_s > 0 for offer in offers)
