@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from warmfleet.fleet import RENEW_AT_ONCE
 
@@ -21,6 +22,7 @@ logger = logging.getLogger("warmfleet.background.upkeep")
 
 APPLY_INTERVAL_S = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
 TICK_WITHIN_S = 0.4  # longest wait for events: if nobody ticks for 1 s, nobody hears heartbeats (lua/tick.lua)
+BEATS = 8  # within TICK_WITHIN_S
 RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
 AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
@@ -111,15 +113,31 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
 async def apply(pool: Pool, metrics: Metrics) -> None:
     """Apply waiting events of the model's workers to the index, and return when another step is due.
 
-    That is when a worker has written, but not within APPLY_INTERVAL_S of this step. Any number of replicas may do so at
-    once.
+    That is when a worker has written, but not within APPLY_INTERVAL_S of this step. Where the model is at rest, it is
+    every TICK_WITHIN_S, or when a request comes. Any number of replicas may do so at once.
     """
     loop = asyncio.get_running_loop()
     due = loop.time() + APPLY_INTERVAL_S
-    metrics.applied_blocks.inc(await pool.fleet.step())
+    metrics.applied_blocks.inc(await pool.fleet.step(rest=pool.rest.lasts))
+    if pool.fleet.stirred or pool.reservations:
+        pool.rest.stir()
+    if pool.rest.lasts:
+        await pool.rest.wait(beat(pool.tag, loop.time()))
+        return
     if not pool.fleet.busy:
         await pool.fleet.await_events(pool.view.streams, TICK_WITHIN_S)
     await asyncio.sleep(due - loop.time())
+
+
+def beat(tag: str, now: float) -> float:
+    """Seconds until the next step of a model at rest.
+
+    Models share few beats, so that a replica of many models wakes seldom; and they have several, so that no moment
+    brings Redis the work of all.
+    """
+    phase = crc32(tag.encode()) % BEATS * TICK_WITHIN_S / BEATS
+    wait = TICK_WITHIN_S - (now - phase) % TICK_WITHIN_S
+    return wait if wait > TICK_WITHIN_S / (2 * BEATS) else wait + TICK_WITHIN_S  # a timer may have been early
 
 
 async def audit(pools: Pools, metrics: Metrics) -> None:

@@ -1,4 +1,8 @@
-"""Reads the workers of every model again and again, and loads the identity that most of a model's workers announce."""
+"""Reads the workers of every model again and again, and loads the identity that most of a model's workers announce.
+
+All that a view derives from its workers is derived anew only when a worker's standing has changed (``_standing``). Of a
+fleet at rest only loads and ages change from one reading to the next.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background import announced
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.fleet_view import View
     from warmfleet.pools.identities import Identities
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.prompt.prompt_identity import Identity
@@ -51,6 +57,9 @@ class ViewReader:
         self._not_before: dict[str, float] = {}
         #: Keys of identities whose files were read but cannot be used: the identities of other workers are preferred.
         self._unreadable: set[str] = set()
+        #: By tag: what the view of the last whole derivation was derived from, and the last view made of it. Only of
+        #: views whose identity is the one that their workers announce: another one may be loaded by the next reading.
+        self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def refresh(self) -> None:
         """Read the workers of every model once. Raises FleetUnavailable if a model cannot be read."""
@@ -60,10 +69,24 @@ class ViewReader:
             views = [pool.view for pool in self._pools.all]
             self._identities.keep({view.identity.key for view in views if view.identity is not None})
             self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
-            self._count_workers()
+            self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
     async def _refresh(self, pool: Pool) -> None:
-        workers = await pool.fleet.workers()
+        workers = await pool.fleet.look()
+        standing = [_standing(worker) for worker in workers]
+        before, view = self._derived.get(pool.tag, ([], None))
+        if view is None or view is not pool.view or standing != before:
+            pool.show(self._derive(pool, workers, standing))
+            self._count_workers(pool)
+        else:
+            view = replace(view, workers=tuple(workers), read_at=time.monotonic())
+            self._derived[pool.tag] = standing, view
+            pool.show(view)
+        self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
+
+    def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
+        """The view of these workers, whole."""
+        self._derived.pop(pool.tag, None)
         alive = [w for w in workers if w.heard]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
         bringers = self._groupings.setdefault(pool.tag, announced.Grouping()).by_identity(alive)
@@ -71,12 +94,15 @@ class ViewReader:
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
+        awaited = identity is None and (reference is not None or bool(self._settings.tokenizer))
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         keys = {worker.worker_id: key for worker, key in keyed}
         view = view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
-        pool.show(view.remembering(pool.view))
-        self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
+        view = view.remembering(pool.view)
+        if not awaited:
+            self._derived[pool.tag] = standing, view
+        return view
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
         """Hashers for the ``limit`` most frequent schemes of these workers, the most frequent first."""
@@ -163,15 +189,30 @@ class ViewReader:
         if failure is not None:
             raise failure
 
-    def _count_workers(self) -> None:
-        for pool in self._pools.all:
-            counted = Counter(METRIC_LABELS.get(worker.state, UNROUTABLE) for worker in pool.view.workers)
-            for label in {*METRIC_LABELS.values(), UNROUTABLE}:
-                self._metrics.workers.labels(label, pool.tag).set(counted[label])
-        self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
+    def _count_workers(self, pool: Pool) -> None:
+        counted = Counter(METRIC_LABELS.get(worker.state, UNROUTABLE) for worker in pool.view.workers)
+        for label in {*METRIC_LABELS.values(), UNROUTABLE}:
+            self._metrics.workers.labels(label, pool.tag).set(counted[label])
 
     async def close(self) -> None:
         await stop(list(self._loads.values()))
+
+
+def _standing(worker: WorkerView) -> tuple[object, ...]:
+    """All of a worker that a view is derived from. Equal standings give equal views, but for loads and ages."""
+    load, record = worker.load, worker.record
+    served = worker.server, worker.url, worker.models
+    announced_by_core = record.get("scheme"), record.get("server_id"), record.get("rank"), record.get("max_model_len")
+    return (
+        worker.worker_id,
+        worker.state,
+        worker.heard,
+        load.flags,
+        load.scheme,
+        load.speed_tps,
+        served,
+        announced_by_core,
+    )
 
 
 def _ids(workers: Sequence[WorkerView]) -> list[str]:

@@ -18,7 +18,7 @@ from warmfleet.fleet.connection.reply_errors import failure
 from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import redis.asyncio as aioredis
 
@@ -209,6 +209,31 @@ class ScriptClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._multiplexed.send(None, pack_command(*words), self.timeouts.upkeep_s, partial(_resolve, future))
         return await future
+
+    async def together(self, calls: Sequence[tuple[str, bytes]]) -> list[Any]:
+        """Calls in one write, and their answers in the same order.
+
+        calls: name and packed command of each script; the name is empty for a command of Redis itself. Raises the first
+        error, once all have been answered.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answers: list[Any] = [None] * len(calls)
+        errors: list[WarmfleetError] = []
+        left = len(calls)
+
+        def take(at: int, answer: Any, error: WarmfleetError | None) -> None:
+            nonlocal left
+            left, answers[at] = left - 1, answer
+            if error is not None:
+                errors.append(error)
+            if not left:
+                _resolve(future, None, errors[0] if errors else None)
+
+        for at, (name, command) in enumerate(calls):
+            script = self.packed[name] if name else None
+            self._multiplexed.send(script, command, self.timeouts.upkeep_s, partial(take, at))
+        await future
+        return answers
 
     async def block(self, command: bytes, seconds: float) -> Any:
         """A packed command that blocks in Redis for ``seconds`` at most. Raises FleetUnavailable."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import ScriptClient
+from warmfleet.fleet.client import ScriptClient, argv
 from warmfleet.fleet.codes import Next
 from warmfleet.fleet.connection.packing import pack_command
 from warmfleet.fleet.connection.reply_errors import RefusedCall
@@ -34,6 +34,7 @@ class Pace:
     """Limits of upkeep. With these no single call takes Redis longer than about half a millisecond."""
 
     min_gap_ms: int = 25  # between two ticks of the whole fleet
+    rest_gap_ms: int = 250  # the same of replicas where the model is at rest: then mostly one of them applies
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # a worker silent that long is forgotten
     max_streams: int = 64  # streams that one tick looks at
@@ -42,6 +43,7 @@ class Pace:
     )
     max_blocks: int = BATCH_BLOCKS  # block hashes that are applied or collected in one call
     max_entries: int = 16  # stream entries that one call of apply_control or apply_server applies
+    rest_applies: int = 8  # streams that such a replica applies in one write: Redis takes half a millisecond for them
     applies: int = 256  # calls of apply in one step at most, however much time the tick grants
     share_permille: int = 300  # of Redis's time that applying may take, all replicas together
     call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
@@ -99,15 +101,16 @@ class Upkeep(ScriptClient):
     short = False  # as the last tick said: memory is short
     grace = False  # as the last tick said: heartbeats could not be heard, so no worker expires
     busy = True  # the last step left work behind, or applied blocks, so that more will come soon
+    stirred = True  # the last step found more than heartbeats
     _may_wait = True
     _wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams and seconds of the last wait, and its command
 
-    async def tick(self) -> Tick:
+    async def tick(self, *, rest: bool = False) -> Tick:
         """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
         pace = self.pace
         answer = await self._upkeep(
             "tick",
-            min_gap_ms=pace.min_gap_ms,
+            min_gap_ms=pace.rest_gap_ms if rest else pace.min_gap_ms,
             ttl_ms=pace.ttl_ms,
             forget_ms=pace.forget_ms,
             max_streams=pace.max_streams,
@@ -119,10 +122,10 @@ class Upkeep(ScriptClient):
         self.short, self.grace = bool(short), bool(grace)
         kinds: dict[str, list[str]] = {"events": [], "server": [], "snapshot": [], "forget": []}
         for name in names:
-            kind, _, rest = name.decode().partition(":")
-            kinds[kind].append(rest)
-        backlog = [f"{kind}:{rest}" for kind in ("server", "events") for rest in kinds[kind]]
-        snapshots = [f"events:{rest}" for rest in kinds["snapshot"]]
+            kind, _, told = name.decode().partition(":")
+            kinds[kind].append(told)
+        backlog = [f"{kind}:{name}" for kind in ("server", "events") for name in kinds[kind]]
+        snapshots = [f"events:{name}" for name in kinds["snapshot"]]
         return Tick(
             ran=bool(ran),
             grace=self.grace,
@@ -136,14 +139,24 @@ class Upkeep(ScriptClient):
 
     async def apply(self, worker_id: str) -> Applied:
         """Apply the next entries of an engine core's stream."""
+        answer = await self._upkeep("apply", worker_id=worker_id, max_blocks=self.pace.max_blocks)
+        return await self._applied(worker_id, answer)
+
+    async def apply_server(self, server_id: str) -> Applied:
+        """Apply the next entries of an API server's stream."""
         pace = self.pace
-        answer = await self._upkeep("apply", worker_id=worker_id, max_blocks=pace.max_blocks)
+        return self._applied_server(
+            await self._upkeep("apply_server", server_id=server_id, max_entries=pace.max_entries, ttl_ms=pace.ttl_ms)
+        )
+
+    async def _applied(self, worker_id: str, answer: Sequence[int]) -> Applied:
+        """What ``apply`` has answered; what it left to ``apply_control`` is done here."""
+        pace, calls = self.pace, 1
         entries, blocks, following, suspect = answer
-        calls = 1
         if suspect:
             self.suspected.set()
         if following == Next.CONTROL:
-            calls = 2
+            calls, self.stirred = 2, True
             answer = await self._upkeep(
                 "apply_control", worker_id=worker_id, max_entries=pace.max_entries, ttl_ms=pace.ttl_ms
             )
@@ -151,11 +164,8 @@ class Upkeep(ScriptClient):
             entries += control_entries
         return Applied(entries, blocks, following != Next.NOTHING, self._cost_us(calls, entries, blocks))
 
-    async def apply_server(self, server_id: str) -> Applied:
-        """Apply the next entries of an API server's stream."""
-        entries, more = await self._upkeep(
-            "apply_server", server_id=server_id, max_entries=self.pace.max_entries, ttl_ms=self.pace.ttl_ms
-        )
+    def _applied_server(self, answer: Sequence[int]) -> Applied:
+        entries, more = answer
         return Applied(entries, 0, bool(more), self._cost_us(1, entries, 0))
 
     async def collect(self, max_blocks: int | None = None) -> tuple[int, int]:
@@ -181,19 +191,23 @@ class Upkeep(ScriptClient):
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 
-    async def step(self) -> int:
-        """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied."""
-        self.busy = True
+    async def step(self, *, rest: bool = False) -> int:
+        """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied.
+
+        rest: the model is at rest in this replica: heartbeats may wait, and are applied several at a time.
+        """
+        self.busy, self.stirred = True, False
         try:
-            tick = await self.tick()
+            tick = await self.tick(rest=rest)
             for worker_id in tick.forget:
                 await self.forget(worker_id, self.pace.forget_ms)
-            blocks = await self._drain(tick)
+            blocks = await (self._drain_at_rest(tick) if rest else self._drain(tick))
         except FleetUnavailable:
             await self.collect()  # Redis may be full: this makes room
             raise
         left = await self._collect_retired(tick.retired)
         self.busy = bool(blocks or left)
+        self.stirred = self.stirred or self.busy or bool(tick.forget)
         return blocks
 
     async def await_events(self, streams: Sequence[str], seconds: float) -> None:
@@ -255,6 +269,27 @@ class Upkeep(ScriptClient):
                 waiting.append(stream)
             await asyncio.sleep(0)  # waiting requests run before the next call
         return blocks
+
+    async def _drain_at_rest(self, tick: Tick) -> int:
+        """Apply each stream once, several in one write, until the granted time is spent. Returns the blocks applied."""
+        streams, blocks, left_us = [*tick.backlog, *tick.snapshots], 0, float(tick.granted_us)
+        while streams and left_us > 0:
+            some, streams = streams[: self.pace.rest_applies], streams[self.pace.rest_applies :]
+            answers = await self.together([self._apply_call(stream) for stream in some])
+            for (kind, _, name), answer in zip((stream.partition(":") for stream in some), answers, strict=True):
+                applied = await self._applied(name, answer) if kind == "events" else self._applied_server(answer)
+                blocks, left_us = blocks + applied.blocks, left_us - applied.cost_us
+        return blocks
+
+    def _apply_call(self, stream: str) -> tuple[str, bytes]:
+        """The script that applies the next entries of a stream, and its packed call."""
+        pace, (kind, _, name) = self.pace, stream.partition(":")
+        if kind == "events":
+            args = argv("apply", prefix=self._prefix, worker_id=name, max_blocks=pace.max_blocks)
+            return "apply", self.packed["apply"].call(args)
+        limits = {"max_entries": pace.max_entries, "ttl_ms": pace.ttl_ms}
+        args = argv("apply_server", prefix=self._prefix, server_id=name, **limits)
+        return "apply_server", self.packed["apply_server"].call(args)
 
     def _cost_us(self, calls: int, entries: int, blocks: int) -> float:
         pace = self.pace

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from warmfleet.errors import BadRequest, NotFound
 from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.connection.packing import pack_command
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.worker.records import Records
 from warmfleet.fleet.worker.state import WorkerState, heard, proof_of, state_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 HOLDS_AT_ONCE = 512
 PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
+SERVERS_S = 5.0  # between two readings of the records of API servers while no worker changes: an interval of heartbeats
 
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
@@ -141,27 +144,67 @@ class Views(ScriptClient):
 
     def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
         super().__init__(redis, model, timeouts)
-        self.records = Records(self.keys.tag)
+        keys = self.keys
+        self.records = Records(keys.tag)
+        self._reading = [
+            ("", pack_command("HGETALL", keys.workers)),
+            ("", pack_command("HGETALL", keys.load)),
+            ("", pack_command("ZRANGE", keys.alive, 0, -1, "WITHSCORES")),
+            ("", pack_command("ZRANGE", keys.alive_servers, 0, -1, "WITHSCORES")),
+            ("", pack_command("HLEN", keys.servers)),
+            ("", pack_command("TIME")),
+        ]
+        self._servers: dict[bytes, bytes] = {}
+        self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
+        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
 
     async def workers(self) -> list[WorkerView]:
         """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
-        keys = self.keys
-        with redis_errors():
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for name in (keys.workers, keys.servers, keys.load):
-                    pipe.hgetall(name)
-                for name in (keys.alive, keys.alive_servers):
-                    pipe.zrange(name, 0, -1, withscores=True)
-                pipe.time()
-                records, servers, rows, *scores, (seconds, micros) = await pipe.execute()
-        now = seconds + micros / 1e6
-        ages, server_ages = ({name.decode(): max(0.0, now - ms / 1000) for name, ms in one} for one in scores)
-        whole = [(name, records[name]) for name in sorted(records) if name in rows]
-        told, server_records = self.records.read(whole, servers.items())
+        return await self._workers(fresh=True)
+
+    async def look(self) -> list[WorkerView]:
+        """As ``workers``, for a caller that asks again and again.
+
+        The records of API servers, the largest part of all that a reading reads, are read when a worker comes, goes or
+        changes its state, else every SERVERS_S. So a server that joins again before its workers were proved, which
+        changes nothing else, is seen so much later.
+        """
+        return await self._workers(fresh=False)
+
+    async def _workers(self, *, fresh: bool) -> list[WorkerView]:
+        records, rows, *scores, servers_known, (seconds, micros) = await self.together(self._reading)
+        loads = self._loads(_pairs(rows))
+        doubt = servers_known != len(self._servers) or time.monotonic() >= self._servers_until
+        if fresh or doubt or self._moved(loads):
+            self._servers_until = 0.0  # until they are read: this may fail
+            self._servers = _pairs(await self.ask("HGETALL", self.keys.servers))
+            self._servers_until = time.monotonic() + SERVERS_S
+        self._rows = loads
+        now = int(seconds) + int(micros) / 1e6
+        ages, server_ages = (
+            {name.decode(): max(0.0, now - float(ms) / 1000) for name, ms in _pairs(one).items()} for one in scores
+        )
+        whole = [(name, raw) for name, raw in sorted(_pairs(records).items()) if name in loads]
+        told, servers = self.records.read(whole, self._servers.items())
         return [
-            _view(name, record, LoadRow.unpack(rows[name.encode()]), server_records, ages, server_ages, now)
+            _view(name, record, loads[name.encode()][1], servers, ages, server_ages, now)
             for name, record in told.items()
         ]
+
+    def _loads(self, rows: Mapping[bytes, bytes]) -> dict[bytes, tuple[bytes, LoadRow]]:
+        """Each row as it was packed and unpacked; one that did not change since the last reading is not unpacked."""
+        last, found = self._rows, dict[bytes, tuple[bytes, LoadRow]]()
+        for name, raw in rows.items():
+            known = last.get(name)
+            found[name] = known if known is not None and known[0] == raw else (raw, LoadRow.unpack(raw))
+        return found
+
+    def _moved(self, loads: Mapping[bytes, tuple[bytes, LoadRow]]) -> bool:
+        """Whether a worker came, went or changed its flags or its incarnation since the last reading."""
+        last = self._rows
+        return loads.keys() != last.keys() or any(
+            row is not last[name][1] and _standing(row) != _standing(last[name][1]) for name, (_, row) in loads.items()
+        )
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
         """For each of these 8-byte hashes: whether ``slot`` holds it, by the index. Raises FleetUnavailable."""
@@ -338,6 +381,19 @@ class Views(ScriptClient):
         For the operator: no replica calls this. Raises FleetUnavailable.
         """
         return bool(await self.keep("drain", worker_id=worker_id, draining=int(draining)))
+
+
+def _pairs(answer: Any) -> dict[bytes, Any]:
+    """What Redis answers for a hash, or for a sorted set with its scores, in either version of its protocol."""
+    if isinstance(answer, dict):
+        return answer
+    if answer and isinstance(answer[0], list):
+        return dict(answer)
+    return dict(zip(answer[::2], answer[1::2], strict=True))
+
+
+def _standing(row: LoadRow) -> tuple[int, int, int]:
+    return row.epoch, row.slot, row.flags
 
 
 def _view(

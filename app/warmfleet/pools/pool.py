@@ -18,6 +18,7 @@ from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.recent.decisions import RecentDecisions
+from warmfleet.pools.recent.rest import Rest
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
@@ -49,7 +50,7 @@ class Pool:
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
     clients' times to first token, ``uses`` the prefixes that its prompts share, and ``recent`` its last decisions.
-    ``degraded`` and ``last_known`` choose a worker while Redis cannot.
+    ``rest`` says whether none came lately. ``degraded`` and ``last_known`` choose a worker while Redis cannot.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Pool:
         self.ttft = TtftWindow(objective_s)
         self.uses = PopularPrefixes()
         self.recent = RecentDecisions()
+        self.rest = Rest()
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._avoided_until: dict[str, float] = {}
@@ -131,6 +133,7 @@ class Pool:
         limits: ClientLimits | None = None,
     ) -> Ask:
         """The question of a decision under the policy and the TTFT objective in force; arguments as in ``Ask``."""
+        self.rest.stir()
         return Ask(
             reservation,
             prompt.chains,

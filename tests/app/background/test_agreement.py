@@ -36,7 +36,7 @@ class Fixed:
         self.now: list[WorkerView] = []
         self.records = Records("m")
 
-    async def workers(self) -> list[WorkerView]:
+    async def look(self) -> list[WorkerView]:
         return self.now
 
     def known(self, key: str) -> Any:

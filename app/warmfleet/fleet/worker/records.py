@@ -135,7 +135,7 @@ WORKER: dict[str, Check] = {
 
 
 class Records:
-    """Checks one model's records. A server's record that did not change is not checked again.
+    """Checks one model's records. A record that did not change since the last reading is not checked again.
 
     unreadable: how many records of the last reading failed. Each is logged once, until it is readable again.
     """
@@ -144,6 +144,7 @@ class Records:
         self.unreadable = 0
         self._tag = tag
         self._servers: dict[bytes, dict[str, Any] | None] = {}
+        self._workers: dict[bytes, tuple[bytes, dict[str, Any] | None]] = {}
         self._logged: frozenset[str] = frozenset()
         self._wrong_now: set[str] = set()
 
@@ -152,7 +153,9 @@ class Records:
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """The readable records of one reading, by name: of the workers, and of their API servers."""
         before, self._servers, self._wrong_now = self._servers, {}, set()
+        last, self._workers = self._workers, {}
         found: dict[str, dict[str, Any]] = {}
+        records: dict[str, dict[str, Any]] = {}
         for name, raw in servers:
             known = before[raw] if raw in before else self._parsed("server", name, raw, SERVER)
             self._servers[raw] = known
@@ -160,8 +163,15 @@ class Records:
                 found[name.decode()] = known
             elif raw in before:
                 self._wrong_now.add(f"server {_shown(name)}")
-        parsed = ((name, self._parsed("worker", name, raw, WORKER)) for name, raw in workers)
-        records = {name.decode(): record for name, record in parsed if record is not None}
+        for name, raw in workers:
+            entry = last.get(name)
+            if entry is None or entry[0] != raw:
+                entry = raw, self._parsed("worker", name, raw, WORKER)
+            elif entry[1] is None:
+                self._wrong_now.add(f"worker {_shown(name)}")
+            self._workers[name] = entry
+            if entry[1] is not None:
+                records[name.decode()] = entry[1]
         self._logged, self.unreadable = frozenset(self._wrong_now), len(self._wrong_now)
         return records, found
 

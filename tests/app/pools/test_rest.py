@@ -1,0 +1,133 @@
+"""A model is at rest when nothing but heartbeats came for a while; any request ends the rest at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tests.conftest import PATIENT, poll
+from tests.lua.stream import Core, blocks, digest_of, held
+from tests.lua.world import World
+
+from warmfleet.background import upkeep
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.upkeep import Pace
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.recent import rest
+from warmfleet.pools.recent.rest import Rest
+
+if TYPE_CHECKING:
+    import pytest
+    import redis.asyncio as aioredis
+
+LONG_S = 40.0  # longer than any test
+CORES = 11  # more than a replica at rest applies in one write
+
+
+def test_rest_begins_after_a_while_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    found = Rest()
+    assert not found.lasts, "a start is no rest: workers are about to join"
+    now[0] += rest.AFTER_S - 0.1
+    assert not found.lasts
+    now[0] += 0.1
+    assert found.lasts
+    found.stir()
+    assert not found.lasts
+    now[0] += rest.AFTER_S
+    assert found.lasts
+
+
+async def test_a_request_ends_a_wait() -> None:
+    found = Rest()
+    waiting = asyncio.create_task(found.wait(LONG_S))
+    await asyncio.sleep(0)
+    found.stir()
+    async with asyncio.timeout(LONG_S / 2):
+        await waiting
+    async with asyncio.timeout(LONG_S / 2):
+        await found.wait(0.01)
+
+
+def test_models_share_a_few_beats() -> None:
+    waits = {round(upkeep.beat(f"model-{number}", 1_000.0), 3) for number in range(256)}
+    assert len(waits) == upkeep.BEATS
+    assert max(waits) < 2 * upkeep.TICK_WITHIN_S, "after a second without a tick the fleet would be taken for deaf"
+    for early_s in (0.0, 0.002):
+        at = 1_000.0 + upkeep.beat("m", 1_000.0) - early_s
+        assert upkeep.beat("m", at) > upkeep.TICK_WITHIN_S / 2, "each beat comes once"
+
+
+async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: aioredis.Redis, model: str) -> None:
+    fleet = Fleet(store, model, timeouts=PATIENT)
+    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
+    cores = [Core(store, fleet, f"w{number}") for number in range(CORES)]
+    for core in cores:
+        await core.join()
+    while await fleet.step() or fleet.stirred:
+        pass
+    seen = await store.zrange(fleet.keys.alive, 0, -1, withscores=True)
+    for core in cores:
+        await core.heartbeat(digest_of(), at=str(await _later(store)))
+    assert await fleet.step(rest=True) == 0
+    assert not fleet.stirred, "heartbeats are no reason to hurry"
+    now = dict(await store.zrange(fleet.keys.alive, 0, -1, withscores=True))
+    assert len(now) == CORES
+    assert all(now[name] > before for name, before in seen), "each worker is heard again"
+    await cores[3].send("stored", blocks(1, 2))
+    assert await fleet.step(rest=True) == 2
+    assert fleet.stirred
+    assert await cores[3].holds() == held(1, 2)
+    await cores[5].send("cleared")
+    await fleet.step(rest=True)
+    assert fleet.stirred, "the stream of one worker decides over its slot"
+
+
+async def test_a_replica_at_rest_leaves_a_fleet_to_the_one_that_ticked(store: aioredis.Redis, model: str) -> None:
+    fleet = Fleet(store, model, timeouts=PATIENT)
+    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=3_600_000)
+    assert (await fleet.tick()).ran
+    assert not (await fleet.tick(rest=True)).ran
+    assert (await fleet.tick()).ran, "one that serves requests does not wait for others"
+
+
+async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
+    store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", LONG_S)
+    monkeypatch.setattr(upkeep, "beat", lambda *_: LONG_S)
+    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    async with connect(redis_url) as client:
+        fleet = Fleet(client, model, timeouts=PATIENT)
+        fleet.pace = Pace(rest_gap_ms=0)
+        await World(store, fleet).workers(1)
+        pool = Pool(model, fleet, DegradedMode(1.0))
+        rounds = asyncio.create_task(_rounds(pool))
+        try:
+            await poll(lambda: pool.rest._waiting is not None, LONG_S / 2, "a round waits")
+            before = await store.get(fleet.keys.tick)
+            pool.ask(IdentifiedPrompt((), 1, 1, "load"), "wf-1", (), 0, ())
+            await poll(lambda: _ticked_since(store, fleet, before), LONG_S / 2, "the request ended the wait")
+        finally:
+            rounds.cancel()
+            await asyncio.wait([rounds])
+
+
+async def _ticked_since(store: aioredis.Redis, fleet: Fleet, before: bytes | None) -> bool:
+    return await store.get(fleet.keys.tick) != before
+
+
+async def _later(store: aioredis.Redis) -> int:
+    """A time in ms that is after everything so far."""
+    seconds, micros = await store.time()
+    return int(seconds) * 1000 + int(micros) // 1000 + 50
+
+
+async def _rounds(pool: Pool) -> None:
+    metrics = Metrics()
+    while True:
+        await upkeep.apply(pool, metrics)
