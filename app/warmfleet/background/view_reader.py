@@ -67,6 +67,7 @@ class ViewReader:
             await self._pools.each(self._refresh)
         finally:
             views = [pool.view for pool in self._pools.all]
+            self._derived = {pool.tag: self._derived[pool.tag] for pool in self._pools.all if pool.tag in self._derived}
             self._identities.keep({view.identity.key for view in views if view.identity is not None})
             self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
             self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))

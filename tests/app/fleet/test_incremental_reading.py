@@ -149,7 +149,7 @@ class Story:
 
 def ageless(workers: list[WorkerView]) -> list[WorkerView]:
     """Without the ages, which two readings do not share."""
-    ages = {"heartbeat_age_s": None, "probed_age_s": None, "server_age_s": None, "vouched_age_s": None}
+    ages: dict[str, Any] = {"heartbeat_age_s": None, "probed_age_s": None, "server_age_s": None, "vouched_age_s": None}
     return [replace(worker, **ages) for worker in workers]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.conftest import PATIENT, poll
 from tests.lua.stream import Core, blocks, digest_of, held
@@ -70,14 +70,14 @@ async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: ai
         await core.join()
     while await fleet.step() or fleet.stirred:
         pass
-    seen = await store.zrange(fleet.keys.alive, 0, -1, withscores=True)
+    seen = await _heard(store, fleet)
     for core in cores:
         await core.heartbeat(digest_of(), at=str(await _later(store)))
     assert await fleet.step(rest=True) == 0
     assert not fleet.stirred, "heartbeats are no reason to hurry"
-    now = dict(await store.zrange(fleet.keys.alive, 0, -1, withscores=True))
+    now = await _heard(store, fleet)
     assert len(now) == CORES
-    assert all(now[name] > before for name, before in seen), "each worker is heard again"
+    assert all(now[name] > before for name, before in seen.items()), "each worker is heard again"
     await cores[3].send("stored", blocks(1, 2))
     assert await fleet.step(rest=True) == 2
     assert fleet.stirred
@@ -117,7 +117,12 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
             await asyncio.wait([rounds])
 
 
-async def _ticked_since(store: aioredis.Redis, fleet: Fleet, before: bytes | None) -> bool:
+async def _heard(store: aioredis.Redis, fleet: Fleet) -> dict[bytes, float]:
+    """When each worker was heard, in ms."""
+    return dict(cast("Any", await store.zrange(fleet.keys.alive, 0, -1, withscores=True)))
+
+
+async def _ticked_since(store: aioredis.Redis, fleet: Fleet, before: bytes | str | None) -> bool:
     return await store.get(fleet.keys.tick) != before
 
 
