@@ -13,7 +13,7 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Ask, Fleet, RedisConnections, Renewal, Spans, Timeouts, connect, new_reservation
+from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, Renewal, Spans, Timeouts, connect, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -89,7 +89,7 @@ class Survival:
         with suppress(FleetUnavailable):
             for view in await self.fleet.workers():
                 if view.server and view.proof == "pending":
-                    await self.fleet.prove(WORKER, view.record["nonce"], "proven", "")
+                    await self.fleet.prove(WORKER, view.record["nonce"], Proof("proven", ""))
                 return view.routable
         return False
 

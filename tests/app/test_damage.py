@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
 from warmfleet.background import announced
+from warmfleet.fleet import Proof
 from warmfleet.prompt import tokenizer as encoder
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet_worker.protocol import artifacts, wire
@@ -120,7 +121,7 @@ async def healthy(world: World) -> None:
         await world.store.zadd(world.keys.alive, {f"w{number}.0": 2**41})
         record = {"nonce": "n1", "server_id": f"w{number}", "rank": 0, "slot": number, "scheme": SCHEME.as_dict()}
         await cast("Any", world.store.hset(world.keys.workers, f"w{number}.0", wire.dumps(record)))
-        await world.fleet.prove(f"w{number}.0", "n1", "proven", "")
+        await world.fleet.prove(f"w{number}.0", "n1", Proof("proven", ""))
 
 
 async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) -> None:
@@ -137,7 +138,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
             await replica.applied()
             for one in evil:
                 if damage.rng.random() < 0.7:  # as if it had answered a probe
-                    await fleet.prove(one.worker, f"n{number}", "proven", "")
+                    await fleet.prove(one.worker, f"n{number}", Proof("proven", ""))
                 if damage.rng.random() < 0.4:
                     await one.forge(f"n{number}")
             shown = await replica.look()

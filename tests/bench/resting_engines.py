@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.fleet import Fleet, Proof, Timeouts, connect
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
@@ -108,7 +108,7 @@ async def join(url: str, pool: str, engines: list[Engine]) -> None:
                 await fleet.step()
                 await asyncio.sleep(fleet.pace.min_gap_ms / 1000)
         for worker in known:
-            await fleet.prove(worker.worker_id, worker.record["nonce"], "proven", "resting")
+            await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "resting"))
 
 
 def rest(engines: list[Engine]) -> None:

@@ -95,8 +95,8 @@ async def starve(
 ) -> dict[str, float]:
     """Return figures of requests that all belong to one tenant, half of their work in prompts of ``long`` tokens.
 
-    ``starved_worst_over_bound`` is of all requests; the others are of the long prompts: their times to first token over
-    those of first come, first served, and the longest of them.
+    ``starved_worst_over_bound`` is of all requests. The figures of long prompts are their times to first token over
+    those of first come, first served: the sums, the longest, and the worst ratio of a single one.
     """
     rate = busy * ENGINES * SPEED_TPS
     large = _arrivals(LONG_SHARE * rate / long, seconds, seed, 0, (long, 0.0))
@@ -112,10 +112,12 @@ async def starve(
     of_long = [number for number, one in enumerate(trace.arrivals) if len(one.prompt) > long]
     mine = sorted(ttft[number] for number in of_long)
     theirs = sorted(first_come[number] + came[number][1] for number in of_long)
+    ratios = [ttft[number] / (first_come[number] + came[number][1]) for number in of_long]
     return {
         "starved_worst_over_bound": max((ttft[number] - came[number][1]) / bound[number] for number in ttft),
         "long_mean_over_first_come": sum(mine) / sum(theirs),
         "long_worst_over_first_come": mine[-1] / theirs[-1],
+        "long_worst_ratio": max(ratios),
         "long_worst_s": mine[-1],
         "all_mean_over_first_come": sum(ttft.values()) / sum(first_come[n] + came[n][1] for n in ttft),
         "short_p99_s": quantile(sorted(ttft[number] for number in ttft if number not in set(of_long)), 0.99),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.stock.checks import HEALTH_INTERVAL_S
+from warmfleet.fleet import Proof
 from warmfleet_loadtest.simulator.engine_core import load_of
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine
 from warmfleet_worker.config import PublisherConfig
@@ -92,7 +93,7 @@ class VirtualWorker:
         raw: Any = await fleet.redis.hget(fleet.keys.workers, self.worker_id)
         if raw is None:
             raise RuntimeError(f"nobody has taken notice of {self.worker_id}")
-        await fleet.prove(self.worker_id, json.loads(raw)["nonce"], "proven", "virtual")
+        await fleet.prove(self.worker_id, json.loads(raw)["nonce"], Proof("proven", "virtual"))
 
     def keep_going(self, fleet: VirtualFleet) -> None:
         """Keep both halves publishing from now on."""

@@ -11,7 +11,7 @@ from tests.lua.process import Process
 from tests.lua.stream import SCHEME, block
 
 from warmfleet.errors import CancelledReservation, NoWorker
-from warmfleet.fleet import Ask, Fleet, Renewal
+from warmfleet.fleet import Ask, Fleet, Proof, Renewal
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
@@ -111,7 +111,7 @@ class World:
         self.store.xadd(self.keys.hello, {"s": f"server:{name[:-2]}"})
         await self.fleets[1].apply_server(name[:-2])
         if process := self._one(name, 0):
-            await self.fleets[1].prove(name, process.stream.nonce, "proven", "")
+            await self.fleets[1].prove(name, process.stream.nonce, Proof("proven", ""))
 
     # ------------------------------------------------ what routers do
 

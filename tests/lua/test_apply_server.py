@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SHA, Core
 
-from warmfleet.fleet import Ask, Flag, Fleet
+from warmfleet.fleet import Ask, Flag, Fleet, Proof
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ async def core(store: aioredis.Redis, fleet: Fleet) -> Core:
     core = Core(store, fleet)
     await core.join()
     await core.applied()
-    await fleet.prove("s.0", "n1", "proven", "")
+    await fleet.prove("s.0", "n1", Proof("proven", ""))
     return core
 
 
@@ -84,7 +84,7 @@ async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(server:
 async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet: Fleet) -> None:
     await server.join()
     await server.applied()
-    await fleet.prove("s.0", "n1", "proven", "")
+    await fleet.prove("s.0", "n1", Proof("proven", ""))
     assert (await core.row()).flags == Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     await server.join("m1", url="http://elsewhere:1")
     await server.applied()
@@ -232,7 +232,7 @@ async def test_a_decision_names_the_url_that_was_proved(server: Server, core: Co
     """The URL is not the first one in the text of the join: facts with another URL come before it."""
     await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
     await server.applied()
-    await fleet.prove("s.0", "n1", "proven", "")
+    await fleet.prove("s.0", "n1", Proof("proven", ""))
     (worker,) = await fleet.workers()
     decision = await fleet.decide(Ask("wf-url", (), prompt_tokens=5, decode_tokens=6))
     assert decision.url == worker.url == "http://10.0.0.7:8000"

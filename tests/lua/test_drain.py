@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import Flag, Renewal
+from warmfleet.fleet import Flag, Proof, Renewal
 
 if TYPE_CHECKING:
     from tests.lua.stream import Core
@@ -47,7 +47,7 @@ async def test_a_probe_takes_nothing_back(world: World) -> None:
     await world.workers(1)
     await world.fleet.drain("w1.0", draining=True)
     for proof in ("identity", "proven"):
-        await world.fleet.prove("w1.0", "n1", proof, "")
+        await world.fleet.prove("w1.0", "n1", Proof(proof, ""))
         assert (await world.row(1)).flags & Flag.DRAINING
 
 

@@ -14,7 +14,7 @@ from tests.lua.stream import Core, blocks, digest_of, held
 from tests.lua.world import READY, World
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Renewal, connect
+from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Proof, Renewal, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -89,7 +89,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "collect": fleet.collect,
         "drain": lambda: fleet.drain("s.0", draining=True),
         "forget": lambda: fleet.forget("w2.0"),
-        "prove": lambda: fleet.prove("s.0", "n1", "proven", ""),
+        "prove": lambda: fleet.prove("s.0", "n1", Proof("proven", "")),
         "vouch": lambda: fleet.vouch("w1.0", "n1"),
         "eject": lambda: fleet.eject("w1.0", good=False),
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10),

@@ -14,7 +14,7 @@ from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
 from tests.lua.malformed import BOMBS, NUMBERS, NUMBERS_TOO, WORDS, Malformed
 from tests.lua.stream import Core, blocks, held
 
-from warmfleet.fleet import Ask, Fleet, connect
+from warmfleet.fleet import Ask, Fleet, Proof, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.command import Command
 
@@ -47,7 +47,7 @@ async def victim(fleet: Fleet) -> Core:
     entry: Any = {"n": "v1", "b": "1", "o": "join", "d": json.dumps(told | {"version": "1"})}
     await fleet.redis.xadd(fleet.keys.server("v"), entry)
     await fleet.apply_server("v")
-    await fleet.prove("v.0", "honest", "proven", "")
+    await fleet.prove("v.0", "honest", Proof("proven", ""))
     await fleet.decide(Ask("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
         await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour

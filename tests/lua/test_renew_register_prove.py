@@ -11,7 +11,7 @@ import pytest
 from tests.lua.world import READY, SCHEME, World
 
 from warmfleet.errors import BadArgument, NoWorker
-from warmfleet.fleet import RENEW_AT_ONCE, Check, Flag, LoadRow, Renewal, Stage
+from warmfleet.fleet import RENEW_AT_ONCE, Check, Flag, LoadRow, Proof, Renewal, Stage
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
 
@@ -273,7 +273,7 @@ async def test_what_register_refuses(world: World) -> None:
 async def test_a_proof_sets_the_flags(world: World, proof: str, flags: int) -> None:
     await world.workers(2, flags=READY)
     before = await world.row(1)
-    assert await world.fleet.prove("w1.0", "n1", proof, "because", "text") == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof(proof, "because", "text")) == "OK"
     row = await world.row(1)
     assert row.flags == (READY & ~(Flag.URL | Flag.PROVEN)) | flags
     assert LoadRow(**{**_fields(row), "flags": before.flags}) == before
@@ -292,23 +292,23 @@ def _fields(row: LoadRow) -> dict[str, int]:
 async def test_a_stale_proof_changes_nothing(world: World) -> None:
     await world.workers(1)
     before = await world.row(1)
-    assert await world.fleet.prove("w1.0", "another nonce", "url", "") == "STALE"
-    assert await world.fleet.prove("nobody.0", "n1", "url", "") == "STALE"
+    assert await world.fleet.prove("w1.0", "another nonce", Proof("url", "")) == "STALE"
+    assert await world.fleet.prove("nobody.0", "n1", Proof("url", "")) == "STALE"
     assert await world.row(1) == before
     with pytest.raises(BadArgument):
-        await world.fleet.prove("w1.0", "n1", "maybe", "")
+        await world.fleet.prove("w1.0", "n1", Proof("maybe", ""))
 
 
 async def test_of_two_probes_a_failure_does_not_undo_a_success(world: World) -> None:
     await world.workers(1)
-    assert await world.fleet.prove("w1.0", "n1", "identity", "", "untested", probed_ms=0) == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof("identity", "", "untested", probed_ms=0)) == "OK"
     probed = (await _record(world))["probed"]
     await asyncio.sleep(0.002)  # results are told apart by the millisecond
-    assert await world.fleet.prove("w1.0", "n1", "proven", "", "", probed_ms=0) == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "", "", probed_ms=0)) == "OK"
     for seen in (0, probed):
-        assert await world.fleet.prove("w1.0", "n1", "identity", "", "untested", probed_ms=seen) == "STALE"
+        assert await world.fleet.prove("w1.0", "n1", Proof("identity", "", "untested", probed_ms=seen)) == "STALE"
     now = (await _record(world))["probed"]
-    assert await world.fleet.prove("w1.0", "n1", "identity", "", "text", probed_ms=now) == "DOWNGRADED"
+    assert await world.fleet.prove("w1.0", "n1", Proof("identity", "", "text", probed_ms=now)) == "DOWNGRADED"
 
 
 async def test_a_result_ends_a_suspicion_and_results_that_settle_nothing_are_counted(world: World) -> None:
@@ -323,7 +323,7 @@ async def test_a_result_ends_a_suspicion_and_results_that_settle_nothing_are_cou
         if proof == "suspected":
             await suspected()
             continue
-        told = await world.fleet.prove("w1.0", "n1", proof, "", "text" if proof == "identity" else "")
+        told = await world.fleet.prove("w1.0", "n1", Proof(proof, "", "text" if proof == "identity" else ""))
         record = await _record(world)
         assert "suspect" not in record
         assert "strikes" not in record
@@ -357,9 +357,9 @@ async def test_one_replica_warms_and_its_word_ends_it(world: World) -> None:
     assert (view.proof, view.routable, (await world.row(1)).flags) == ("warming", False, Flag.SERVER)
     for owner in ("", "b"):
         for proof in ("proven", "identity", "url", "pending"):
-            assert await world.fleet.prove("w1.0", "n1", proof, "", owner=owner) == "TAKEN"
+            assert await world.fleet.prove("w1.0", "n1", Proof(proof, "", owner=owner)) == "TAKEN"
     assert (await world.fleet.workers())[0].proof == "warming"
-    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "", owner="a")) == "OK"
     assert (await world.fleet.workers())[0].routable
     assert (await world.fleet.counts())["proof_warming"] == 1
     for owner in ("a", "b"):
@@ -374,8 +374,8 @@ async def test_a_warming_whose_time_is_over_is_everybodys_but_its_owners(world: 
     (view,) = await world.fleet.workers()
     assert view.proof == "pending", "it is to be tested"
     assert [await warms(world, owner) for owner in ("a", "b")] == ["TAKEN", "TAKEN"]
-    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "TAKEN"
-    assert await world.fleet.prove("w1.0", "n1", "proven", "") == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "", owner="a")) == "TAKEN"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "")) == "OK"
 
 
 @pytest.mark.parametrize("proof", ["proven", "identity"])
@@ -390,6 +390,6 @@ async def test_a_server_that_joins_anew_ends_its_warming(world: World) -> None:
     assert await warms(world, "a") == "OK"
     record = await _record(world) | {"proof": "pending"}  # as apply_server leaves it
     await cast("Any", world.store.hset(world.keys.workers, "w1.0", json.dumps(record)))
-    assert await world.fleet.prove("w1.0", "n1", "proven", "", owner="a") == "TAKEN", "another URL, perhaps"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "", owner="a")) == "TAKEN", "another URL, perhaps"
     assert await warms(world, "b") == "TAKEN", "once for an incarnation"
-    assert await world.fleet.prove("w1.0", "n1", "proven", "") == "OK"
+    assert await world.fleet.prove("w1.0", "n1", Proof("proven", "")) == "OK"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.lua.stream import SCHEME, Core, block, blocks, digest_of
 
-from warmfleet.fleet import Ask, Flag, Fleet, Renewal, new_reservation
+from warmfleet.fleet import Ask, Flag, Fleet, Proof, Renewal, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -27,7 +27,7 @@ async def worker(store: aioredis.Redis, fleet: Fleet) -> Core:
     await made.send("stored", blocks(1, 2, 3))
     await made.heartbeat(digest_of(1, 2, 3))
     await made.applied()
-    await fleet.prove("s.0", made.nonce, "proven", "")
+    await fleet.prove("s.0", made.nonce, Proof("proven", ""))
     await flags(made, PROVEN)
     return made
 
@@ -65,7 +65,7 @@ async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Core, 
     told, record = await request(worker, 1, 2, more=1)
     assert (told, record["suspect"]) == (False, "prompt")
     assert (await fleet.counts())["suspect_prompt"] == 2
-    await fleet.prove("s.0", worker.nonce, "proven", "")
+    await fleet.prove("s.0", worker.nonce, Proof("proven", ""))
     assert "suspect" not in await worker.record()
     told, _ = await request(worker, more=-1, started=True)
     assert told, "a prompt without a full block, and whose first byte was told before"

@@ -12,7 +12,7 @@ import pytest
 from tests.lua.stream import Core, blocks
 from tests.lua.ticking import EVERY, now_ms, slow_tick, ticking, worker
 
-from warmfleet.fleet import Check, Flag, Fleet
+from warmfleet.fleet import Check, Flag, Fleet, Proof
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -54,7 +54,7 @@ async def answering(store: aioredis.Redis, fleet: Fleet, name: str, capacity_blo
         await core.join(nonce="5ea50003", capacity_blocks=capacity_blocks)
         await core.applied()
     nonce = json.loads(cast("Any", await store.hget(fleet.keys.workers, f"{name}.0")))["nonce"]
-    await fleet.prove(f"{name}.0", nonce, "proven", "a test")
+    await fleet.prove(f"{name}.0", nonce, Proof("proven", "a test"))
     return core
 
 

@@ -11,7 +11,7 @@ from tests.lua.ticking import EVERY, now_ms, slow_tick
 from tests.lua.world import BLOCK
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet import Flag, Fleet, Proof
 
 if TYPE_CHECKING:
     from tests.lua.stream import Core
@@ -180,6 +180,6 @@ async def test_goodbye_and_a_new_process_end_it(core: Core) -> None:
 
 async def ready(fleet: Fleet, core: Core) -> None:
     """The worker is proven, and vouched for."""
-    assert await fleet.prove(core.worker_id, core.nonce, "proven", "") == "OK"
+    assert await fleet.prove(core.worker_id, core.nonce, Proof("proven", "")) == "OK"
     assert await fleet.vouch(core.worker_id, core.nonce) == "VOUCHED"
     assert (await core.row()).flags & Flag.UNHEARD

@@ -19,6 +19,7 @@ import orjson
 from warmfleet.background.probe import current, headers_for
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import Proof
 from warmfleet.prompt.prefix_trie import whole
 from warmfleet.prompt.request import PATHS
 
@@ -87,7 +88,7 @@ class Prewarmer:
         logger.log(level, "worker %s: warming %s, %d tokens in %.1f s", worker.worker_id, result, tokens, seconds)
         proof = "pending" if result in SILENT else "proven"
         try:
-            told = await pool.fleet.prove(worker.worker_id, nonce, proof, "", owner=owner)
+            told = await pool.fleet.prove(worker.worker_id, nonce, Proof(proof, "", owner=owner))
             logger.info("worker %s at %s: %s (%s)", worker.worker_id, worker.url, proof, told)
         except WarmfleetError as error:
             logger.warning("worker %s is tested again when its warming expires: %s", worker.worker_id, error)

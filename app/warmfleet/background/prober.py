@@ -18,7 +18,7 @@ from warmfleet.background.prewarm import Prewarmer
 from warmfleet.background.probe import Probe, Result
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import WorkerState, WorkerView
+from warmfleet.fleet import Proof, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from warmfleet.engines.engine_client import EngineClient
@@ -168,7 +168,8 @@ class Prober:
         nonce, cause, answer = str(worker.record.get("nonce")), result.cause, ""
         if result.proof:
             probed_ms = int(worker.record.get("probed") or 0)
-            answer = await pool.fleet.prove(worker.worker_id, nonce, result.proof, result.reason, cause, probed_ms)
+            proof = Proof(result.proof, result.reason, cause, probed_ms)
+            answer = await pool.fleet.prove(worker.worker_id, nonce, proof)
         if answer in ("STALE", "TAKEN"):
             return
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")

@@ -29,7 +29,7 @@ from warmfleet.fleet.reservations import (
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
-from warmfleet.fleet.views import Check, Memory, Registered, Views, WorkerView
+from warmfleet.fleet.views import Check, Memory, Proof, Registered, Views, WorkerView
 from warmfleet.fleet.worker.state import WorkerState
 
 
@@ -62,6 +62,7 @@ __all__ = [
     "LoadRow",
     "Memory",
     "Place",
+    "Proof",
     "Queue",
     "QueueLimits",
     "Queued",

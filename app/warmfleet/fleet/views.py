@@ -50,6 +50,21 @@ class Check(NamedTuple):
 PASSED = Check("PASSED")
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The result of a probe: its word, and why in words. cause: a word for counters.
+
+    probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None is recorded in any case.
+    owner: the owner of the warming that this ends.
+    """
+
+    word: str
+    reason: str
+    cause: str = ""
+    probed_ms: int | None = None
+    owner: str = ""
+
+
 class Registered(NamedTuple):
     """What is registered of such an engine after a check; the words are those of lua/register.lua."""
 
@@ -289,19 +304,9 @@ class Views(ScriptClient):
             packed = await cast("Awaitable[bytes | None]", self.redis.hget(self.keys.lease, reservation))
         return None if packed is None else Lease.unpack(packed)
 
-    async def prove(
-        self,
-        worker_id: str,
-        nonce: str,
-        proof: str,
-        reason: str,
-        cause: str = "",
-        probed_ms: int | None = None,
-        owner: str = "",
-    ) -> Proved:
-        """Record the result of a probe. cause: a word for counters. owner: the owner of the warming that this ends.
+    async def prove(self, worker_id: str, nonce: str, proof: Proof) -> Proved:
+        """Record the result of a probe.
 
-        probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None records in any case.
         Returns STALE if the worker joined anew (its nonce is another), or if this is a failure and another result came
         first; TAKEN if another replica warms the worker, or if this owner's lease is over; DOWNGRADED if the worker was
         proven before and is not any more. Raises FleetUnavailable.
@@ -310,11 +315,11 @@ class Views(ScriptClient):
             "prove",
             worker_id=worker_id,
             nonce=nonce,
-            proof=proof,
-            cause=cause,
-            reason=reason,
-            probed="" if probed_ms is None else probed_ms,
-            owner=owner,
+            proof=proof.word,
+            cause=proof.cause,
+            reason=proof.reason,
+            probed="" if proof.probed_ms is None else proof.probed_ms,
+            owner=proof.owner,
             lease_ms=0,
         )
         return cast("Proved", answer.decode())

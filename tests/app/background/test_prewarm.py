@@ -16,6 +16,7 @@ from tests.app.simulated import Simulated, simulated
 from tests.conftest import poll
 
 from warmfleet.background import prewarm as warming
+from warmfleet.fleet import Proof
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -240,14 +241,14 @@ async def test_when_the_replica_that_warms_is_gone_another_proves_it_and_does_no
             assert one is not None
             assert (one.proof, one.routable) == ("warming", False)
             nonce = str(one.record["nonce"])
-            assert await fleet.prove("new.0", nonce, "proven", "") == "TAKEN", "nobody else proves it meanwhile"
-            assert await fleet.prove("new.0", nonce, "url", "") == "TAKEN"
+            assert await fleet.prove("new.0", nonce, Proof("proven", "")) == "TAKEN", "nobody else proves it meanwhile"
+            assert await fleet.prove("new.0", nonce, Proof("url", "")) == "TAKEN"
             assert await fleet.warming("new.0", nonce, "another", 1_000) == "TAKEN"
             await proven(router, "new", 6)
             assert ends - 0.1 <= time.time()
             assert ears.warmed == []
             assert await fleet.warming("new.0", nonce, "gone", 1_000) == "TAKEN"
-            assert await fleet.prove("new.0", nonce, "proven", "", owner="gone") == "TAKEN", "its time is over"
+            assert await fleet.prove("new.0", nonce, Proof("proven", "", owner="gone")) == "TAKEN", "its time is over"
 
 
 async def claim(router: Replica) -> float:

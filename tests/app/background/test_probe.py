@@ -33,18 +33,6 @@ LIARS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-async def seen(router: Replica, wanted: int) -> dict[str, WorkerView]:
-    """Every worker by the name of its server, once so many of them have been probed."""
-
-    async def tested() -> dict[str, WorkerView] | None:
-        found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
-        return found if sum(view.proof != "pending" for view in found.values()) == wanted else None
-
-    found = await poll(tested, 30, f"{wanted} workers tested")
-    assert isinstance(found, dict)
-    return found
-
-
 async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
     """Every worker by the name of its server, once their proofs are as wanted."""
 
@@ -64,8 +52,9 @@ async def test_workers_that_announce_something_false_are_routed_by_load_only(val
         for kind in LIARS:
             await stack.enter_async_context(simulated(valkey_url, model, kind.split()[0], kind, lies=True))
         router = await stack.enter_async_context(replica(valkey_url, model, probe_timeout_s=1.0, trust_templates=False))
-        workers = await seen(router, 6)
-        assert workers.pop("right").proof == "proven"
+        # A busy machine may let a probe end without an answer, and the next one finds what is wrong.
+        workers = await proofs(router, right="proven", **{kind.split()[0]: "identity" for kind in LIARS})
+        del workers["right"]
         elsewhere = workers.pop("elsewhere")
         assert not elsewhere.routable, "another engine answers at its URL: nothing shows that it is this worker"
         for kind, causes in LIARS.items():

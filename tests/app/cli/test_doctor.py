@@ -34,7 +34,7 @@ from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
-from warmfleet.fleet import Flag, Fleet, Truth, WorkerState, WorkerTruth, connect
+from warmfleet.fleet import Flag, Fleet, Proof, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
@@ -374,7 +374,7 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             await stack.enter_async_context(simulated(valkey_url, tag))
             await complete(fleet)
             [worker] = await fleet.workers()
-            assert await fleet.prove(worker.worker_id, worker.record["nonce"], "proven", "") == "OK"
+            assert await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
         told = await doctor(valkey_url, tags[4])
         told.names("pools", f"{tags[2]} has no worker that takes requests", "start some of its engines again")
         told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)

@@ -14,7 +14,7 @@ from tests.worker_plugin.publishing import SCHEME
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
-from warmfleet.fleet import Ask, Fleet, connect
+from warmfleet.fleet import Ask, Fleet, Proof, connect
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.wire import Keys
 from warmfleet_worker import seat as seats
@@ -91,7 +91,7 @@ def booked(url: str, tag: str, worker_id: str) -> None:
         fleet = Fleet(connect(url, timeout_s=2), tag, PATIENT)
         try:
             [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
-            assert await fleet.prove(worker_id, worker.record["nonce"], "proven", "") == "OK"
+            assert await fleet.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
             chain = Chain(SCHEME.scheme_id, 16, b"".join(BLOCKS[:8]) + b"\xff" * 64)
             assert (await fleet.decide(Ask("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))).worker_id == worker_id
         finally:

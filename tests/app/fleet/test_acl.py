@@ -19,7 +19,7 @@ from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet, Renewal, connect
+from warmfleet.fleet import Ask, Fleet, Proof, Renewal, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS, user, worker_rules
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
@@ -308,7 +308,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
         [view] = await poll_workers(fleet, tracker)
         manifest = view.server["artifacts"]["tokenizer.json"]
         assert await fleet.artifact("w2", manifest) == files["tokenizer.json"]
-        assert await fleet.prove("w2.0", view.record["nonce"], "proven", "") == "OK"
+        assert await fleet.prove("w2.0", view.record["nonce"], Proof("proven", "")) == "OK"
         await _requests(fleet, next(iter(tracker.table)))
         assert (await fleet.memory()).used > 0
         assert await fleet.approved() == frozenset({"0" * 64})

@@ -20,6 +20,7 @@ from warmfleet.fleet import (
     ClientLimits,
     Fleet,
     Place,
+    Proof,
     QueueLimits,
     Renewal,
     Shortfall,
@@ -189,7 +190,7 @@ async def call_the_other_scripts(recorder: Recorder) -> None:
     await recorder.tick()
     await recorder.apply("w.0")
     await recorder.apply_server("w")
-    await recorder.prove("w.0", "n1", "url", "no answer", "away", 53, "o1")
+    await recorder.prove("w.0", "n1", Proof("url", "no answer", "away", 53, "o1"))
     await recorder.warming("w.0", "n2", "o2", 54)
     await recorder.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9))
     await recorder.drain("w.0", draining=True)

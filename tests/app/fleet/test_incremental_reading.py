@@ -11,7 +11,7 @@ import pytest
 from tests.lua.stream import Core, digest_of
 from tests.lua.test_apply_server import Server
 
-from warmfleet.fleet import Fleet, connect, views
+from warmfleet.fleet import Fleet, Proof, connect, views
 from warmfleet.fleet.upkeep import Pace
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class Story:
 
     async def proved(self, name: str) -> None:
         nonce = (await self.cores[name].record()).get("nonce", "")
-        await self.fleet.prove(f"{name}.0", nonce, self.rng.choice(["proven", "identity", "url"]), "as it is told")
+        await self.fleet.prove(
+            f"{name}.0", nonce, Proof(self.rng.choice(["proven", "identity", "url"]), "as it is told")
+        )
 
     async def drained(self, name: str) -> None:
         await self.fleet.drain(f"{name}.0", draining=True)

@@ -23,7 +23,7 @@ from tests.topology import QUIET, Servers, free_ports, sentinels, until
 from warmfleet.background import upkeep
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet, Spans, connect
+from warmfleet.fleet import Ask, Fleet, Proof, Spans, connect
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -93,7 +93,7 @@ class Living:
         await self.fleet.step()
         for view in await self.fleet.workers():
             if view.server and view.proof == "pending":
-                await self.fleet.prove(view.worker_id, view.record["nonce"], "proven", "")
+                await self.fleet.prove(view.worker_id, view.record["nonce"], Proof("proven", ""))
 
     async def routable(self) -> bool:
         with suppress(FleetUnavailable):

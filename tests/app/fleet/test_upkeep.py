@@ -12,7 +12,7 @@ from tests.conftest import poll, server, valkey_binary
 from tests.lua.stream import Core, blocks, digest_of, held
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet, Proof, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -142,7 +142,7 @@ async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, 
     await store.xadd(fleet.keys.server("s"), entry)  # type: ignore[arg-type]
     await store.xadd(fleet.keys.hello, {"s": "server:s"})
     await fleet.step()
-    assert await fleet.prove("s.0", core.nonce, "proven", "") == "OK"
+    assert await fleet.prove("s.0", core.nonce, Proof("proven", "")) == "OK"
     (view,) = await fleet.workers()
     assert view.routable
     assert view.url == "http://h:1"

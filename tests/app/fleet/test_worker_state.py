@@ -15,7 +15,7 @@ from tests.lua.stream import Core
 from tests.lua.test_apply_server import Server
 from tests.lua.ticking import EVERY, slow_tick
 
-from warmfleet.fleet import Check, Flag, LoadRow, WorkerState
+from warmfleet.fleet import Check, Flag, LoadRow, Proof, WorkerState
 from warmfleet.fleet.worker import state as life
 from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, SERVING, TURNS, Event, state_of
 
@@ -218,7 +218,7 @@ class Life:
 
     async def _prove(self, proof: str, owner: str = "") -> None:
         nonce = (await self.core.record())["nonce"]
-        assert await self.fleet.prove(self.core.worker_id, nonce, proof, "", owner=owner) in ("OK", "DOWNGRADED")
+        assert await self.fleet.prove(self.core.worker_id, nonce, Proof(proof, "", owner=owner)) in ("OK", "DOWNGRADED")
 
     async def _core_joins(self) -> None:
         self.serial, self.warmed = self.serial + 1, False
