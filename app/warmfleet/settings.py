@@ -202,7 +202,9 @@ class Settings:
     )
     models: tuple[str, ...] = _setting((), "model tags to serve, each `name` or `name#pool`; required")
     pool_prefix_tokens: int = _setting(
-        4096, "so many tokens at a prompt's beginning choose its home pools, where a model has several (pools.md)"
+        1024,
+        "so many tokens at a prompt's beginning choose its home pools, where a model has several; more, where many "
+        "prompts begin alike (pools.md)",
     )
     host: str = _setting("127.0.0.1", "address to listen on; the default is reachable from this machine only")
     port: int = _setting(8080, "port to listen on")

@@ -12,7 +12,8 @@ from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
 from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.homes.rendezvous import in_order, key_of
+from warmfleet.pools.homes.beginnings import Beginnings
+from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.pools.identified_prompt import identify
 from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
@@ -157,6 +158,11 @@ class ServedModel:
         self.name = name
         self.pools = tuple(pools)
         self.draining = draining
+        self._beginnings = Beginnings()
+
+    def succeed(self, before: ServedModel) -> None:
+        """Be this model with other pools from now on."""
+        self._beginnings = before._beginnings
 
     @property
     def reference(self) -> Pool:
@@ -182,7 +188,7 @@ class ServedModel:
         able = self.pools
         if model and model != self.name:
             able = tuple(pool for pool in able if pool.servers_of(model)) or able
-        key = key_of(prompt.chains, depth_tokens) or os.urandom(RANDOM_BYTES)
+        key = self._beginnings.key(prompt.chains, depth_tokens, len(self.pools)) or os.urandom(RANDOM_BYTES)
         by_tag = {pool.tag: pool for pool in able}
         ordered = [by_tag[tag] for tag in in_order(key, by_tag)]
         if self.draining:
@@ -208,7 +214,10 @@ class Pools:
     def change(self, model: ServedModel) -> None:
         """Serve a model with other pools from now on. Those that it has no longer are ``leaving``."""
         before = self.served.get(model.name)
-        gone = [pool for pool in before.pools if pool not in model.pools] if before else []
+        gone: list[Pool] = []
+        if before is not None:
+            gone = [pool for pool in before.pools if pool not in model.pools]
+            model.succeed(before)
         self.leaving = (*(pool for pool in self.leaving if pool not in model.pools), *gone)
         self.served[model.name] = model
         self._count()

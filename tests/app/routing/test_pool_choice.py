@@ -20,7 +20,7 @@ from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, co
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.homes.rendezvous import STEP, in_order, key_of
+from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.pool import Pool, Pools, ServedModel
 from warmfleet.prompt.block_hashes import Chain
@@ -313,16 +313,27 @@ def chain(blocks: int, seed: int = 0) -> Chain:
 def test_prompts_with_the_same_beginning_have_the_same_home_pools(served: ServedModel) -> None:
     def homes(blocks: int, seed: int = 0) -> list[str]:
         prompt = IdentifiedPrompt((chain(blocks, seed),), 16 * blocks, 16 * blocks, "exact")
-        return [pool.tag for pool in served.order_for(prompt, "m", 4_096)]
+        return [pool.tag for pool in served.order_for(prompt, "m", 1_024)]
 
-    assert homes(256) == homes(257) == homes(1_000)
-    assert homes(255) == homes(128), "a conversation keeps its home pools while it grows, up to the next step"
-    assert {homes(128, seed)[0] for seed in range(40)} == {*TAGS}
+    assert homes(64) == homes(65) == homes(1_000), "a conversation keeps its home pools while it grows"
+    assert {homes(63, seed)[0] for seed in range(40)} == {*TAGS}
     served.draining = frozenset({"m#2"})
-    assert all(homes(256, seed)[-1] == "m#2" for seed in range(9))
-    assert key_of([], 4_096) == b"" != key_of([chain(1)], 4_096)
-    assert key_of([chain(3)], 4_096) == chain(2).hashes[8:]
-    assert STEP == 2
+    assert all(homes(64, seed)[-1] == "m#2" for seed in range(9))
+
+
+def test_what_a_model_knows_of_beginnings_outlives_a_change_of_its_pools(served: ServedModel) -> None:
+    def homes(model: ServedModel, seed: int) -> list[str]:
+        hashes = chain(64).hashes + random.Random(seed).randbytes(8 * 100)  # all have the same 1,024 tokens
+        prompt = IdentifiedPrompt((Chain(1, 16, hashes),), 16 * 164, 16 * 164, "exact")
+        return [pool.tag for pool in model.order_for(prompt, "m", 1_024)]
+
+    pools = Pools([*served.pools])
+    for seed in range(100):
+        homes(pools.served["m"], seed)
+    learned = [homes(pools.served["m"], seed) for seed in range(100, 140)]
+    pools.change(ServedModel("m", served.pools))
+    assert [homes(pools.served["m"], seed) for seed in range(100, 140)] == learned
+    assert len({one[0] for one in learned}) == len(TAGS)
 
 
 def test_a_pool_that_joins_moves_only_what_it_gets() -> None:

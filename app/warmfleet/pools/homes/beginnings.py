@@ -1,0 +1,71 @@
+"""The key by which a prompt's home pools are found: the block hash at a depth at which few other prompts are alike.
+
+A beginning that many conversations share, such as a system prompt, is no key: it would send them all to the same two
+pools. So a replica counts how many of the latest prompts had a beginning. Where that is more than HOT of what one pool
+would get of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
+grows keeps its key: it does not depend on the prompt's length, once the prompt is longer than the depth.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from warmfleet.prompt.block_hashes import Chain
+
+HASH_BYTES = 8  # of a block hash in a chain
+HOT = 0.5  # of a pool's share of all prompts: two pools can well compute so much more than others do
+DEEPER = 4  # a step is so many times less than the depth: twice the depth would be behind the end of many prompts
+COOL = 0.5  # of the count from which a beginning is hot: below that it is a key again
+LEAST = 8.0  # prompts; fewer prove nothing
+WINDOW = 512  # prompts after which all counts are halved; it bounds how many there are, too
+FORGOTTEN = 0.5  # a count that is no more than this says nothing
+
+
+class Beginnings:
+    """The latest prompts of one served model, by their beginnings."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, float] = {}
+        self._hot: set[bytes] = set()
+        self._total = 0.0
+        self._until_halved = WINDOW
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int) -> bytes:
+        """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
+
+        depth_tokens: where a key is looked for first.
+        """
+        chain = next((chain for chain in chains if chain.hashes), None)
+        if chain is None:
+            return b""
+        self._until_halved -= 1
+        if not self._until_halved:
+            self._halve(pools)
+        self._total += 1.0
+        limit = self._limit(pools)
+        hashes, depth = chain.hashes, max(1, depth_tokens // chain.block_tokens)
+        blocks = len(hashes) // HASH_BYTES
+        while True:
+            end = HASH_BYTES * min(depth, blocks)
+            key = hashes[end - HASH_BYTES : end]
+            count = self._counts[key] = self._counts.get(key, 0.0) + 1.0
+            if depth >= blocks or (count <= limit and key not in self._hot):
+                return key
+            self._hot.add(key)
+            depth += max(1, depth // DEEPER)
+
+    def _limit(self, pools: int) -> float:
+        return max(LEAST, HOT * self._total / pools)
+
+    def _halve(self, pools: int) -> None:
+        self._until_halved = WINDOW
+        self._total /= 2
+        self._counts = {key: count / 2 for key, count in self._counts.items() if count / 2 > FORGOTTEN}
+        cool = COOL * self._limit(pools)
+        self._hot = {key for key in self._hot if self._counts.get(key, 0.0) > cool}
