@@ -16,6 +16,7 @@ from tests.conftest import PATIENT, poll
 from tests.worker_plugin.publishing import config, equal, upkeep
 
 from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.pool_registry import clear
 from warmfleet_worker import seat as seats
 from warmfleet_worker.protocol.pools import Placement, PoolEntry, read_placement
 from warmfleet_worker.protocol.wire import Keys
@@ -345,12 +346,39 @@ async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkey
                 tracker.removed(list(tracker.table)[:100])
                 await equal(second, tracker)
                 await poll(lambda: _both(second), what="both halves are in the second pool")
-                [left] = await first.workers()
-                assert left.said_goodbye
+                await poll(lambda: _gone(first), 10, "both halves said goodbye to the first pool")
                 assert core.state.dropped == 0
     finally:
         await first.close()
         await second.close()
+
+
+@pytest.mark.usefixtures("short_periods")
+async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: Town) -> None:
+    """Its stream is gone, so it does not wait for its next look, and does not bring the pool to life again."""
+    town.register(1)
+    tracker = Tracker()
+    tracker.stored([os.urandom(8) for _ in range(50)])
+    first, second = (Fleet(connect(town.url), town.pool(number), PATIENT) for number in (1, 2))
+    try:
+        async with upkeep(second):
+            with halves(town, tracker):
+                async with upkeep(first):
+                    await equal(first, tracker)
+                    await poll(lambda: _both(first), what="both halves are in the first pool")
+                town.register(2)
+                town.remove(1)
+                await clear(first, shared=False)
+                await equal(second, tracker, deadline_s=seats.ASK_SECONDS / 2)
+                await poll(lambda: _both(second), seats.ASK_SECONDS / 2, "both halves are in the second pool")
+            assert not list(town.client.scan_iter(Keys(town.pool(1)).prefix + "*", count=1_000))
+    finally:
+        await first.close()
+        await second.close()
+
+
+async def _gone(fleet: Fleet) -> bool:
+    return [(one.heartbeat_age_s, one.server_age_s) for one in await fleet.workers()] == [(None, None)]
 
 
 async def _both(fleet: Fleet) -> bool:

@@ -57,6 +57,7 @@ async def workers(pool: Pool) -> dict[str, Any]:
     identity = pool.view.identity
     return {
         "model": pool.tag,
+        "served_model": pool.name,
         "fresh": fresh,
         "policy": pool.policy.name,
         "policy_by": pool.policy.source,
@@ -77,9 +78,10 @@ async def workers(pool: Pool) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str, Any]:
-    """tag: its model's. truth: the state of its index; None for approximate workers, and while Redis is away."""
+    """tag: its pool's. truth: the state of its index; None for approximate workers, and while Redis is away."""
     return {
         "worker_id": worker.worker_id,
+        "pool": tag,
         "url": worker.url,
         "models": worker.models,
         "state": worker.state,

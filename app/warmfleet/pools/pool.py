@@ -248,11 +248,14 @@ class Pools:
         return "" if self._ready_at <= now else "no worker is routable yet, or its tokenizer is not loaded"
 
     def names(self) -> dict[str, Pool]:
-        """Every name that a routable worker serves, with its pool; a model without workers by its own name."""
+        """Every name that a routable worker serves, with a pool; a model without workers by its own name."""
         found: dict[str, Pool] = {}
-        for pool in self.all:
-            for name in pool.view.models or (pool.name,):
-                found.setdefault(name, pool)
+        for model in self.served.values():
+            for pool in model.pools:
+                for name in pool.view.models:
+                    found.setdefault(name, pool)
+            if not model.names:
+                found.setdefault(model.name, model.pools[0])
         return found
 
     def not_found(self, model: str, allowed: frozenset[str] | None = None) -> ModelNotFound:

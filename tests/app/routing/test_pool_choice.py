@@ -388,6 +388,9 @@ async def test_two_pools_of_real_engines_serve_one_model(valkey_url: str, model:
         assert (explained["pool"], {one["pool"] for one in explained["pools"]}) == (first[0], {*tags})
         _, listed = await router.get("/v1/models")
         assert [entry["id"] for entry in json.loads(listed)["data"]] == [model]
+        _, listed = await router.get("/workers")
+        told_of = [(each["served_model"], each["workers"][0]["pool"]) for each in json.loads(listed)["models"]]
+        assert told_of == [(model, tag) for tag in tags]
         await one.engine.stop()
         assert {(await pool_of(prompt))[0] for prompt in prompts} == {tags[1]}
         await asyncio.gather(*map(pool_of, prompts))
