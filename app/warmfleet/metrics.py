@@ -288,6 +288,12 @@ class Metrics:
         self.queued = self._gauge(
             "queued_requests", "Requests that wait in this replica for a worker with room", "model"
         )
+        self.engine_wait_seconds = self._gauge(
+            "engine_wait_seconds",
+            "Prefill that engines get ahead before requests wait: `WARMFLEET_MAX_ENGINE_WAIT_S`, or the time that "
+            "requests need to reach them",
+            "model",
+        )
         self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue", "model")
         self.queue_rejections = self._counter(
             "queue_rejections",

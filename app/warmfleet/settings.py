@@ -351,8 +351,8 @@ class Settings:
     )
     max_engine_wait_s: float = _setting(
         0.05,
-        "requests wait in the queue while their engine has this much prefill before it. With 2 s hardly any request "
-        "waits, with less than 0.02 engines may idle until the next request is there; 0 = there is no queue",
+        "requests wait in the queue while their engine has this much prefill before it; where they need long to reach "
+        "an engine, as much as lasts for that (measured, up to 0.5 s). With 2 s hardly any request waits; 0 = no queue",
     )
     queue_patience: float = _setting(
         1.0,

@@ -44,6 +44,7 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
         for share in SHOWN:
             metrics.ttft_seconds.labels(pool.tag, str(round(100 * share))).set(pool.ttft.quantile(share))
         metrics.objective_seconds.labels(pool.tag).set(pool.ttft.in_force_s)
+        metrics.engine_wait_seconds.labels(pool.tag).set(pool.fleet.limits.max_engine_wait_s)
 
 
 async def workers(pool: Pool) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class View:
     given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
     those that proved workers serve, with how many do. streams: to which the workers and their API servers write.
     unreported: of whose finished prefills nobody tells: a bridge reports them. sorting: prefill tokens a second of the
-    workers whose engines take waiting prompts by priority, by worker_id.
+    workers whose engines take waiting prompts by priority, by worker_id; speeds: the same of all, 0: not known.
     read_at: monotonic seconds.
     """
 
@@ -60,6 +60,7 @@ class View:
     streams: tuple[str, ...] = ()
     unreported: frozenset[str] = frozenset()
     sorting: Mapping[str, int] = field(default_factory=dict)
+    speeds: Mapping[str, int] = field(default_factory=dict)
     _token_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -140,6 +141,7 @@ def view_of(
         adapters=adapters,
         unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
         sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
+        speeds={one.worker_id: one.load.speed_tps for one in workers},
         names=Counter(name for worker in proved for name in set(served(worker))),
         models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),

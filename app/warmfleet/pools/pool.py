@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
 from warmfleet.pools.degraded import LastKnown
+from warmfleet.pools.engine_way import EngineWay
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.homes.beginnings import Beginnings
 from warmfleet.pools.homes.rendezvous import in_order
@@ -50,8 +51,9 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``uses`` the prefixes that its prompts share, and ``recent`` its last decisions.
-    ``rest`` says whether none came lately. ``degraded`` and ``last_known`` choose a worker while Redis cannot.
+    clients' times to first token, ``way`` how long requests are on their way to engines, ``uses`` the prefixes that its
+    prompts share, and ``recent`` its last decisions. ``rest`` says whether none came lately. ``degraded`` and
+    ``last_known`` choose a worker while Redis cannot.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Pool:
         self.tries = Tries()
         self.outliers = Outliers()
         self.ttft = TtftWindow(objective_s)
+        self.way = EngineWay(fleet, objective_s)
         self.uses = PopularPrefixes()
         self.recent = RecentDecisions()
         self.rest = Rest()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -142,7 +143,8 @@ class Attempts:
 class Attempt:
     """One worker's chance to serve a job, from before it is chosen until everything is given back.
 
-    ``decision`` is None until a worker is chosen. ``never`` are workers that must not be chosen at all; ``avoided``
+    ``asked_at``: when its last decision was asked for (``time.perf_counter``). ``decision`` is None until a worker is
+    chosen. ``never`` are workers that must not be chosen at all; ``avoided``
     are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
     the decision as JSON; empty if the client asked for none. ``record``: of the decision, for the decision log; None if
     it does not belong to the sample. ``several``: whether the model has several pools; ``pool``
@@ -153,8 +155,9 @@ class Attempt:
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_before", "_beside", "avoided", "decision", "explanation", "never",
-        "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall", "span", "state", "tail",
+        "_attempts", "_avoids_failing", "_before", "_beside", "asked_at", "avoided", "decision", "explanation",
+        "never", "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall", "span", "state",
+        "tail",
     )  # fmt: skip
 
     def __init__(
@@ -173,6 +176,7 @@ class Attempt:
         self.never = never
         self.avoided: tuple[str, ...] = ()
         self._before = self.state = AttemptState.NEW
+        self.asked_at = 0.0
         self.decision: Decision | None = None
         self.explanation = b""
         self.record: dict[str, Any] | None = None
@@ -235,6 +239,7 @@ class Attempt:
     def asks(self) -> None:
         """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
         self._before, self.state = self.state, AttemptState.ASKED
+        self.asked_at = time.perf_counter()
 
     @property
     def waits(self) -> bool:

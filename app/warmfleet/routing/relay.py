@@ -195,7 +195,11 @@ class Relay:
         self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
         if streams:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
-        self._requests(job.call.path.name, status, attempt.reservation_word, pool.tag).inc()
+        word = attempt.reservation_word
+        if streams and word == "booked" and job.prompt.prompt_count == 1:
+            took_s = time.perf_counter() - attempt.asked_at
+            pool.way.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
+        self._requests(job.call.path.name, status, word, pool.tag).inc()
         # With several prompts in a request, only the engine knows when the prefill of each is done.
         told_once = decision.approximate or decision.worker_id in pool.view.unreported
         if whole is None and (job.prompt.prompt_count == 1 or told_once):

@@ -24,6 +24,7 @@ from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable
 from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.engine_way import EngineWay
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.tickets import PAUSES, TicketPolls
 
@@ -173,6 +174,28 @@ async def test_a_refused_request_did_not_wait(valkey_url: str, model: str) -> No
         codes = [answer[0] for answer in await asyncio.gather(*[router.post(body(number)) for number in range(6)])]
         assert max(codes) == 429
         assert await router.metric("warmfleet_queue_seconds_count") == 0
+
+
+async def test_a_first_byte_tells_how_long_the_way_to_the_engine_was(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[EngineWay, Decision, float]] = []
+
+    def first_byte(way: EngineWay, decision: Decision, _speed_tps: int, took_s: float) -> None:
+        told.append((way, decision, took_s))
+
+    monkeypatch.setattr(EngineWay, "first_byte", first_byte)
+    async with simulated(valkey_url, model) as slow, replica(valkey_url, model, **SETTINGS) as router:
+        await router.routable(1)
+        slow.engine.core.costs = replace(slow.engine.core.costs, base_s=0.1)
+        assert (await router.post(body(1)))[0] == 200
+        assert (await router.post(body(2, stream=False)))[0] == 200, "its first byte comes with its last token"
+        [(way, decision, took_s)] = told
+        assert (decision.wait_tokens, decision.prefill_tokens) == (0, PROMPT_TOKENS)
+        assert 0.1 <= took_s < 5
+        assert await router.metric("warmfleet_engine_wait_seconds{") == 0.05
+        way._fleet.limits = replace(way._fleet.limits, max_engine_wait_s=0.25)
+        assert await router.metric("warmfleet_engine_wait_seconds{") == 0.25
 
 
 async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(

@@ -1,0 +1,72 @@
+"""How long requests are on their way to their engines, and how much prefill engines are given ahead for that.
+
+An engine idles if the next prompt is still on its way when it has computed what it was sent. The way is a decision,
+HTTP, and the engine's own work before it begins to compute. A request that finds an engine with nothing to do shows it:
+it is what its first byte takes longer than its prefill does at the engine's speed. Steps of running answers delay some
+of these, so the lower quartile of the last ones counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Decision, Fleet
+
+logger = logging.getLogger("warmfleet.pools.engine_way")
+
+SAMPLES = 32  # the last so many requests are looked at
+LOOK_EACH = 8  # requests, from one look at them to the next
+QUARTILE = 0.25
+LONGEST_PREFILL_S = 0.2  # of a longer one a wrong speed tells more than the way
+WAYS = 2  # a request that is on its way counts as ahead, too: while the engine computes another one
+MARGIN_S = 0.01  # from the moment in which it is a request's turn until its replica has asked for it
+STEP_S = 0.01  # in which the limit changes, so that it does not follow every sample
+MOST_S = 0.5  # a longer way is no way but an engine in trouble
+
+
+class EngineWay:
+    """The way to the engines of one model, as this replica's requests show it.
+
+    Raises ``max_engine_wait_s`` of its fleet while the way is longer, but not above ``objective_s`` (0: none).
+    """
+
+    def __init__(self, fleet: Fleet, objective_s: float) -> None:
+        self._fleet = fleet
+        self._most_s = min(MOST_S, objective_s or math.inf)
+        self._set_s: float | None = None  # the limit as the operator set it, once it was raised
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._seen = 0
+
+    def first_byte(self, decision: Decision, speed_tps: int, took_s: float) -> None:
+        """A stream's first byte came. took_s: since its decision was asked for. speed_tps: 0 if it is not known."""
+        if decision.wait_tokens or decision.flagged or decision.approximate or not speed_tps:
+            return
+        prefill_s = decision.prefill_tokens / speed_tps
+        if prefill_s > LONGEST_PREFILL_S:
+            return
+        self._samples.append(max(0.0, took_s - prefill_s))
+        self._seen += 1
+        if self._seen % LOOK_EACH == 0:
+            self._look()
+
+    def _look(self) -> None:
+        limits = self._fleet.limits
+        if not limits.max_engine_wait_s:
+            return  # there is no queue
+        set_s = limits.max_engine_wait_s if self._set_s is None else self._set_s
+        way_s = sorted(self._samples)[int(QUARTILE * len(self._samples))]
+        needed_s = STEP_S * math.ceil((WAYS * way_s + MARGIN_S) / STEP_S)
+        wanted_s = max(set_s, min(needed_s, self._most_s))
+        if wanted_s == limits.max_engine_wait_s:
+            return
+        self._set_s = set_s
+        self._fleet.limits = replace(limits, max_engine_wait_s=wanted_s)
+        logger.info(
+            "%s: requests need %.0f ms to engines, which get %.2f s of prefill ahead", self._fleet.keys.tag,
+            1e3 * way_s, wanted_s,
+        )  # fmt: skip

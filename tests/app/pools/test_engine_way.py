@@ -1,0 +1,80 @@
+"""How long requests are on their way to engines, and how much prefill engines get ahead for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from warmfleet.fleet import Decision, QueueLimits
+from warmfleet.pools.engine_way import LOOK_EACH, MOST_S, EngineWay
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Fleet
+
+SPEED_TPS = 10_000
+
+
+def decision(prefill_tokens: int = 1_000, *, wait: int = 0, flagged: bool = False, stock: bool = False) -> Decision:
+    return Decision(
+        "wf-0a", "booked", "w.0", "w", "http://w", 0, 10, False, flagged, 0.1, wait, stock, prefill_tokens, 0
+    )
+
+
+def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineWay, Any]:
+    fleet = SimpleNamespace(limits=QueueLimits(limit_s, 7, 1.0), keys=SimpleNamespace(tag="m"))
+    return EngineWay(cast("Fleet", fleet), objective_s), fleet
+
+
+def told(way: EngineWay, way_s: float, made: Decision | None = None, speed_tps: int = SPEED_TPS) -> None:
+    """LOOK_EACH requests whose first byte came so long after the prefill."""
+    made = made or decision()
+    for _ in range(LOOK_EACH):
+        way.first_byte(made, speed_tps, made.prefill_tokens / SPEED_TPS + way_s)
+
+
+def test_engines_get_as_much_ahead_as_lasts_for_twice_the_way() -> None:
+    way, fleet = begun()
+    told(way, 0.005)
+    assert fleet.limits == QueueLimits(0.05, 7, 1.0), "the way is short"
+    for _ in range(4):
+        told(way, 0.112)
+    assert fleet.limits.max_engine_wait_s == pytest.approx(0.24)
+    for _ in range(4):
+        told(way, 0.005)
+    assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
+
+
+def test_single_slow_answers_change_nothing() -> None:
+    way, fleet = begun()
+    for number in range(64):
+        way.first_byte(decision(), SPEED_TPS, 0.1 + (0.3 if number % 2 else 0.01))
+    assert fleet.limits.max_engine_wait_s == 0.05
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "objective_s", "expected"), [(0.0, 0.0, 0.0), (2.0, 0.0, 2.0), (0.05, 0.0, MOST_S), (0.05, 0.2, 0.2)]
+)
+def test_bounds(limit_s: float, objective_s: float, expected: float) -> None:
+    """No queue stays none, a larger limit stays, no objective is missed, and an engine in trouble is no long way."""
+    way, fleet = begun(limit_s, objective_s)
+    told(way, 9.0)
+    assert fleet.limits.max_engine_wait_s == expected
+
+
+@pytest.mark.parametrize(
+    ("made", "speed_tps"),
+    [
+        (decision(wait=500), SPEED_TPS),
+        (decision(prefill_tokens=5_000), SPEED_TPS),
+        (decision(flagged=True), SPEED_TPS),
+        (decision(stock=True), SPEED_TPS),
+        (decision(), 0),
+    ],
+    ids=["others are before it", "long prefill", "its match is a guess", "its speed is a guess", "no speed"],
+)
+def test_requests_that_do_not_show_the_way(made: Decision, speed_tps: int) -> None:
+    way, fleet = begun()
+    told(way, 0.2, made, speed_tps)
+    assert fleet.limits.max_engine_wait_s == 0.05
