@@ -28,12 +28,14 @@ class IndexHealthWatch:
         self._pools = pools
         self._metrics = metrics
         self._last: dict[str, Truth] = {}
+        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (tag, worker_id) -> lag in batches, in seconds
 
     async def look(self) -> None:
         """Read every model once. Raises FleetUnavailable if a model cannot be read; its last figures then stay."""
         try:
             await self._pools.each(self._read)
         finally:
+            self._last = {pool.tag: self._last[pool.tag] for pool in self._pools.all if pool.tag in self._last}
             self._set_totals(list(self._last.values()))
             alive = [_alive(pool, self._last.get(pool.tag, Truth())) for pool in self._pools.all]
             self._set_worst([worker for workers in alive for worker in workers])
@@ -68,13 +70,23 @@ class IndexHealthWatch:
         metrics.diverged_workers.set(sum(worker.diverged for worker in alive))
 
     def _set_each(self) -> None:
+        """Set the lag of each worker, where it is another one than at the last look: mostly it is 0."""
         batches, seconds = self._metrics.worker_lag_batches, self._metrics.worker_lag_seconds
-        batches.clear()  # those of workers that left
-        seconds.clear()
-        for tag, truth in self._last.items():
-            for worker_id, worker in truth.workers.items():
-                batches.labels(tag, worker_id).set(worker.lag_batches)
-                seconds.labels(tag, worker_id).set(worker.lag_s)
+        before, self._told = (
+            self._told,
+            {
+                (tag, worker_id): (worker.lag_batches, worker.lag_s)
+                for tag, truth in self._last.items()
+                for worker_id, worker in truth.workers.items()
+            },
+        )
+        for left in before.keys() - self._told.keys():
+            batches.remove(*left)
+            seconds.remove(*left)
+        for name, lag in self._told.items():
+            if before.get(name) != lag:
+                batches.labels(*name).set(lag[0])
+                seconds.labels(*name).set(lag[1])
 
 
 def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:

@@ -35,17 +35,25 @@ class MemoryWatch:
         shortage only by refused writes.
         """
         readings: list[Memory] = []
+        sharing: dict[object, list[Pool]] = {}  # by the line to Redis: pools that share it have one server
+        for pool in self._pools.all:
+            sharing.setdefault(pool.fleet.line, []).append(pool)
 
         async def look_at(pool: Pool) -> None:
+            group = sharing[pool.fleet.line]
+            if group[0] is not pool:
+                return
             try:
                 memory = await pool.fleet.memory()
             except FleetUnavailable:
-                pool.fleet.used_permille = -1
+                for one in group:
+                    one.fleet.used_permille = -1
                 raise
             readings.append(memory)
-            pool.fleet.used_permille = memory.used_permille
-            self._warn_of_eviction(pool, memory.policy)
-            self._log_shortage(pool)
+            for one in group:
+                one.fleet.used_permille = memory.used_permille
+                self._warn_of_eviction(one, memory.policy)
+                self._log_shortage(one)
 
         await self._pools.each(look_at)
         self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in readings) / 1_000)

@@ -53,7 +53,8 @@ async def tell_again(pools: Pools) -> None:
             await pool.fleet.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
 
-    await pools.each(tell_model)
+    if any(pool.reservations.outcomes() for pool in pools.all):
+        await pools.each(tell_model)
 
 
 async def carry_out(pools: Pools, metrics: Metrics) -> None:
@@ -68,7 +69,8 @@ async def carry_out(pools: Pools, metrics: Metrics) -> None:
                 why = "half of the workers are ejected already" if told == "REFUSED" else "it fails what others serve"
                 logger.warning("%s: worker %s is %s: %s", pool.tag, worker_id, told.lower(), why)
 
-    await pools.each(tell_model)
+    if any(pool.outliers.verdicts for pool in pools.all):
+        await pools.each(tell_model)
 
 
 async def clear(pools: Pools) -> None:

@@ -184,6 +184,11 @@ class ScriptClient:
         self.packed = {name: PackedScript(name, script_text(name), self._keys_of(name)) for name in SCRIPT_KEYS}
         self._multiplexed = redis.multiplexed
 
+    @property
+    def line(self) -> object:
+        """The connection of the scripts. Models that share it are on one server."""
+        return self._multiplexed
+
     def _keys_of(self, name: str) -> list[str]:
         return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
 
@@ -252,6 +257,15 @@ class ScriptClient:
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
         """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
+
+
+def pairs(answer: Any) -> dict[bytes, Any]:
+    """What Redis answers for a hash, or for a sorted set with its scores, in either version of its protocol."""
+    if isinstance(answer, dict):
+        return answer
+    if answer and isinstance(answer[0], list):
+        return dict(answer)
+    return dict(zip(answer[::2], answer[1::2], strict=True))
 
 
 def _resolve(future: asyncio.Future[Any], answer: Any, error: WarmfleetError | None) -> None:

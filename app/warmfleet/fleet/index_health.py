@@ -6,7 +6,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.client import ScriptClient, pairs
+from warmfleet.fleet.connection.packing import pack_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,18 +61,14 @@ class Truths(ScriptClient):
     async def truth(self, workers: Sequence[WorkerView]) -> Truth:
         """The state of the index for these workers, as Redis has it now. Raises FleetUnavailable."""
         keys = self.keys
-        with redis_errors():
-            async with self.redis.pipeline(transaction=False) as pipe:
-                pipe.hvals(keys.digest)
-                pipe.scard(keys.retired)
-                pipe.hgetall(keys.counts)
-                pipe.time()
-                digests, retired, counts, (seconds, micros) = await pipe.execute()
-        lags, now_ms = await self._lags(), seconds * 1_000 + micros / 1_000
+        commands = ("HVALS", keys.digest), ("SCARD", keys.retired), ("HGETALL", keys.counts), ("TIME",)
+        answers = await self.together([("", pack_command(*words)) for words in commands])
+        digests, retired, counts, (seconds, micros) = answers
+        lags, now_ms = await self._lags(), int(seconds) * 1_000 + int(micros) / 1_000
         return Truth(
             entries=sum(_DIGEST_COUNT.unpack_from(digest)[0] for digest in digests),
             retired_slots=retired,
-            counts={name.decode(): int(value) for name, value in counts.items()},
+            counts={name.decode(): int(value) for name, value in pairs(counts).items()},
             workers={
                 worker.worker_id: _worker(worker.record.get("truth") or {}, lags.get(worker.worker_id, (0, 0)), now_ms)
                 for worker in workers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts, redis_errors
+from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
@@ -347,9 +347,8 @@ class Reservations(ScriptClient):
 
         decide gives back eight at each call; this is for a fleet without requests.
         """
-        with redis_errors():
-            now_ms = (await self.redis.time())[0] * 1000
-            expired = int(await self.redis.zcount(self.keys.leases, "-inf", now_ms))
+        now_ms = int((await self.ask("TIME"))[0]) * 1000
+        expired: int = await self.ask("ZCOUNT", self.keys.leases, "-inf", now_ms)
         # A settle of an id that is no reservation does nothing but give back expired leases.
         for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from warmfleet.errors import BadRequest, NotFound
-from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.client import ScriptClient, pairs, redis_errors
 from warmfleet.fleet.connection.packing import pack_command
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.worker.records import Records
@@ -188,18 +188,18 @@ class Views(ScriptClient):
 
     async def _workers(self, *, fresh: bool) -> list[WorkerView]:
         records, rows, *scores, servers_known, (seconds, micros) = await self.together(self._reading)
-        loads = self._loads(_pairs(rows))
+        loads = self._loads(pairs(rows))
         doubt = servers_known != len(self._servers) or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
             self._servers_until = 0.0  # until they are read: this may fail
-            self._servers = _pairs(await self.ask("HGETALL", self.keys.servers))
+            self._servers = pairs(await self.ask("HGETALL", self.keys.servers))
             self._servers_until = time.monotonic() + SERVERS_S
         self._rows = loads
         now = int(seconds) + int(micros) / 1e6
         ages, server_ages = (
-            {name.decode(): max(0.0, now - float(ms) / 1000) for name, ms in _pairs(one).items()} for one in scores
+            {name.decode(): max(0.0, now - float(ms) / 1000) for name, ms in pairs(one).items()} for one in scores
         )
-        whole = [(name, raw) for name, raw in sorted(_pairs(records).items()) if name in loads]
+        whole = [(name, raw) for name, raw in sorted(pairs(records).items()) if name in loads]
         told, servers = self.records.read(whole, self._servers.items())
         return [
             _view(name, record, loads[name.encode()][1], servers, ages, server_ages, now)
@@ -386,15 +386,6 @@ class Views(ScriptClient):
         For the operator: no replica calls this. Raises FleetUnavailable.
         """
         return bool(await self.keep("drain", worker_id=worker_id, draining=int(draining)))
-
-
-def _pairs(answer: Any) -> dict[bytes, Any]:
-    """What Redis answers for a hash, or for a sorted set with its scores, in either version of its protocol."""
-    if isinstance(answer, dict):
-        return answer
-    if answer and isinstance(answer[0], list):
-        return dict(answer)
-    return dict(zip(answer[::2], answer[1::2], strict=True))
 
 
 def _standing(row: LoadRow) -> tuple[int, int, int]:
