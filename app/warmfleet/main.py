@@ -37,11 +37,12 @@ from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
-from warmfleet.background import hung_engines, outage_checks, upkeep, vouching
+from warmfleet.background import hung_engines, outage_checks, pool_changes, upkeep, vouching
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
+from warmfleet.background.pool_changes import PoolChanges
 from warmfleet.background.prober import Prober
 from warmfleet.background.reports.waiting import Waiting
 from warmfleet.background.stock import checks
@@ -57,6 +58,7 @@ from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
+from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
 from warmfleet.metrics import Metrics
 from warmfleet.pools import degraded
@@ -179,8 +181,7 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
     settings, metrics, keys, certificates = replica.settings, replica.metrics, replica.keys, replica.certificates
     async with AsyncExitStack() as stack:
         stack.push_async_callback(replica.redis.aclose)
-        for pool in replica.pools.all:
-            stack.push_async_callback(pool.fleet.close)
+        stack.push_async_callback(_close_pools, replica.pools)
         if replica.tracing is not None:
             replica.tracing.open()
             stack.callback(replica.tracing.close)
@@ -366,20 +367,31 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
     ]
-    rounds += [("apply", 0.0, partial(upkeep.apply, pool, metrics)) for pool in pools.all]  # a step waits by itself
-    rounds += [("alarm", ALARM_GAP_S, partial(_alarm, pool, reader, prober)) for pool in pools.all]
     if settings.static_workers:
         rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober)))
 
     contact = asyncio.Event()
+
+    def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
+        apply, alarm = partial(upkeep.apply, pool, metrics), partial(_alarm, pool, reader, prober)
+        of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))  # a step of apply waits by itself
+        return [_task(name, seconds, call, metrics, contact) for name, seconds, call in of_all]
+
+    registries = [PoolRegistry(replica.redis.of(model_tag(name)), name) for name in pools.served]
+    make = partial(_pool, settings=settings, redis=replica.redis)
+    changes = PoolChanges(pools, registries, make, of_pool, replica.router.waits_in, metrics)
+    rounds.append(("pools", pool_changes.FOLLOW_INTERVAL_S, changes.round))
     tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:
         yield
     finally:
         await stop(tasks)
+        await changes.close()
         await prober.close()
         await reader.close()
+        for registry in registries:
+            await registry.close()
 
 
 def _task(
@@ -426,6 +438,11 @@ async def _look(reader: ViewReader, prober: Prober, waiting: Waiting | None = No
         if waiting is not None:
             waiting.look()
         await prober.round()
+
+
+async def _close_pools(pools: Pools) -> None:
+    for pool in pools.all:
+        await pool.fleet.close()
 
 
 async def _drain(router: Router) -> None:

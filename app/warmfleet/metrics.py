@@ -119,18 +119,30 @@ class Metrics:
         self._of_each_worker()
         self._of_redis()
         for model in models:
-            for metric in (
-                *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
-                *(self.decision_seconds, self.queue_seconds),
-            ):
-                metric.labels(model)
-            for answer in ANSWERS:
-                self.first_byte_seconds.labels(model, answer)
-            for counter, reasons in ((self.queue_rejections, REJECTIONS), (self.fallback, FALLBACKS)):
-                for reason in reasons:
-                    counter.labels(reason, model)
+            self.expect(model)
         for where in ("same", "another"):
             self.retries.labels(where)
+
+    def expect(self, model: str) -> None:
+        """Count what happens in this pool from 0 on. model: its tag."""
+        for metric in (
+            *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
+            *(self.decision_seconds, self.queue_seconds),
+        ):
+            metric.labels(model)
+        for answer in ANSWERS:
+            self.first_byte_seconds.labels(model, answer)
+        for counter, reasons in ((self.queue_rejections, REJECTIONS), (self.fallback, FALLBACKS)):
+            for reason in reasons:
+                counter.labels(reason, model)
+
+    def zero(self, model: str) -> None:
+        """Nothing is left of this pool: whatever is told of it as it is now is 0. model: its tag."""
+        for metric in vars(self).values():
+            for family in metric.collect() if isinstance(metric, Gauge) else ():
+                for sample in family.samples:
+                    if sample.labels.get("model") == model:
+                        metric.labels(**sample.labels).set(0)
 
     def _of_requests(self) -> None:
         """Requests and their engines."""

@@ -23,7 +23,7 @@ from warmfleet.api.access import client_keys
 from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Sockets
 from warmfleet.api.status_page import routes as status_page
-from warmfleet.background import hung_engines, outage_checks, probe, upkeep
+from warmfleet.background import hung_engines, outage_checks, pool_changes, probe, upkeep
 from warmfleet.background.stock import checks
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.fleet import Fleet, connect
@@ -54,6 +54,8 @@ CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
     "truth_interval_s": [(main, "TRUTH_INTERVAL_S")],
     "follow_interval_s": [(client_keys, "FOLLOW_INTERVAL_S"), (tls, "FOLLOW_INTERVAL_S")],
     "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
+    "pools_interval_s": [(pool_changes, "FOLLOW_INTERVAL_S")],
+    "leave_s": [(pool_changes, "LEAVE_S")],
     "hung_after_s": [(hung_engines, "ASK_AFTER_S")],
     "hung_interval_s": [(hung_engines, "ASK_INTERVAL_S")],
     "hung_timeout_s": [(hung_engines, "ASK_TIMEOUT_S")],

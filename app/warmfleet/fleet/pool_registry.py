@@ -74,6 +74,10 @@ class PoolRegistry:
         with redis_errors():
             await self._redis.hdel(self._pools, tag)
 
+    async def close(self) -> None:
+        """Close the client that it was given."""
+        await self._redis.aclose()
+
     async def placements(self) -> dict[str, Placement]:
         """Where each server is, by its name. Raises FleetUnavailable."""
         with redis_errors():

@@ -252,6 +252,10 @@ class Router:
                 return one
         return pool
 
+    def waits_in(self, pool: Pool) -> bool:
+        """Whether a request waits in the queue of this pool."""
+        return self._attempts.tickets.any(pool)
+
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
         await self._attempts.drained()

@@ -49,6 +49,11 @@ class Tickets:
         """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
         return self._of(pool).work_s
 
+    def any(self, pool: Pool) -> bool:
+        """Whether a request waits in this pool, or a ticket is to be given up."""
+        polls = self._polls.get(pool.tag)
+        return polls is not None and polls.task is not None
+
     def leave(self, pool: Pool, ticket: str) -> None:
         """Give up a ticket; nothing happens if Redis has no such ticket."""
         self._of(pool).leave(ticket)
@@ -59,9 +64,10 @@ class Tickets:
             polls.ask_soon()
 
     def _of(self, pool: Pool) -> TicketPolls:
-        if pool.tag not in self._polls:
-            self._polls[pool.tag] = TicketPolls(pool)
-        return self._polls[pool.tag]
+        polls = self._polls.get(pool.tag)
+        if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
+            polls = self._polls[pool.tag] = TicketPolls(pool)
+        return polls
 
     async def drained(self) -> None:
         """Return when no request waits and no ticket is left to give up, whether Redis took that or not."""
@@ -78,7 +84,7 @@ class TicketPolls:
     def __init__(self, pool: Pool) -> None:
         self.task: asyncio.Task[None] | None = None
         self.work_s = 0.0
-        self._pool = pool
+        self.pool = pool
         self._soon = asyncio.Event()
         self._room_in_s = math.inf
         self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
@@ -138,15 +144,15 @@ class TicketPolls:
         self._leaving = []
         try:
             for start in range(0, len(leaving), POLL_AT_ONCE):
-                self._take_answer(await self._pool.fleet.poll((), leaving[start : start + POLL_AT_ONCE]))
+                self._take_answer(await self.pool.fleet.poll((), leaving[start : start + POLL_AT_ONCE]))
             for start in range(0, len(waiting), POLL_AT_ONCE):
-                self._take_answer(await self._pool.fleet.poll(waiting[start : start + POLL_AT_ONCE]))
+                self._take_answer(await self.pool.fleet.poll(waiting[start : start + POLL_AT_ONCE]))
         except WarmfleetError as error:
-            self._pool.degraded.failed(f"queue: {error}")
-            if not self._pool.degraded.asks_redis:
+            self.pool.degraded.failed(f"queue: {error}")
+            if not self.pool.degraded.asks_redis:
                 self._end_all_waits()
         else:
-            self._pool.degraded.succeeded()
+            self.pool.degraded.succeeded()
             self._review()
 
     def _named(self) -> list[str]:

@@ -12,8 +12,9 @@ replica; and the request: priority, tenant, tokens, barred (ids of workers that 
 ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
 Sets s.room (seconds of room by candidate) if the request is not to wait.
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, predicted seconds to first token of the
-choice with the work of the other tickets before it, tokens of the prompt that the choice holds}; or nil, the candidate (another than the
-choice if that has no room), and a function to call when the request is booked, with the tokens of work that it makes.
+choice with the work of the other tickets before it, tokens of the prompt that the choice holds}; or nil, the candidate
+(another than the choice if that has no room), and a function to call when the request is booked, with the tokens of
+work that it makes.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"

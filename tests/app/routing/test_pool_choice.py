@@ -17,6 +17,7 @@ from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable, NoWorker, Overloaded, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
+from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
@@ -365,8 +366,11 @@ async def test_two_pools_of_real_engines_serve_one_model(valkey_url: str, model:
     async with (
         simulated(valkey_url, model, "a", pool=tags[0]) as one,
         simulated(valkey_url, model, "b", pool=tags[1]),
-        replica(valkey_url, model, models=tags, redis_retry_s=0.2) as router,
+        replica(valkey_url, model, models=tags[:1], redis_retry_s=0.2, pools_interval_s=0.1, leave_s=0.1) as router,
     ):
+        await router.routable(1)
+        registry = PoolRegistry(fleets[0].redis, model)
+        await registry.write(map(PoolEntry, tags))  # the second pool is added while the replica runs
         await router.routable(2)
         await router.exact()
         prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]
@@ -400,5 +404,15 @@ async def test_two_pools_of_real_engines_serve_one_model(valkey_url: str, model:
             return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows) == 0
 
         await poll(unloaded, 10, "the load of both pools is given back")
+        await registry.remove(tags[0])
+
+        async def gone() -> bool:
+            listed = json.loads((await router.get("/workers"))[1])["models"]
+            return [one["model"] for one in listed] == [tags[1]]
+
+        await poll(gone, 10, "the first pool ends")
+        assert await router.metric(f'warmfleet_workers{{model="{tags[0]}"') == 0
+        status, told, _ = await router.post({"model": model, "prompt": prompts[0], "max_tokens": 1})
+        assert (status, told.get("x-warmfleet-pool")) == (200, None), "as with a single pool from the start"
     for fleet in fleets:
         await fleet.close()

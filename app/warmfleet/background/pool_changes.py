@@ -1,0 +1,107 @@
+"""Follows the registry of pools: a pool that was added is served, one that was removed ends, without a restart.
+
+A removed pool gets no new request. It is looked after for LEAVE_S more, and until nothing of this replica is left in
+it; then its tasks and its connection end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.background.supervisor import stop
+from warmfleet.pools.pool import ServedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool, Pools
+
+logger = logging.getLogger("warmfleet.background.pool_changes")
+
+FOLLOW_INTERVAL_S = 1.0
+LEAVE_S = 30.0  # the life of a lease: a gateway may settle for so long
+
+
+class PoolChanges:
+    """The pools of this replica and their tasks."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        registries: Sequence[PoolRegistry],
+        make: Callable[[str], Pool],
+        begin: Callable[[Pool], Sequence[asyncio.Task[Any]]],
+        waits_in: Callable[[Pool], bool],
+        metrics: Metrics,
+    ) -> None:
+        """registries: of every served model. make: a pool of this tag. begin: the tasks of a pool. waits_in: whether a
+        request waits in the queue of this pool.
+        """
+        self._pools = pools
+        self._registries = registries
+        self._make = make
+        self._begin = begin
+        self._waits_in = waits_in
+        self._metrics = metrics
+        self._named = {name: tuple(pool.tag for pool in model.pools) for name, model in pools.served.items()}
+        self._tasks = {pool.tag: begin(pool) for pool in pools.all}
+        self._since: dict[str, float] = {}  # when a pool that leaves did so
+
+    async def round(self) -> None:
+        """Look for changes once. Raises FleetUnavailable if a registry cannot be read; others are looked at first."""
+        answers = await asyncio.gather(*(one.read() for one in self._registries), return_exceptions=True)
+        for registry, answer in zip(self._registries, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                self._change(registry.name, answer)
+        await self._let_go()
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
+        """entries: of the registry; none: the model has the pools that the settings name."""
+        tags = tuple(entry.tag for entry in entries) or self._named[name]
+        draining = frozenset(entry.tag for entry in entries if entry.draining)
+        model = self._pools.served[name]
+        before = {pool.tag: pool for pool in model.pools}
+        if draining != model.draining:
+            logger.info("%s: pools that are drained: %s", name, ", ".join(sorted(draining)) or "none")
+        if (*before,) == tags:
+            model.draining = draining
+            return
+        known = before | {pool.tag: pool for pool in self._pools.leaving}
+        pools = [known.get(tag) or self._new(tag) for tag in tags]
+        self._pools.change(ServedModel(name, pools, draining))
+        self._since = {tag: at for tag, at in self._since.items() if tag not in tags}
+        now = asyncio.get_running_loop().time()
+        self._since |= {tag: now for tag in before if tag not in tags}
+        added, gone = (", ".join(sorted(some)) or "none" for some in ({*tags} - {*before}, {*before} - {*tags}))
+        logger.info("%s: pools that were added: %s, removed: %s", name, added, gone)
+
+    def _new(self, tag: str) -> Pool:
+        pool = self._make(tag)
+        self._metrics.expect(tag)
+        self._tasks[tag] = self._begin(pool)
+        return pool
+
+    async def _let_go(self) -> None:
+        """End the pools that have left, if nothing of this replica is in them any more."""
+        now = asyncio.get_running_loop().time()
+        for pool in self._pools.leaving:
+            held = pool.reservations or pool.reservations.outcomes() or pool.degraded.in_flight or self._waits_in(pool)
+            if held or now - self._since.get(pool.tag, now) < LEAVE_S:
+                continue
+            self._pools.forget(pool)
+            del self._since[pool.tag]
+            await stop(self._tasks.pop(pool.tag))
+            await pool.fleet.close()
+            self._metrics.zero(pool.tag)
+            logger.info("%s: nothing is left of it here", pool.tag)
+
+    async def close(self) -> None:
+        """End the tasks of all pools."""
+        await stop([task for tasks in self._tasks.values() for task in tasks])

@@ -1,0 +1,106 @@
+"""Pools that are added to the registry are served, and those that are removed end when nothing is left in them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from warmfleet.background import pool_changes
+from warmfleet.background.pool_changes import PoolChanges
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Renewal
+from warmfleet.fleet.pool_registry import PoolEntry
+from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool, Pools
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import Fleet
+    from warmfleet.fleet.pool_registry import PoolRegistry
+
+
+class Registry:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.entries: tuple[PoolEntry, ...] = ()
+        self.away = False
+
+    async def read(self) -> tuple[PoolEntry, ...]:
+        if self.away:
+            raise FleetUnavailable("away")
+        return self.entries
+
+
+class Fixture:
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+        self.waiting: set[str] = set()
+        self.metrics = Metrics(["m", "other"])
+        self.registries = [Registry("m"), Registry("other")]
+        self.pools = Pools([self.pool("m"), self.pool("other")])
+        registries = cast("Sequence[PoolRegistry]", self.registries)
+        waits_in = lambda pool: pool.tag in self.waiting  # noqa: E731
+        self.changes = PoolChanges(self.pools, registries, self.pool, self.tasks, waits_in, self.metrics)
+        self.running: dict[str, asyncio.Task[None]]
+
+    def pool(self, tag: str) -> Pool:
+        async def close() -> None:
+            self.closed.append(tag)
+
+        return Pool(tag, cast("Fleet", SimpleNamespace(close=close)), DegradedMode(1.0))
+
+    def tasks(self, pool: Pool) -> list[asyncio.Task[None]]:
+        task = asyncio.create_task(asyncio.sleep(60), name=pool.tag)
+        self.running = {**getattr(self, "running", {}), pool.tag: task}
+        return [task]
+
+    async def follow(self, *entries: PoolEntry) -> list[str]:
+        """The tags of the model's pools after a round."""
+        self.registries[0].entries = entries
+        await self.changes.round()
+        return [pool.tag for pool in self.pools.served["m"].pools]
+
+
+async def test_the_registry_decides_where_it_names_pools() -> None:
+    fixture = Fixture()
+    assert await fixture.follow() == ["m"], "without a registry as the settings say"
+    first = fixture.pools.tagged("m")
+    assert await fixture.follow(PoolEntry("m"), PoolEntry("m#1")) == ["m", "m#1"]
+    assert fixture.pools.tagged("m") is first
+    assert {*fixture.running} == {"m", "other", "m#1"}
+    assert await fixture.follow(PoolEntry("m", draining=True), PoolEntry("m#1")) == ["m", "m#1"]
+    assert fixture.pools.served["m"].draining == {"m"}
+    fixture.registries[1].away = True
+    with pytest.raises(FleetUnavailable):
+        await fixture.follow(PoolEntry("m#1"))
+    assert [pool.tag for pool in fixture.pools.served["m"].pools] == ["m#1"], "another model's Redis is away"
+    assert [pool.tag for pool in fixture.pools.all] == ["m#1", "other", "m"]
+    await fixture.changes.close()
+    assert all(task.done() for task in fixture.running.values())
+
+
+async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_changes, "LEAVE_S", 0.0)
+    fixture = Fixture()
+    pool = fixture.pools.served["m"].pools[0]
+    pool.reservations.add(Renewal("wf-1", "w", 1, 1))
+    fixture.metrics.queued.labels("m").set(3)
+    await fixture.follow(PoolEntry("m#1"))
+    assert (fixture.closed, [*fixture.pools.leaving]) == ([], [pool])
+    assert await fixture.follow(PoolEntry("m#1"), PoolEntry("m")) == ["m#1", "m"]
+    assert fixture.pools.served["m"].pools[1] is pool, "it comes back as it was"
+    pool.reservations.remove("wf-1")
+    fixture.waiting.add("m")
+    await fixture.follow(PoolEntry("m#1"))
+    assert [*fixture.pools.leaving] == [pool], "a request waits in its queue"
+    fixture.waiting.clear()
+    await fixture.follow(PoolEntry("m#1"))
+    assert (fixture.closed, [*fixture.pools.leaving]) == (["m"], [])
+    assert fixture.running["m"].cancelled()
+    assert fixture.metrics.queued.labels("m")._value.get() == 0
+    await fixture.changes.close()
