@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
 from warmfleet.pools.degraded import LastKnown
-from warmfleet.pools.engine_way import EngineWay
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.homes.beginnings import Beginnings
 from warmfleet.pools.homes.rendezvous import in_order
@@ -20,6 +19,7 @@ from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.recent.decisions import RecentDecisions
+from warmfleet.pools.recent.engine_way import EngineWay
 from warmfleet.pools.recent.rest import Rest
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow

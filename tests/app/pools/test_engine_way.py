@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from warmfleet.fleet import Decision, QueueLimits
-from warmfleet.pools.engine_way import LOOK_EACH, MOST_S, EngineWay
+from warmfleet.pools.recent.engine_way import LOOK_EACH, MOST_S, EngineWay
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet

@@ -24,8 +24,8 @@ from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable
 from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.engine_way import EngineWay
 from warmfleet.pools.pool import Pool
+from warmfleet.pools.recent.engine_way import EngineWay
 from warmfleet.routing.tickets import PAUSES, TicketPolls
 
 if TYPE_CHECKING:

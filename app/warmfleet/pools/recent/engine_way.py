@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision, Fleet
 
-logger = logging.getLogger("warmfleet.pools.engine_way")
+logger = logging.getLogger("warmfleet.pools.recent.engine_way")
 
 SAMPLES = 32  # the last so many requests are looked at
 LOOK_EACH = 8  # requests, from one look at them to the next
