@@ -48,6 +48,7 @@ class Clients:
     pause: tuple[float, float] = (0.0, 0.1)  # seconds between an answer and the next request, at least and at most
     asked: list[Asked] = field(default_factory=list)
     over: bool = False
+    prefixes: int = PREFIXES  # beginnings that prompts share
 
     async def run(self, count: int) -> None:
         """Send requests until ``over`` is set; return when every answer has ended."""
@@ -77,7 +78,7 @@ class Clients:
             self.asked.append(one)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    keeps = await _ask(one, rng, reader, writer)
+                    keeps = await _ask(one, rng, reader, writer, self.prefixes)
             except (OSError, EOFError, AnswerError, TimeoutError) as error:
                 one.failure = f"{'lost with ' * replica.killed}{replica.name}: {type(error).__name__} {error}"
                 return
@@ -86,10 +87,12 @@ class Clients:
             await asyncio.sleep(rng.uniform(*self.pause))
 
 
-async def _ask(one: Asked, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+async def _ask(
+    one: Asked, rng: random.Random, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, prefixes: int
+) -> bool:
     """Send one request and read its answer; returns whether the connection stays open. Raises AnswerError."""
     stream = rng.random() < 0.5
-    prefix = " ".join(random.Random(rng.randrange(PREFIXES)).choices(WORDS, k=300))
+    prefix = " ".join(random.Random(rng.randrange(prefixes)).choices(WORDS, k=300))
     body = {"model": MODEL, "prompt": f"{prefix} {rng.random()}", "ignore_eos": True, "stream": stream}
     data = json.dumps(body | {"max_tokens": rng.randrange(2, 60)}).encode()
     writer.write(REQUEST % (len(data), data))

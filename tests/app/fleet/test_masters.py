@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import PATIENT, poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, RedisConnections
+from warmfleet.fleet import Fleet, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact
 from warmfleet.protocol.redis_address import CLUSTER_SLOTS, slot_of
 
@@ -35,10 +35,12 @@ class Node:
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
     lines: int = 0  # connections on which scripts came
     listening: asyncio.Server | None = None
+    answers: asyncio.Event = field(default_factory=asyncio.Event)  # it says nothing while this is not set
 
     async def start(self) -> None:
         self.listening = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self.listening.sockets[0].getsockname()[1]
+        self.answers.set()
 
     async def kill(self) -> None:
         assert self.listening is not None
@@ -57,6 +59,7 @@ class Node:
                 while (words := parser.gets()) is not False:
                     self.lines += words[0] == b"EVALSHA" and not scripts
                     scripts = scripts or words[0] == b"EVALSHA"
+                    await self.answers.wait()
                     writer.write(self._answer(words))
         writer.close()
 
@@ -219,15 +222,23 @@ async def test_a_replica_that_starts_while_a_master_is_down_serves_the_others() 
         await router.nodes.all[0].kill()
         clients = [fleet.redis for fleet in router.fleets.values()]
         await asyncio.wait_for(first_contact(clients, router.nodes.url), 10)
-
-        async def served() -> bool:
-            with suppress(FleetUnavailable):
-                return [await router.settle(tag) for tag in ("beta", "gamma")] == ["UNKNOWN"] * 2
-            return False
-
-        await poll(served, 10, "the masters that are there serve")
+        assert [await router.settle(tag) for tag in ("beta", "gamma")] == ["UNKNOWN"] * 2
         with pytest.raises(FleetUnavailable):
             await router.settle("alpha")
+
+
+async def test_a_call_before_the_owners_are_known_waits_for_them_within_its_limit() -> None:
+    async with running() as router:
+        for node in router.nodes.all:
+            node.answers.clear()
+        fleet = Fleet(router.redis.of("beta"), "beta", timeouts=Timeouts(upkeep_s=0.05))
+        with pytest.raises(FleetUnavailable, match="owns the slot"):
+            await fleet.settle("wf-1", "finished")
+        for node in router.nodes.all:
+            node.answers.set()
+        assert await router.settle("beta") == "UNKNOWN"
+        assert router.nodes.all[0].calls == [], "the first node of the URL is asked for nothing that is not its own"
+        await fleet.close()
 
 
 async def test_the_nodes_are_asked_once_for_all_pools_and_told_ranges_are_read() -> None:

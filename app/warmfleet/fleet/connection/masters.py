@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from warmfleet.fleet.connection.multiplexed import NO_MASTER, Multiplexed
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet.connection.multiplexed import MOST_WAITING, NO_MASTER, Multiplexed
 from warmfleet.protocol.redis_address import LOOK_SECONDS, slot_of
 
 if TYPE_CHECKING:
+    from warmfleet.errors import WarmfleetError
     from warmfleet.fleet.connection.failover import Nodes
     from warmfleet.fleet.connection.multiplexed import Call, Channel, OnAnswer
     from warmfleet.fleet.connection.packing import PackedScript
@@ -84,6 +86,35 @@ class MasterLine(Multiplexed):
         logger.warning("the connection to the Redis master %s:%d: %s", *self.place, text)
 
 
+class Held:
+    """A call for a slot whose owner is not known yet. ``timer``: ends its wait."""
+
+    __slots__ = ("command", "on_answer", "script", "slot", "timer")
+
+    def __init__(
+        self, slot: int, script: PackedScript | None, command: bytes, limit_s: float, on_answer: OnAnswer
+    ) -> None:
+        self.slot = slot
+        self.script = script
+        self.command = command
+        self.on_answer = on_answer
+        self.timer = asyncio.get_running_loop().call_later(limit_s, self.fail)
+
+    def fail(self) -> None:
+        on_answer, self.on_answer = self.on_answer, _ignore
+        on_answer(None, FleetUnavailable("Redis is away or slow: no node of the Cluster has told who owns the slot"))
+
+    def send(self, line: MasterLine) -> None:
+        left_s = self.timer.when() - asyncio.get_running_loop().time()
+        if not self.timer.cancelled() and left_s > 0:
+            self.timer.cancel()
+            line.send(self.script, self.command, left_s, self.on_answer)
+
+
+def _ignore(_answer: object, _error: WarmfleetError | None) -> None:
+    """The call was answered already."""
+
+
 class SlotLine:
     """The calls for the keys with one hash tag, on the line to the master that owns their slot at that moment."""
 
@@ -101,8 +132,11 @@ class SlotLine:
         *,
         patient: bool = False,
     ) -> None:
-        """As ``Multiplexed.send``."""
-        self._masters.line(self._slot).send(script, command, limit_s, on_answer, patient=patient)
+        """As ``Multiplexed.send``. While no owner of the slot is known yet, the call waits for the nodes' answer."""
+        if self._masters.knows(self._slot):
+            self._masters.line(self._slot).send(script, command, limit_s, on_answer, patient=patient)
+        else:
+            self._masters.hold(Held(self._slot, script, command, limit_s, on_answer))
 
     def leave(self) -> None:
         """No call of this tag comes any more."""
@@ -112,7 +146,7 @@ class SlotLine:
 class Masters:
     """Which master owns the slots of this replica's tags, and the line to each of them.
 
-    Before the nodes have answered for the first time, calls go to the first node of the URL, which says MOVED.
+    A slot that no node names an owner of counts as the first node's, which refuses its calls until one is named.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -120,6 +154,7 @@ class Masters:
         self._slots: dict[str, int] = {}  # by tag
         self._owners: dict[int, HostPort] = {}  # by slot, as far as they are known
         self._lines: dict[HostPort, MasterLine] = {}
+        self._held: list[Held] = []
         self._looked_at = float("-inf")
         self._looking: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -135,9 +170,22 @@ class Masters:
         if slot is not None and slot not in self._slots.values():
             self._owners.pop(slot, None)
 
+    def knows(self, slot: int) -> bool:
+        return slot in self._owners
+
+    def hold(self, one: Held) -> None:
+        """Send this call when the nodes have told the owner of its slot."""
+        if self._closed or len(self._held) >= MOST_WAITING:
+            one.timer.cancel()
+            one.fail()
+            return
+        self._held.append(one)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look(0.0))
+
     def line(self, slot: int) -> MasterLine:
-        """The line to the owner of this slot, as far as that is known."""
-        owner = self._owners.get(slot) or self.nodes.address.nodes[0]
+        """The line to the owner of this slot, which is known."""
+        owner = self._owners[slot]
         line = self._lines.get(owner) or self._open(owner)
         self.look(LOOK_SECONDS if line.open else DOUBT_SECONDS)
         return line
@@ -167,16 +215,26 @@ class Masters:
         self.look(DOUBT_SECONDS)
 
     async def _look(self, max_age_s: float) -> None:
-        locator = self.nodes.locator
-        for tag, slot in list(self._slots.items()):
-            with suppress(RedisError, OSError):  # the master that was last named stays valid
-                owner = await locator.discover_master(tag, max_age_s)
-                if tag in self._slots:
-                    self._owners[slot] = owner
+        try:
+            await self._ask(max_age_s)
+            while any(one.slot not in self._owners for one in self._held):  # of a pool that came meanwhile
+                await self._ask(max_age_s)
+        finally:
+            held, self._held = self._held, []
+            for one in held:
+                one.send(self.line(one.slot)) if one.slot in self._owners else one.fail()
         used = set(self._owners.values())
         for place, line in list(self._lines.items()):
             if place not in used and line.idle:
                 self._close_soon(self._lines.pop(place))
+
+    async def _ask(self, max_age_s: float) -> None:
+        for tag, slot in list(self._slots.items()):
+            owner = self._owners.get(slot, self.nodes.address.nodes[0])
+            with suppress(RedisError, OSError):  # the master that was last named stays valid
+                owner = await self.nodes.locator.discover_master(tag, max_age_s)
+            if tag in self._slots:
+                self._owners[slot] = owner
 
     def _close_soon(self, line: MasterLine) -> None:
         task = asyncio.ensure_future(line.aclose())
