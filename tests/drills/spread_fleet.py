@@ -135,7 +135,7 @@ class Spread:
         for tag in self.tags:
             fleet = self.fleet(tag)
             for worker in await fleet.workers():
-                members = await fleet.redis.smembers(fleet.keys.slot(worker.load.slot))  # type: ignore[misc]
+                members: set[bytes] = await fleet.ask("SMEMBERS", fleet.keys.slot(worker.load.slot))
                 if sorted(member.hex() for member in members) != held.pop(worker.worker_id, None):
                     found.append(worker.worker_id)
             await fleet.close()
