@@ -182,7 +182,7 @@ def tls_server() -> Iterator[Secured]:
 
 @dataclass
 class Watched:
-    """A master, its replica and three Sentinels that promote the replica 1 s after they lost the master."""
+    """A master, its replica and three Sentinels that promote the replica soon after they lost the master."""
 
     master: Node
     replica: Node
@@ -204,7 +204,10 @@ class Watched:
     def agreed(self) -> bool:
         """Whether every Sentinel names the replica as the master."""
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")
-        named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
+        try:
+            named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
+        except redis.TimeoutError:  # on a busy machine
+            return False
         return named == [str(self.replica.port)] * len(named)
 
     def promoted(self) -> bool:
@@ -212,8 +215,12 @@ class Watched:
 
 
 @contextmanager
-def sentinels(users: str = "") -> Iterator[Watched]:
-    """users: lines of an ACL file with `replica`, `sentinel` and `admin`. Each name is also the password."""
+def sentinels(users: str = "", lost_ms: int = 1_000) -> Iterator[Watched]:
+    """users: lines of an ACL file with `replica`, `sentinel` and `admin`. Each name is also the password.
+
+    lost_ms: a master is lost that was silent for so long. Sentinels promote no replica that its master lost ten times
+    as long before.
+    """
     with Servers() as servers:
         first, second, *three = free_ports(5)
         options = ["--repl-diskless-sync-delay", "0"]
@@ -226,17 +233,19 @@ def sentinels(users: str = "") -> Iterator[Watched]:
         replica = servers.start(second, *options, "--replicaof", "127.0.0.1", str(first), user=user)
         until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
         watched = Watched(
-            master, replica, [servers.run(port, _sentinel(servers, port, first, bool(users))) for port in three]
+            master,
+            replica,
+            [servers.run(port, _sentinel(servers, port, first, lost_ms, bool(users))) for port in three],
         )
         for node in watched.sentinels:
             until(lambda node=node: _complete(node), "the Sentinels know each other")  # type: ignore[misc]
         yield watched
 
 
-def _sentinel(servers: Servers, port: int, master: int, guarded: bool) -> list[str]:
+def _sentinel(servers: Servers, port: int, master: int, lost_ms: int, guarded: bool) -> list[str]:
     file = servers.folder / f"sentinel-{port}.conf"
     lines = [f"port {port}", "bind 127.0.0.1", f"sentinel monitor kv 127.0.0.1 {master} 2"]
-    lines += ["sentinel down-after-milliseconds kv 1000", "sentinel failover-timeout kv 2000"]
+    lines += [f"sentinel down-after-milliseconds kv {lost_ms}", "sentinel failover-timeout kv 2000"]
     lines += ["sentinel auth-user kv sentinel", "sentinel auth-pass kv sentinel"] if guarded else []
     file.write_text("\n".join([*lines, f"dir {servers.folder}"]) + "\n")
     return [str(file), "--sentinel"]

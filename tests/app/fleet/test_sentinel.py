@@ -37,8 +37,7 @@ async def test_a_failover_under_load(model: str, number: signal.Signals, monkeyp
     with sentinels() as watched:
         async with Survival(watched.url, model) as fleet:
             await fleet.hold()
-            decided_s, indexed_s = await fleet.struck(lambda: watched.master.kill(number))
-            print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
+            decided_s, indexed_s = await fleet.struck(lambda: watched.master.kill(number), watched.agreed)
             assert watched.promoted()
             assert decided_s < 10
             assert indexed_s < 10
@@ -49,14 +48,13 @@ async def test_a_failover_under_load(model: str, number: signal.Signals, monkeyp
 async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second of writes is lost: events, decisions and settles that the old master had acknowledged."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
-    with sentinels() as watched:
+    with sentinels(lost_ms=3_000) as watched:  # on a busy machine it takes seconds to write what is to be lost
         async with Survival(watched.url, model) as fleet:
             watched.cut()
             await fleet.hold()  # the new master will have to be told of them
             count, number = len(fleet.answered), fleet.core.state.number
             await poll(lambda: len(fleet.answered) > count + 30 and fleet.core.state.number > number + 5)
-            decided_s, indexed_s = await fleet.struck(watched.master.kill)
-            print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
+            decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
             assert max(decided_s, indexed_s) < 10
             assert {"gap", "resync_gap"} <= (await fleet.fleet.counts()).keys()
             await fleet.consistent()
@@ -70,7 +68,7 @@ async def test_a_failover_where_everybody_has_least_rights(model: str, monkeypat
         router, worker = watched.url_of("router:router@"), watched.url_of("worker-w1:worker-w1@")
         async with Survival(router, model, worker) as fleet:
             await fleet.hold()
-            decided_s, indexed_s = await fleet.struck(watched.master.kill)
+            decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
             assert max(decided_s, indexed_s) < 10
             await fleet.consistent()
             assert "NOPERM" not in " ".join(why for _, why in fleet.failures)
@@ -91,6 +89,7 @@ async def test_no_request_fails_meanwhile(model: str) -> None:
             watched.master.kill()
             started = time.monotonic()
             await poll(lambda: ask_is(ask, "fallback"), 10, "Redis is away")
+            await poll(lambda: asyncio.to_thread(watched.agreed), 90, "there is another master")
             await poll(lambda: ask_is(ask, "booked"), 10, "Redis is back")
             print(f"booked again after {time.monotonic() - started:.2f} s, {len(seen)} requests")
             await router.unloaded()
@@ -129,7 +128,7 @@ async def test_scripts_that_the_new_master_does_not_know_are_loaded(model: str) 
             except FleetUnavailable:
                 return False
 
-        await poll(settled)
+        await poll(settled, 90)
         assert watched.promoted()
         await fleet.close()
 
@@ -150,7 +149,7 @@ async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
         await poll(lambda: half.joined and core.state.joined)  # and nobody applies
         nonces = half._stream.nonce, core._stream.nonce
         watched.sentinels[0].client().execute_command("SENTINEL", "FAILOVER", "kv")  # type: ignore[no-untyped-call]
-        await poll(lambda: half._stream.nonce != nonces[0] and core._stream.nonce != nonces[1], 15)
+        await poll(lambda: half._stream.nonce != nonces[0] and core._stream.nonce != nonces[1], 90)
         assert watched.promoted()
         assert core.state.joins == 2
         await asyncio.to_thread(half.stop, 5)
@@ -164,7 +163,7 @@ async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(
         idle = len(cast("Any", fleet.redis.connection_pool)._available_connections)
         assert idle > 5
         watched.master.kill(signal.SIGSTOP)
-        await poll(watched.agreed, 20)
+        await poll(watched.agreed, 90, "there is another master")
 
         async def settle() -> object:
             return await fleet.settle("wf-after", "finished")
