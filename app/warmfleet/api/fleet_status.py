@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.pools.homes.prices import HOMES, Offer, prices
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool, Pools, ServedModel
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
     from warmfleet.settings import Settings
@@ -102,9 +104,45 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str
     }
 
 
-async def explain(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
-    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``."""
-    prompt = await pool.identify(request, settings.expected_output_tokens)
+async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
+    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
+
+    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the answers of both home
+    pools, and everything else is about the cheaper one.
+    """
+    if len(model.pools) == 1:
+        return await _explained(pool, request, hints, settings) | {"pools": []}
+    prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
+    order = model.order_for(prompt, request.model, settings.pool_prefix_tokens)
+    usable = [one for one in order if one.usable and one.degraded.asks_redis] or order
+    found = await asyncio.gather(
+        *(_explained(one, request, hints, settings) for one in usable[:HOMES]), return_exceptions=True
+    )
+    answers = [one for one in found if not isinstance(one, BaseException)]
+    if not answers:
+        raise next(one for one in found if isinstance(one, BaseException))
+    chosen = [next(row for row in answer["candidates"] if row["chosen"]) for answer in answers]
+    token_s = {one.tag: one.view.token_s for one in usable}
+    offers = [
+        Offer(row["cost_s"], row["matched_tokens"], token_s[answer["model"]])
+        for row, answer in zip(chosen, answers, strict=True)
+    ]
+    told = [
+        {
+            "pool": answer["model"],
+            "worker_id": row["worker_id"],
+            "matched_tokens": row["matched_tokens"],
+            "price_s": price,
+        }
+        for answer, row, price in zip(answers, chosen, prices(offers, pool.fleet.weights.stay), strict=True)
+    ]
+    best = min(range(len(told)), key=lambda place: told[place]["price_s"])
+    return answers[best] | {"pools": told}
+
+
+async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
+    """Where the request would go in this pool."""
+    prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
     order = pool.policy.order(pool.view, request, hints.session)
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)

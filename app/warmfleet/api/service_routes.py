@@ -141,7 +141,8 @@ class ServiceRoutes:
         raw = request.headers.raw
         asked.use_salt(self._tenancy.salt(self._tenant(raw, tenant), asked.salt))
         pool = await self._pools.find(asked.model)
-        return JSONResponse(await fleet_status.explain(pool, asked, operators_hints(raw), self._settings))
+        model = self._pools.served[pool.name]
+        return JSONResponse(await fleet_status.explain(model, pool, asked, operators_hints(raw), self._settings))
 
     def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
         """The tenant that the operator named in the body, else the one that the request's headers name."""

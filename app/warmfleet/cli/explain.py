@@ -94,6 +94,9 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         parts.append(
             f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
         )
+    for home in answer.get("pools", ()):
+        worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
+        parts.append(f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, {cost}")
     if answer["moved"]:
         parts.append(f"It moves: {answer['moved']}.")
     if not answer["blocks"] and answer["identity"] == "exact":

@@ -62,13 +62,15 @@ def _failure(error: WarmfleetError) -> Failure:
 class TrySpan:
     """One try at a worker, from before the decision until everything is given back.
 
-    ``policy``: that chose; empty if Redis did not choose, and then ``fallback`` says why not. ``engine_request_id``:
+    ``policy``: that chose; empty if Redis did not choose, and then ``fallback`` says why not. ``pool``: the tag of the
+    chosen one; empty where the model has one pool. ``engine_request_id``:
     the X-Request-Id that the engine got last.
     """
 
     __slots__ = (
         *("began_at", "decided_at", "decision", "ended_at", "engine_request_id", "failure", "fallback"),
-        *("first_byte_at", "outcome", "policy", "queued_at", "sent_at", "sent_ids", "span_id", "status", "trace_id"),
+        *("first_byte_at", "outcome", "policy", "pool", "queued_at", "sent_at", "sent_ids", "span_id", "status"),
+        "trace_id",
     )
 
     def __init__(self, trace_id: str) -> None:
@@ -77,7 +79,7 @@ class TrySpan:
         self.began_at = time.perf_counter()
         self.queued_at = self.decided_at = self.sent_at = self.first_byte_at = self.ended_at = 0.0
         self.decision: Decision | None = None
-        self.policy = self.fallback = ""
+        self.policy = self.fallback = self.pool = ""
         self.engine_request_id = ""
         self.sent_ids = False
         self.status = 0
@@ -125,6 +127,8 @@ class TrySpan:
                 "warmfleet.approximate": decision.approximate,
             }
             told |= _address(decision.url)
+            if self.pool:
+                told["warmfleet.pool"] = self.pool
         if decision is not None and self.policy:
             told |= {
                 "warmfleet.policy": self.policy,

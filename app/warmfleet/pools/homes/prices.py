@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CROWDED = 4.0  # a worker that is busy nearly all the time costs 3.5 times as much, without any wait (the price `place`)
+HOMES = 2  # pools that are asked at once
 
 
 class Offer(NamedTuple):
@@ -30,11 +30,3 @@ def prices(offers: Sequence[Offer], stay: float) -> list[float]:
     """The price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
     most = max(offer.matched_tokens for offer in offers)
     return [offer.cost_s + (stay - 1) * (most - offer.matched_tokens) * offer.token_s for offer in offers]
-
-
-def crowded(offers: Sequence[Offer], prompt_tokens: int) -> bool:
-    """Whether each of these pools costs CROWDED times what it takes a free worker to compute the whole prompt.
-
-    Then many requests have the same beginning, or all pools are busy. In either case one more pool is worth a question.
-    """
-    return all(offer.cost_s > CROWDED * prompt_tokens * offer.token_s > 0 for offer in offers)

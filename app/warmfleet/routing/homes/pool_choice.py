@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Queued
-from warmfleet.pools.homes.prices import Offer, crowded, prices
+from warmfleet.pools.homes.prices import HOMES, Offer, prices
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.explain_header import with_pools
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 
-HOMES = 2  # pools that are asked at once
-MOST_ASKED = 3  # pools whose answers are compared for one request
+MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
@@ -57,6 +56,8 @@ class PoolChoice:
             return job, await self._queue.admit(job, attempt, self.decider.decide)
         choosing = _Choosing(self, job)
         decision = await self._queue.admit(job, attempt, choosing.decide)
+        if attempt.span is not None:
+            attempt.span.pool = attempt.pool.tag
         return choosing.job, decision
 
     async def decide(self, job: Job, attempt: Attempt) -> tuple[Job, Decision | Queued]:
@@ -121,10 +122,9 @@ class _Choosing:
             asked += await self._ask(attempt, left[:count], may_wait=may_wait)
             left = left[count:]
             offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
-            enough = not left or sum(one.answer is not None for one in asked) >= MOST_ASKED
-            if offers and (enough or not crowded([offer for _, offer in offers], self.job.prompt.prompt_tokens)):
+            if offers:
                 return self._take(attempt, _best(offers, self.job.pool.fleet.weights.stay), asked)
-            if enough:
+            if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
         full = next((one.answer for one in asked if isinstance(one.answer, Queued)), None)
         if full is not None:
