@@ -242,10 +242,12 @@ async def test_what_an_answer_is_predicted_to_cost_counts_the_wait_included() ->
     second.cost_s = 2.0
     assert (await fixture.admit())[0] == "m#1"
     second.cost_s = 0.5
-    fixture.script("book book book", "queue queue queue queue")
+    fixture.script("book " * 400, "queue " * 400)
+    asked = second.asked
 
     async def changes() -> None:
-        await asyncio.sleep(0.1)
+        while second.asked < asked + 2:
+            await asyncio.sleep(0.001)
         first.cost_s, second.cost_s = 0.2, 3.0
 
     (tag, _), _ = await asyncio.gather(fixture.admit(), changes())
