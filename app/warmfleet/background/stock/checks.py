@@ -27,6 +27,7 @@ from warmfleet.background.stock.engine_facts import EngineFacts
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Check
 from warmfleet.prompt.block_hashes import TEXT_SCHEME
+from warmfleet.protocol.pools import weight
 from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet.settings import without_userinfo
 
@@ -176,7 +177,7 @@ class StockEngines:
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         models = [str(entry["id"]) for entry in orjson.loads(body)["data"]]
-        pool = self._pool_of(models)
+        pool = self._pool_of(url, models)
         facts, facts_at = (EngineFacts(), 0.0) if last is None else (last.facts, last.facts_at)
         if last is None or last.failing_since is not None or time.monotonic() - facts_at >= FACTS_INTERVAL_S:
             facts, facts_at = await self._facts(url, None if last is None else last.facts), time.monotonic()
@@ -197,14 +198,20 @@ class StockEngines:
         }
         return CheckedEngine(pool, record, blocks, facts, facts_at)
 
-    def _pool_of(self, models: Sequence[str]) -> Pool:
-        """The pool of an engine that serves these models. Raises ValueError."""
-        pool = next((pool for pool in self._pools.all if pool.name in models), None)
-        if pool is None and len(self._pools.all) == 1:
-            pool = self._pools.all[0]
-        if pool is None:
+    def _pool_of(self, url: str, models: Sequence[str]) -> Pool:
+        """The pool of an engine that serves these models. Raises ValueError.
+
+        Of several pools that of the greatest weight for its URL: all replicas take the same, and a pool more or fewer
+        moves few engines. Where one was before, it expires.
+        """
+        served = self._pools.served
+        model = next((model for name, model in served.items() if name in models), None)
+        if model is None and len(served) == 1:
+            (model,) = served.values()
+        if model is None:
             raise ValueError(f"it serves {', '.join(models)[:200]}, none of WARMFLEET_MODELS")
-        return pool
+        serving = [pool for pool in model.pools if pool.tag not in model.draining] or model.pools
+        return max(serving, key=lambda pool: weight(pool.tag, url))
 
     async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
         """What the engine tells of itself. All replicas must read the same, so an engine that does not answer now is
