@@ -41,6 +41,8 @@ TIMEOUT_SECONDS = 0.5  # of a look; meanwhile the publisher's thread reports not
 SEEN_MS = 30_000  # a server's time in Redis is renewed when it is older
 AWAY_MS = 90_000  # a server that was not seen for so long has been restarted
 RECENT_MS = 600_000  # servers that were seen within this time count where a new one is placed
+SETTLE_MS = 45_000  # a server that moves is proved in its new pool by then: both halves have looked, a probe has passed
+MOVING_SHARE = 1 / 8  # of the servers of a model may be on their way at a time, and one in any case
 STRUCK_AT_ONCE = 64  # places of servers that are gone for good
 TRIES = 8  # that others may spoil before a server takes its choice as it is: one too many in a pool does no harm
 
@@ -132,7 +134,7 @@ def take(client: redis.Redis, name: str, sitter: Sitter, present: str, *, pinned
     pool = present if pinned else stays(registry, own, present, now_ms)
     if not pool:
         return _choose(client, keys.placement, registry, sitter, present, now_ms)
-    place = seated(own, pool, sitter, now_ms)
+    place = seated(own, pool, sitter, present, now_ms)
     if own is None or now_ms - own.seen_ms > SEEN_MS or (own.pool, own.blocks) != (place.pool, place.blocks):
         client.hset(keys.placement, sitter.server_id, place.encode())
     return pool
@@ -151,7 +153,9 @@ def _choose(
             if not tries_left:
                 pipe.unwatch()
             pipe.multi()
-            pipe.hset(key, sitter.server_id, seated(places.get(sitter.server_id), pool, sitter, now_ms).encode())
+            pipe.hset(
+                key, sitter.server_id, seated(places.get(sitter.server_id), pool, sitter, present, now_ms).encode()
+            )
             gone = sorted(found.keys() - places.keys() - {sitter.server_id})[:STRUCK_AT_ONCE]
             if gone:
                 pipe.hdel(key, *gone)
@@ -164,12 +168,14 @@ def _choose(
     raise AssertionError("the last try watches nothing")
 
 
-def seated(own: Placement | None, pool: str, sitter: Sitter, now_ms: int) -> Placement:
+def seated(own: Placement | None, pool: str, sitter: Sitter, present: str, now_ms: int) -> Placement:
     """What a server writes of itself: the capacity of its other ranks stays, unless it has been restarted."""
+    moves = bool(present) and (own.pool if own else present) != pool
+    moved_ms = now_ms if moves else own.moved_ms if own else 0
     blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
     if sitter.rank is not None and sitter.blocks:
         blocks[str(sitter.rank)] = sitter.blocks
-    return Placement(pool, sitter.host, now_ms, blocks)
+    return Placement(pool, sitter.host, now_ms, blocks, moved_ms)
 
 
 def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, now_ms: int) -> str:
@@ -194,9 +200,14 @@ def choose(
         return kept
     serving = [entry.tag for entry in registry if not entry.draining]
     others = {server: place for server, place in places.items() if server != sitter.server_id}
+    here = [place for place in others.values() if now_ms - place.seen_ms < RECENT_MS]
+    if present and any(entry.tag == present for entry in registry):  # its pool is told to move, and can serve meanwhile
+        on_the_way = sum(1 for place in here if now_ms - place.moved_ms < SETTLE_MS)
+        if on_the_way >= max(1, int(MOVING_SHARE * len(here))):
+            return present
     told = [place.capacity_blocks for place in others.values() if place.capacity_blocks]
     unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
-    size = seated(own, "", sitter, now_ms).capacity_blocks or unknown
+    size = seated(own, "", sitter, present, now_ms).capacity_blocks or unknown
     old = own.pool if own else ""
     if old in serving:  # it was restarted, and stays, unless another pool would still be the smaller one with it
         full = _capacity(serving, others.values(), unknown)
@@ -204,7 +215,6 @@ def choose(
             return old
     if not serving:  # all are drained: it can only stay, or go where some requests may still come
         serving = [old] if any(entry.tag == old for entry in registry) else [entry.tag for entry in registry]
-    here = [place for place in others.values() if now_ms - place.seen_ms < RECENT_MS]
     filled = _capacity(serving, here, unknown)
     least = min(filled.values())
     equal = [tag for tag in serving if filled[tag] < least + size / 2]  # engines alike differ by a few blocks

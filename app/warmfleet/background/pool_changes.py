@@ -11,6 +11,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.supervisor import stop
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet.pool_registry import clear
 from warmfleet.pools.pool import ServedModel
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class PoolChanges:
     def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
         """entries: of the registry; none: the model has the pools that the settings name."""
         tags = tuple(entry.tag for entry in entries) or self._named[name]
-        draining = frozenset(entry.tag for entry in entries if entry.draining)
+        draining = frozenset(entry.tag for entry in entries if entry.draining and not entry.moving)
         model = self._pools.served[name]
         before = {pool.tag: pool for pool in model.pools}
         if draining != model.draining:
@@ -98,6 +100,7 @@ class PoolChanges:
             self._pools.forget(pool)
             del self._since[pool.tag]
             await stop(self._tasks.pop(pool.tag))
+            await _clear(pool)
             await pool.fleet.close()
             self._metrics.zero(pool.tag)
             logger.info("%s: nothing is left of it here", pool.tag)
@@ -105,3 +108,11 @@ class PoolChanges:
     async def close(self) -> None:
         """End the tasks of all pools."""
         await stop([task for tasks in self._tasks.values() for task in tasks])
+
+
+async def _clear(pool: Pool) -> None:
+    """Delete what Redis holds of a pool that was removed: the last replica that lets go of it leaves nothing."""
+    try:
+        await clear(pool.fleet, shared=pool.tag == pool.name)
+    except WarmfleetError as error:
+        logger.warning("%s: what Redis holds of it could not be deleted; call pools remove again: %s", pool.tag, error)

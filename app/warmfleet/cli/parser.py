@@ -108,8 +108,9 @@ examples:
   warmfleet pools --model llama        state, workers, blocks, requests and Redis master of each pool
   warmfleet pools add llama#1 llama#2  if llama has engines, it stays a pool beside these two
   warmfleet pools add llama --spread   one more, whose tag lies on the Redis master with the fewest pools
-  warmfleet pools drain llama --move   its engines move to the other pools within 15 s; without --move when they
-                                       are started again
+  warmfleet pools drain llama --move   its engines move to the other pools, some at a time, and it serves with those
+                                       that are left; without --move it gets no new requests, and they go elsewhere
+                                       when they are started again
   warmfleet pools drain llama --undo   it serves again
   warmfleet pools remove llama         and delete what Redis holds of it
 
@@ -399,7 +400,7 @@ def _pools(parser: argparse.ArgumentParser) -> None:
     tags = parser.add_argument("tags", nargs="*", metavar="POOL", help="tag of a pool: the model's name, or NAME#POOL")
     completed(tags, lambda **_: ())
     parser.add_argument("--spread", action="store_true", help="add: choose a tag for the master with the fewest pools")
-    parser.add_argument("--move", action="store_true", help="drain: its engines move to other pools at once")
+    parser.add_argument("--move", action="store_true", help="drain: its engines move to other pools now")
     parser.add_argument("--undo", action="store_true", help="drain: let it serve again")
     parser.add_argument("--force", action="store_true", help="remove: even if it has engines or requests")
     parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")

@@ -75,6 +75,9 @@ async def test_the_registry_decides_where_it_names_pools() -> None:
     assert {*fixture.running} == {"m", "other", "m#1"}
     assert await fixture.follow(PoolEntry("m", draining=True), PoolEntry("m#1")) == ["m", "m#1"]
     assert fixture.pools.served["m"].draining == {"m"}
+    await fixture.follow(PoolEntry("m", draining=True, moving=True), PoolEntry("m#1"))
+    assert fixture.pools.served["m"].draining == frozenset(), "it serves with the workers that have not moved yet"
+    await fixture.follow(PoolEntry("m", draining=True), PoolEntry("m#1"))
     fixture.registries[1].away = True
     with pytest.raises(FleetUnavailable):
         await fixture.follow(PoolEntry("m#1"))
@@ -85,7 +88,15 @@ async def test_the_registry_decides_where_it_names_pools() -> None:
 
 
 async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[tuple[str, bool]] = []
+
+    async def clear(fleet: Fleet, *, shared: bool) -> None:
+        assert fleet is pool.fleet
+        cleared.append((pool.tag, shared))
+        raise FleetUnavailable("away")
+
     monkeypatch.setattr(pool_changes, "LEAVE_S", 0.0)
+    monkeypatch.setattr(pool_changes, "clear", clear)
     fixture = Fixture()
     pool = fixture.pools.served["m"].pools[0]
     pool.reservations.add(Renewal("wf-1", "w", 1, 1))
@@ -98,9 +109,11 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
     fixture.waiting.add("m")
     await fixture.follow(PoolEntry("m#1"))
     assert [*fixture.pools.leaving] == [pool], "a request waits in its queue"
+    assert cleared == []
     fixture.waiting.clear()
     await fixture.follow(PoolEntry("m#1"))
     assert (fixture.closed, [*fixture.pools.leaving]) == (["m"], [])
     assert fixture.running["m"].cancelled()
+    assert cleared == [("m", True)], "its keys are deleted, but for those of the model as a whole"
     assert fixture.metrics.queued.labels("m")._value.get() == 0
     await fixture.changes.close()

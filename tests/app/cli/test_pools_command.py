@@ -35,6 +35,7 @@ BLOCKS = [bytes([number]) * 8 for number in range(64)]
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LET_GO_S", 0.01)
     monkeypatch.setattr(seats, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(seats, "SETTLE_MS", 100)
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
 
 

@@ -35,8 +35,9 @@ def served_model(tag: str) -> str:
 class PoolEntry:
     """One pool in the registry. since_ms: when it got its state.
 
-    draining: it gets no new request unless no other pool can serve it, and no new server. moving: besides, its servers
-    move to other pools now; else they do when they are started again.
+    draining: it gets no new server, and no new request unless no other pool can serve it. moving: its servers move to
+    other pools now, some at a time, and it serves with those that it still has; else they go when they are started
+    again.
     """
 
     tag: str
@@ -72,12 +73,16 @@ def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank."""
+    """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank.
+
+    moved_ms: when it last went to another pool while it ran; 0: never.
+    """
 
     pool: str
     host: str = ""
     seen_ms: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
+    moved_ms: int = 0
 
     @property
     def capacity_blocks(self) -> int:
@@ -85,7 +90,8 @@ class Placement:
         return sum(self.blocks.values())
 
     def encode(self) -> str:
-        return wire.dumps({"pool": self.pool, "host": self.host, "seen_ms": self.seen_ms, "blocks": dict(self.blocks)})
+        place = {"pool": self.pool, "host": self.host, "seen_ms": self.seen_ms, "blocks": dict(self.blocks)}
+        return wire.dumps(place | ({"moved_ms": self.moved_ms} if self.moved_ms else {}))
 
 
 def read_placement(packed: bytes | str | None) -> Placement | None:
@@ -95,7 +101,9 @@ def read_placement(packed: bytes | str | None) -> Placement | None:
     if not (isinstance(pool, str) and _is_tag(pool) and isinstance(host, str) and isinstance(seen, int)):
         return None
     told = blocks.items() if isinstance(blocks, dict) else ()
-    return Placement(pool, host[:64], seen, {rank: size for rank, size in told if isinstance(size, int) and size > 0})
+    sizes = {rank: size for rank, size in told if isinstance(size, int) and size > 0}
+    moved = value.get("moved_ms")
+    return Placement(pool, host[:64], seen, sizes, moved if isinstance(moved, int) else 0)
 
 
 def weight(pool: str, key: str) -> int:

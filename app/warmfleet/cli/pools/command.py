@@ -207,7 +207,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
         if undo:
             print(f"{tag} serves again")
         elif move:
-            print(f"{tag} gets no new requests, and its workers move to other pools within 15 s")
+            print(f"the workers of {tag} move to other pools, an eighth of the model's or one every minute")
         else:
             print(f"{tag} gets no new requests; its workers join other pools when they are started again")
 
@@ -240,7 +240,7 @@ async def _unused(url: str, tag: str) -> None:
     if alive or open_requests:
         raise CommandError(
             f"{tag} has {len(alive)} live workers and {open_requests} requests in flight: `warmfleet pools drain {tag} "
-            "--move` sends its workers to other pools; with --force it is removed all the same"
+            "--move` sends its workers to other pools; with --force it is removed all the same, and they go at once"
         )
 
 
