@@ -156,7 +156,7 @@ class Pods:
                 if (data := self._secret(secret["name"])) or not secret.get("optional"):
                     found[entry["name"]] = data[secret["key"]]
             elif "fieldRef" in source:
-                known = {"status.podIP": "127.0.0.1", "metadata.name": made.name}
+                known = {"status.podIP": "127.0.0.1", "metadata.name": made.name, "spec.nodeName": "node"}
                 found[entry["name"]] = known[source["fieldRef"]["fieldPath"]]
             else:
                 found[entry["name"]] = self._here(made, _expanded(entry["value"], found))
