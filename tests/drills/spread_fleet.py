@@ -135,7 +135,7 @@ class Spread:
         for tag in self.tags:
             fleet = self.fleet(tag)
             for worker in await fleet.workers():
-                members: set[bytes] = await fleet.ask("SMEMBERS", fleet.keys.slot(worker.load.slot))
+                members: list[bytes] = await fleet.ask("SMEMBERS", fleet.keys.slot(worker.load.slot))
                 if sorted(member.hex() for member in members) != held.pop(worker.worker_id, None):
                     found.append(worker.worker_id)
             await fleet.close()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 5.0  # wait after a failed round; doubles with each further failure
+#: Wait after a failed round; doubles with each further failure. The last is that of the shortest rounds: while one pool
+#: is away for long, the round of the others, which is the same, comes as often as ever.
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
 
