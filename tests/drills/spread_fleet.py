@@ -43,6 +43,17 @@ class Spread:
     tags: list[str] = field(default_factory=list)
     tables: dict[str, int] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
+    models: tuple[str, ...] = ()  # of the replicas
+    find: bool = False  # engines find their pools by themselves
+
+    async def begin(self) -> None:
+        """Start all processes."""
+        ports = free_ports(len(self.tags) + REPLICAS)
+        for tag in self.tags:
+            self.tables[tag] = ports.pop()
+            self.start_engines(tag.replace("#", "-"), self.tables[tag], "" if self.find else tag)
+        for number in range(REPLICAS):
+            self.start_replica(f"replica-{number + 1}", ports.pop(), self.models or self.tags)
 
     def fleet(self, tag: str) -> Fleet:
         return Fleet(self.connections.of(tag), tag, PATIENT)
@@ -143,10 +154,11 @@ class Spread:
 
 
 @asynccontextmanager
-async def spread(tags: Sequence[str] = (), models: Sequence[str] = ()) -> AsyncIterator[Spread]:
-    """A Cluster with a fleet that is not started yet. All of it is killed at the end.
+async def spread(tags: Sequence[str] = (), models: Sequence[str] = (), *, find: bool = False) -> AsyncIterator[Spread]:
+    """A Cluster, and a fleet that ``begin`` starts. All of it is killed at the end.
 
-    tags: of the pools; without them two on each master.
+    tags: of the pools; without them two on each master. models: of the replicas; without them all pools. find: engines
+    find their pools by themselves.
     """
     with (
         tempfile.TemporaryDirectory(prefix="wf-spread-", ignore_cleanup_errors=True) as folder,
@@ -155,15 +167,9 @@ async def spread(tags: Sequence[str] = (), models: Sequence[str] = ()) -> AsyncI
     ):
         connections = RedisConnections(cluster.url, timeout_s=5)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
-            made = Spread(cluster, processes, http, connections, list(tags))
+            made = Spread(cluster, processes, http, connections, list(tags), models=tuple(models), find=find)
             while len(made.tags) < POOLS and not tags:
                 made.tags.append(next_tag(MODEL, made.tags, cluster.ranges))
-            ports = free_ports(len(made.tags) + REPLICAS)
-            for tag in made.tags:
-                made.tables[tag] = ports.pop()
-                made.start_engines(tag.replace("#", "-"), made.tables[tag], tag)
-            for number in range(REPLICAS):
-                made.start_replica(f"replica-{number + 1}", ports.pop(), models or made.tags)
             watch = asyncio.create_task(made.watch())
             try:
                 yield made
@@ -174,4 +180,5 @@ async def spread(tags: Sequence[str] = (), models: Sequence[str] = ()) -> AsyncI
 
 
 async def started(made: Spread) -> None:
+    await made.begin()
     await poll(lambda: made.whole(len(made.tags) * ENGINES), START_S, "every replica can use every engine", every_s=0.5)
