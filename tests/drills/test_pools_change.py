@@ -18,6 +18,7 @@ from tests.drills.fleet import MODEL
 from tests.drills.spread_fleet import ENGINES, START_S, Spread, spread
 from tests.drills.test_masters import right, unbooked
 
+from warmfleet.pools.homes.prices import HOMES
 from warmfleet_loadtest.stacks.processes import free_ports
 
 if TYPE_CHECKING:
@@ -142,15 +143,23 @@ async def emptied(fleet: Spread, tag: str) -> bool:
 
 async def homes_of(fleet: Spread) -> list[frozenset[str]]:
     """The pools that a replica asks for each prefix."""
-    found = []
-    for number in range(PREFIXES):
-        prefix = " ".join(random.Random(number).choices(WORDS, k=300))
+    found: list[frozenset[str]] = []
+
+    async def told() -> bool:
+        """Whether both pools were asked at once: a request that waited in a line, or met a late pool, tells less."""
+        prefix = " ".join(random.Random(len(found)).choices(WORDS, k=300))
         body = {"model": MODEL, "prompt": f"{prefix} x", "max_tokens": 1}
         headers = {"X-Warmfleet-Explain": "1"}
         async with fleet.http.post(f"{fleet.replicas[0].url}/v1/completions", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
-            told = json.loads(answer.headers["x-warmfleet-explain"])
-        found.append(frozenset(one["pool"] for one in told["pools"]))
+            asked = json.loads(answer.headers.get("x-warmfleet-explain", "{}")).get("pools", ())
+        homes = frozenset(one["pool"] for one in asked)
+        if len(homes) == HOMES:
+            found.append(homes)
+        return len(homes) == HOMES
+
+    for _ in range(PREFIXES):
+        await poll(told, 60, "a request that asks both home pools", every_s=0.1)
     return found
 
 
