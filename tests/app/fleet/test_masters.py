@@ -258,6 +258,17 @@ async def test_a_closed_pool_leaves_the_line_of_the_others_open() -> None:
         assert slot_of("alpha") not in router.masters._owners
 
 
+async def test_a_call_of_a_pool_that_was_let_go_fails_and_no_node_is_asked_again_and_again() -> None:
+    async with running() as router:
+        await router.learned()
+        await router.fleets["beta"].close()
+        with pytest.raises(FleetUnavailable, match="owns the slot"):
+            await router.settle("beta")
+        looking = router.masters._looking
+        assert looking is None or looking.done(), "nobody can tell the owner of a slot that no pool is in"
+        assert await router.settle("alpha") == "UNKNOWN"
+
+
 async def test_pools_on_a_single_server_share_its_connection(valkey_url: str, model: str) -> None:
     redis = RedisConnections(valkey_url)
     fleets = [Fleet(redis.of(tag), tag, timeouts=PATIENT) for tag in (model, f"{model}#2")]

@@ -217,7 +217,7 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            while any(one.slot not in self._owners for one in self._held):  # of a pool that came meanwhile
+            while any(one.slot in self._unknown() for one in self._held):  # of a pool that came meanwhile
                 await self._ask(max_age_s)
         finally:
             held, self._held = self._held, []
@@ -227,6 +227,10 @@ class Masters:
         for place, line in list(self._lines.items()):
             if place not in used and line.idle:
                 self._close_soon(self._lines.pop(place))
+
+    def _unknown(self) -> set[int]:
+        """Slots whose owner can be asked for; nobody asks for that of a pool that has left."""
+        return {*self._slots.values()} - self._owners.keys()
 
     async def _ask(self, max_age_s: float) -> None:
         for tag, slot in list(self._slots.items()):
