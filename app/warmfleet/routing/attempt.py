@@ -34,7 +34,7 @@ logger = logging.getLogger("warmfleet.routing.attempt")
 
 
 #: What an attempt in another pool hands over to the one that it was made beside.
-CARRIED = ("pool", "never", "avoided", "_before", "state", "decision", "explanation", "record")
+CARRIED = ("pool", "never", "avoided", "_before", "state", "asked_at", "decision", "explanation", "record")
 
 
 class AttemptState(Enum):

@@ -199,6 +199,15 @@ async def test_the_cheaper_of_two_bookings_stands_and_the_other_one_is_cancelled
     assert sum(pool.recent.decided for pool in fixture.pools) == 3
 
 
+async def test_the_way_to_an_engine_counts_from_the_decision_that_stands() -> None:
+    fixture, began = Fixture(), time.perf_counter()
+    attempt = fixture.attempts.begin(fixture.job(), (), avoids_failing=True)
+    await fixture.choice.admit(fixture.job(), attempt)
+    assert began < attempt.asked_at < time.perf_counter(), "the replica learns from it how far engines are"
+    attempt.release("finished")
+    await fixture.nothing_left()
+
+
 @pytest.mark.parametrize(
     ("words", "chosen", "asked"),
     [
