@@ -98,7 +98,7 @@ class Bench:
         self.client: Any = redis.Redis.from_url(url)
         self.pid = int(self.client.info("server")["process_id"])
         self.reservations = Queue(connect(url), model, weights=Weights())
-        self.reservations.limits = QueueLimits(2.0)  # the limits that a replica has by default
+        self.reservations.limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
         self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
         self.keys = self.reservations.keys
         self.shas = {name: str(self.client.script_load(script_text(name))) for name in ("decide", "settle")}

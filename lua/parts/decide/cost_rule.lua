@@ -144,9 +144,11 @@ local function lowest_cost(s, own, home)
       second = tokens
     end
   end
+  local leaves = stay * (most - second)
   for i = 1, count do
-    local uncached, overfill, tps = prompt - (own[i] or 0), fill[i] - mean_fill, speed[i]
-    local again, lost, evicts = making - prompt + uncached, stay * (most - max(prompt - uncached, second)), 0
+    local held, overfill, tps = own[i] or 0, fill[i] - mean_fill, speed[i]
+    local uncached, again, evicts = prompt - held, making - held, 0
+    local lost = held > second and 0 or leaves
     if uncached < fewest then fewest = uncached end
     again = again > 0 and kappa * again or 0
     if overfill > 0 then evicts = pressure * overfill * uncached end

@@ -15,7 +15,7 @@ caches more the booked contexts need; nil: they fit), slots, schemes (-1: its bl
 set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill, median, now;
 usable: flags -> "match", "load" or "no".
 --]]
-local unpack_from, sub, band, min = struct.unpack, string.sub, bit.band, math.min
+local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.exp
 local PREFILL_TOKENS_AT, WORKER_ID_AT = 5, 59 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4xxxxI4I2I4I4I4I4I4I4I2xxI4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
@@ -23,9 +23,9 @@ local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
 local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
-local U32, ALWAYS, MAX_PREFILLED = 2 ^ 32, 65535, 4096 -- unpack takes no more
+local MEMORY_MS, ALWAYS, U32, PAST_MS = 15000, 65535, 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
+local MAX_PREFILLED = 4096 -- unpack takes no more
 local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
-local busy_now = include "shared/busy_share"
 
 return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
@@ -51,7 +51,8 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     end
     if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
-      local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and min(1, blocks / capacity) or 0
+      local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and blocks / capacity or 0
+      if share > 1 then share = 1 end
       local context, most = decode + foreign_decode, capacity * block
       -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share
@@ -60,10 +61,18 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
       slots[count], schemes[count] = slot, use == "match" and scheme or -1
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
-      local done = prefill > 0 and min((now - since) % U32 / 1000 * tps, going) or 0
-      if busy > 0 or prefill > 0 then busy = busy_now(busy, prefill > 0, since, now) / ALWAYS end
+      local passed, done, target = (now - since) % U32, 0, 0
+      if prefill > 0 then
+        done, target = passed / 1000 * tps, ALWAYS
+        if done > going then done = going end
+      end
+      -- The share by now, as shared/busy_share computes it: a call for each worker took 5 % of a decision.
+      if (busy > 0 or target > 0) and since > 0 and passed < PAST_MS then
+        busy = target + (busy - target) * exp(-passed / MEMORY_MS)
+      end
       -- Of requests that came past the routers only what waits is known: a second of it counts as no idle time at all.
-      busy_share[count] = foreign > 0 and min(1, busy + foreign / tps) or busy
+      busy = busy / ALWAYS + foreign / tps
+      busy_share[count] = busy < 1 and busy or 1
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
     end
   end
