@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SETTLE_S = 20.0  # after the start: the tokenizer is loaded, and every pool has been at rest for a while
 SHAPES = "1x8,1x64,4x64,16x64,64x16"
 PAGES = 5  # of /metrics that are timed
+ASKED, TRIES = "warmfleet_health_checks_total", 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,26 @@ class Resting:
         return Router(name, port, (process.pid,))
 
     def watch(self, seconds: float) -> dict[str, float]:
-        """Shares of a core over so many seconds: of a replica (``replica``: the median), of Redis."""
+        """Shares of a core over so many seconds: of a replica (``replica``: the median), of Redis.
+
+        Where the machine is so busy that nobody ticks for a second, replicas ask engines whether they live, which is no
+        rest: it is measured again, a few times.
+        """
+        for _ in range(TRIES):
+            asked = self.asked()
+            used = self._shares(seconds)
+            disturbed = self.asked() != asked
+            if not disturbed:
+                break
+            say("somebody did not rest: again ...")
+        return used | {"disturbed": float(disturbed)}
+
+    def asked(self) -> list[str]:
+        """How many engines the replicas have asked for their health."""
+        pages = [self._page(one.port).decode() for one in self.replicas]
+        return [line for page in pages for line in page.splitlines() if line.startswith(ASKED)]
+
+    def _shares(self, seconds: float) -> dict[str, float]:
         pids = {one.name: one.pids for one in self.replicas} | {"redis": (self.processes.pid("store"),)}
         before, began = {name: cpu_s(some) for name, some in pids.items()}, time.perf_counter()
         time.sleep(seconds)
@@ -112,10 +132,15 @@ class Resting:
         replica, spent, size = self.replicas[0], [], 0
         for _ in range(PAGES):
             before = cpu_s(replica.pids)
-            with urllib.request.urlopen(f"http://127.0.0.1:{replica.port}/metrics", timeout=30) as answer:
-                size = len(answer.read())
+            size = len(self._page(replica.port))
             spent.append((cpu_s(replica.pids) - before) * 1e3)
         return {"bytes": size, "cpu_ms": round(statistics.median(spent), 1)}
+
+    @staticmethod
+    def _page(port: int) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            page: bytes = answer.read()
+        return page
 
     def memory_mb(self) -> float:
         """Resident memory of a replica."""

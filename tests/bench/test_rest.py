@@ -1,0 +1,47 @@
+"""The bench ``rest``: what it sums up, and that its engines live as real ones do."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from tests.bench.bench_rest import Shape, totals
+from tests.bench.resting_engines import Announced, Engine, join
+
+from warmfleet.fleet import Fleet, connect
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.stream import connect as plugin_connect
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_the_worst_shape_of_a_size_counts_and_only_with_one_replica() -> None:
+    one = {"replica": 0.01, "redis": 0.03}
+    found = {"1x8": one, "16x64": {"replica": 0.02, "redis": 0.02}, "64x16": one, "64x16_4_replicas": {"replica": 9.0}}
+    assert Shape.of("64x16").engines == 1024
+    assert totals(found) == {
+        "idle_core_share_8": 0.01,
+        "idle_redis_share_8": 0.03,
+        "idle_core_share_1000": 0.02,
+        "idle_redis_share_1000": 0.03,
+    }
+
+
+async def test_resting_engines_are_proven_and_heard(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = plugin_connect(valkey_url)
+    engines = [Engine(valkey_url, plugin, "rest-bench", number, Announced({}, {})) for number in range(2)]
+    await join(valkey_url, "rest-bench", engines)
+    async with connect(valkey_url) as client:
+        fleet = Fleet(client, "rest-bench")
+        before = {one.worker_id: one for one in await fleet.workers()}
+        assert [one.state for one in before.values()] == ["proven", "proven"]
+        later = time.monotonic() + wire.HEARTBEAT_SECONDS
+        monkeypatch.setattr("time.monotonic", lambda: later)
+        for engine in engines:
+            assert engine.core(time.monotonic()) > time.monotonic()
+            engine.server(time.monotonic())
+        for engine in engines:
+            assert (await fleet.apply(engine.worker_id)).entries == 1
+            assert (await fleet.apply_server(engine.worker_id.removesuffix(".0"))).entries == 1
+    plugin.close()
