@@ -13,7 +13,18 @@ from tests.conftest import poll
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, Renewal, Spans, Timeouts, connect, new_reservation
+from warmfleet.fleet import (
+    Ask,
+    Decision,
+    Fleet,
+    Proof,
+    RedisConnections,
+    Renewal,
+    Spans,
+    Timeouts,
+    connect,
+    new_reservation,
+)
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -112,8 +123,17 @@ class Survival:
 
     async def hold(self) -> None:
         """Take reservations that stay open and are renewed."""
-        decisions = [await self.fleet.decide(self.ask(new_reservation(1))) for _ in range(HELD)]
+        decisions = [await self._decided() for _ in range(HELD)]
         self.held = [Renewal(one.reservation, WORKER, one.prefill_tokens, one.decode_tokens) for one in decisions]
+
+    async def _decided(self) -> Decision:
+        """A decision, however often a busy machine lets Redis answer too late."""
+        while True:
+            one = new_reservation(1)
+            try:
+                return await self.fleet.decide(self.ask(one))
+            except FleetUnavailable:
+                self.unsettled.append(one)
 
     async def struck(
         self, strike: Callable[[], None], agreed: Callable[[], bool] = lambda: True

@@ -32,7 +32,7 @@ from warmfleet.routing.token_handoff import NOTHING
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet import Ask, Decision, Place, Queued, Shortfall
+    from warmfleet.fleet import Ask, Decision, Place, Queued
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.pools.fleet_view import View
@@ -73,17 +73,10 @@ class Wire(Fleet):
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         return await self._fated(name, partial(super().call, name, command, limit_s))
 
-    def tell(
-        self,
-        reservation: str,
-        outcome: Outcome,
-        on_answer: OnAnswer,
-        tokens: int = 0,
-        shortfall: Shortfall | None = None,
-    ) -> None:
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
         async def told() -> None:
             try:
-                answer = await self.settle(reservation, outcome, tokens, shortfall)
+                answer = await self.settle(reservation, outcome, *more, **named)
             except WarmfleetError as error:
                 on_answer(None, error)
             else:

@@ -55,7 +55,8 @@ async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatc
             count, number = len(fleet.answered), fleet.core.state.number
             await poll(lambda: len(fleet.answered) > count + 30 and fleet.core.state.number > number + 5)
             decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
-            assert max(decided_s, indexed_s) < 10
+            assert decided_s < 10
+            assert indexed_s < 20
             assert {"gap", "resync_gap"} <= (await fleet.fleet.counts()).keys()
             await fleet.consistent()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -30,7 +31,6 @@ from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Shortfall
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
 
@@ -318,15 +318,9 @@ class Unwritten:
 class SlowFleet(Fleet):
     """Redis is told as late as over a connection that must be made anew."""
 
-    def tell(
-        self,
-        reservation: str,
-        outcome: Outcome,
-        on_answer: OnAnswer,
-        tokens: int = 0,
-        shortfall: Shortfall | None = None,
-    ) -> None:
-        asyncio.get_running_loop().call_later(0.05, super().tell, reservation, outcome, on_answer, tokens, shortfall)
+    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
+        late = partial(super().tell, reservation, outcome, on_answer, *more, **named)
+        asyncio.get_running_loop().call_later(0.05, late)
 
 
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
