@@ -1,0 +1,105 @@
+"""A fleet is split into two pools, gets a third under load, and then one pool loses its engines. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from tests.conftest import poll
+from tests.e2e.clients import Clients
+from tests.e2e.conftest import load
+
+from warmfleet.__main__ import main
+from warmfleet.cli.local.engines import EngineOptions
+from warmfleet.cli.local.stack import Plan, Stack
+from warmfleet.fleet import Spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CLIENTS, ENGINES, PREFIXES = 6, 4, 12
+
+
+@pytest.fixture
+def four() -> Iterator[Stack]:
+    with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=2)) as running:
+        yield running
+
+
+def pools(stack: Stack, *words: str) -> None:
+    assert main(["pools", *words, "--redis", stack.redis_url, "--model", "demo"]) == 0
+
+
+def seats(stack: Stack) -> dict[str, list[str]]:
+    """The names of the engines that take requests in each pool, as all replicas see it; {} while they differ."""
+    seen = [
+        {
+            model["model"]: sorted(worker["worker_id"] for worker in model["workers"] if worker["routable"])
+            for model in stack.fleet(replica)
+        }
+        for replica in stack.replicas
+    ]
+    return seen[0] if all(one == seen[0] for one in seen) else {}
+
+
+def pool_of(stack: Stack, number: int, replica: int) -> tuple[str, int]:
+    """The pool that serves a prompt with this beginning, and how many tokens of it were matched."""
+    text = f"{number} " + "the river and the stone " * 120
+    body = {"model": "demo", "prompt": text, "max_tokens": 2}
+    answer = httpx.post(f"{stack.replicas[replica].url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-warmfleet-pool"], int(answer.headers["x-warmfleet-matched-tokens"])
+
+
+@pytest.mark.long(
+    minutes=2,
+    shows=(
+        "under load four engines of one pool move to two, and a third pool is added; prompts stay in their home pools "
+        "at both replicas; a pool whose engines are killed is passed over; no request fails, nothing stays booked"
+    ),
+)
+@pytest.mark.timeout(300)
+async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
+    clients = Clients(list(four.replicas))
+    running = asyncio.create_task(clients.run(CLIENTS))
+    try:
+        await asyncio.to_thread(pools, four, "add", "demo#1", "demo#2")
+        await asyncio.to_thread(pools, four, "drain", "demo", "--move")
+
+        async def split() -> bool:
+            found = await asyncio.to_thread(seats, four)
+            return (len(found.get("demo#1", ())), len(found.get("demo#2", ()))) == (2, 2)
+
+        await poll(split, 90, "two engines in each pool")
+        await asyncio.to_thread(pools, four, "remove", "demo", "--force")
+        await asyncio.to_thread(pools, four, "add", "demo#3")  # it has no engine yet
+        first = [await asyncio.to_thread(pool_of, four, number, 0) for number in range(PREFIXES)]
+        again = [await asyncio.to_thread(pool_of, four, number, 1) for number in range(PREFIXES)]
+        print(first, again)
+        assert {pool for pool, _ in first} == {"demo#1", "demo#2"}
+        assert sum(old[0] == new[0] for old, new in zip(first, again, strict=True)) >= PREFIXES - 1
+        assert sum(matched > 0 for _, matched in again) >= PREFIXES - 1
+        assert clients.failures == []
+        victims = {name.rpartition(".")[0] for name in (await asyncio.to_thread(seats, four))["demo#1"]}
+        for engine in four.engines:
+            if engine.name in victims and engine.child is not None:
+                engine.child.process.send_signal(signal.SIGKILL)
+        clients.engine_deaths.append(time.monotonic() + 1)
+        left = [await asyncio.to_thread(pool_of, four, number, number % 2) for number in range(PREFIXES)]
+        assert {pool for pool, _ in left} == {"demo#2"}
+    finally:
+        clients.over = True
+        await running
+    print(json.dumps(dict(clients.outcomes)))
+    assert clients.failures == []
+    assert clients.outcomes["whole"] > 100
+
+    async def nothing() -> bool:
+        return await asyncio.to_thread(load, four) == 0
+
+    await poll(nothing, Spans().lease_ms / 1000 + 5, "nothing is booked")
