@@ -73,7 +73,7 @@ class PoolChanges:
         if draining != model.draining:
             logger.info("%s: pools that are drained: %s", name, ", ".join(sorted(draining)) or "none")
         if (*before,) == tags:
-            model.draining = draining
+            model.drain(draining)
             return
         known = before | {pool.tag: pool for pool in self._pools.leaving}
         pools = [known.get(tag) or self._new(tag) for tag in tags]

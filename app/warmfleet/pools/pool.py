@@ -61,6 +61,7 @@ class Pool:
     ) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
+        self.draining = False
         self.fleet = fleet
         self.degraded = degraded
         self.policy = PolicyChoice(policy)
@@ -160,8 +161,14 @@ class ServedModel:
     def __init__(self, name: str, pools: Sequence[Pool], draining: frozenset[str] = frozenset()) -> None:
         self.name = name
         self.pools = tuple(pools)
-        self.draining = draining
+        self.drain(draining)
         self._beginnings = Beginnings()
+
+    def drain(self, tags: frozenset[str]) -> None:
+        """Let the pools of these tags, and no others, get no new request while another one can serve it."""
+        self.draining = tags
+        for pool in self.pools:
+            pool.draining = pool.tag in tags
 
     def succeed(self, before: ServedModel) -> None:
         """Be this model with other pools from now on."""
@@ -195,7 +202,7 @@ class ServedModel:
         by_tag = {pool.tag: pool for pool in able}
         ordered = [by_tag[tag] for tag in in_order(key, by_tag)]
         if self.draining:
-            ordered.sort(key=lambda pool: pool.tag in self.draining)
+            ordered.sort(key=lambda pool: pool.draining)
         return tuple(ordered)
 
 

@@ -63,8 +63,7 @@ class TrySpan:
     """One try at a worker, from before the decision until everything is given back.
 
     ``policy``: that chose; empty if Redis did not choose, and then ``fallback`` says why not. ``pool``: the tag of the
-    chosen one; empty where the model has one pool. ``engine_request_id``:
-    the X-Request-Id that the engine got last.
+    chosen one; empty where the model has one pool. ``engine_request_id``: the X-Request-Id that the engine got last.
     """
 
     __slots__ = (

@@ -274,6 +274,26 @@ async def test_full_everywhere_is_refused() -> None:
         await fixture.admit()
 
 
+async def test_a_draining_pool_is_asked_only_if_no_other_can_serve() -> None:
+    fixture = Fixture()
+    for pool in fixture.pools[1:]:
+        pool.draining = True
+    fixture.stores["m#1"].cost_s = 9.0
+    assert (await fixture.admit())[0] == "m#1"
+    fixture.script("queue queue book")
+    assert (await fixture.admit())[0] == "m#1", "nor while it waits"
+    assert fixture.asked() == [4, 0, 0, 0]
+    fixture.script("none")
+    assert (await fixture.admit())[0] == "m#2"
+
+
+async def test_a_limit_in_the_other_pool_refuses_no_request_that_waits() -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].cost_s = 0.1
+    fixture.script("queue queue queue book", "queue limited limited limited")
+    assert (await fixture.admit())[0] == "m#1"
+
+
 async def test_without_any_redis_a_worker_is_chosen_among_those_known_last() -> None:
     fixture = Fixture()
     fixture.script("away", "away", "away", "away")
@@ -320,7 +340,7 @@ def test_prompts_with_the_same_beginning_have_the_same_home_pools(served: Served
 
     assert homes(64) == homes(65) == homes(1_000), "a conversation keeps its home pools while it grows"
     assert {homes(63, seed)[0] for seed in range(40)} == {*TAGS}
-    served.draining = frozenset({"m#2"})
+    served.drain(frozenset({"m#2"}))
     assert all(homes(64, seed)[-1] == "m#2" for seed in range(9))
 
 

@@ -38,6 +38,7 @@ logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
+REFUSALS = (RateLimited, CancelledReservation)  # are about the request, not about the pool
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
 
@@ -118,9 +119,10 @@ class _Choosing:
         asked: list[_Asked] = []
         left = self._candidates()
         while left:
-            count = 1 if asked else HOMES
+            count = 1 if asked or left[-1 if len(left) < HOMES else HOMES - 1].draining else HOMES
             asked += await self._ask(attempt, left[:count], may_wait=may_wait)
             left = left[count:]
+            _raise_refusal(asked)
             offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
             if offers:
                 return self._take(attempt, _best(offers, self.job.pool.fleet.weights.stay), asked)
@@ -140,14 +142,13 @@ class _Choosing:
         if isinstance(own.answer, Decision):
             return self._stands(attempt, own.answer)
         if own.line is None:
-            if isinstance(own.error, RateLimited | CancelledReservation):
-                raise own.error
+            _raise_refusal([own])
             if own.answer is not None:  # its place went to another request
                 return own.answer
             self._pass_over(attempt.pool, own.error)
             attempt.withdraw()
             return None
-        others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool]
+        others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool and not pool.draining]
         for other in await self._ask(attempt, others[:1], may_wait=False):
             offers = [(one, offer) for one in (own, other) if (offer := one.offer) is not None]
             if _best(offers, attempt.pool.fleet.weights.stay) is other:
@@ -176,7 +177,7 @@ class _Choosing:
         self._note(pool, reason)
 
     async def _ask(self, attempt: Attempt, pools: Sequence[Pool], *, may_wait: bool) -> list[_Asked]:
-        """Ask these pools at once. Raises CancelledReservation and RateLimited if one of them does."""
+        """Ask these pools at once."""
         asked = []
         for pool in pools:
             job = await self._at(pool)
@@ -186,9 +187,7 @@ class _Choosing:
         elif asked:
             await self._at_once(asked, may_wait=may_wait)
         for one in asked:
-            if isinstance(one.error, RateLimited | CancelledReservation):
-                raise one.error
-            if one.error is not None:
+            if one.error is not None and not isinstance(one.error, REFUSALS):
                 self._pass_over(one.job.pool, one.error)
         return asked
 
@@ -275,6 +274,14 @@ class _Choosing:
 
 class _Late(FleetUnavailable):
     """Another pool has answered, and this one has not for a while."""
+
+
+def _raise_refusal(asked: Sequence[_Asked]) -> None:
+    """Raise RateLimited or CancelledReservation if a pool did, unless the reservation was decided before in another."""
+    if not any(isinstance(one.answer, Decision) and one.answer.outcome == "known" for one in asked):
+        for one in asked:
+            if isinstance(one.error, REFUSALS):
+                raise one.error
 
 
 def _best(offers: Sequence[tuple[_Asked, Offer]], stay: float) -> _Asked:
