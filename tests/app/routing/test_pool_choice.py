@@ -32,6 +32,7 @@ from warmfleet.routing.attempt import Attempts, AttemptState
 from warmfleet.routing.call import Call, Hints, Job
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.homes import pool_choice
 from warmfleet.routing.homes.pool_choice import PoolChoice
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
@@ -381,8 +382,11 @@ async def test_pools_come_and_go_while_a_replica_runs(served: ServedModel) -> No
     assert pools.tagged("m#3") is None
 
 
-async def test_two_pools_of_real_engines_serve_one_model(valkey_url: str, model: str) -> None:
+async def test_two_pools_of_real_engines_serve_one_model(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each prompt goes where its beginning is; when a pool loses its engine, the other one serves."""
+    monkeypatch.setattr(pool_choice, "LATE_S", 1.0)  # the machine of a test may be busy
     tags = (f"{model}#1", f"{model}#2")
     fleets = [Fleet(connect(valkey_url, timeout_s=2), tag) for tag in tags]
     async with (

@@ -38,6 +38,7 @@ logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
+GRACE_S = 0.005  # for answers that have come while this replica itself stood still
 REFUSALS = (RateLimited, CancelledReservation)  # are about the request, not about the pool
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
@@ -204,6 +205,8 @@ class _Choosing:
                 for task in done:
                     task.result()  # raises a bug of ours
                 if answered and not done:
+                    await asyncio.sleep(GRACE_S)
+                    waiting = {task for task in waiting if not task.done()}
                     break
         finally:
             for task in waiting:
