@@ -20,7 +20,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from warmfleet.version import version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.metrics_core import Metric
 
 ANSWERS = STREAM, PLAIN = "stream", "plain"
 LIMIT_RESULTS = ("requests", "tokens", "unchecked")
@@ -92,6 +94,17 @@ class Histogram(prometheus_client.Histogram):
     def observe(self, amount: float, exemplar: object = None) -> None:  # noqa: ARG002  the library's signature
         self._sum.value += amount
         self._buckets[bisect_left(self._upper_bounds, amount)].value += 1
+
+
+class _Families(prometheus_client.CollectorRegistry):
+    """A registry of samples that were collected before."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
 
 
 class Metrics:
@@ -423,7 +436,12 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text of all metrics."""
-        return generate_latest(self.registry)
+        return b"".join(self.families())
+
+    def families(self) -> Iterator[bytes]:
+        """The same, one metric after the other: with 1,000 workers all of it takes a tenth of a second."""
+        for family in self.registry.collect():
+            yield generate_latest(_Families([family]))
 
     def forget_clients(self, names: Iterable[str]) -> None:
         """Drop the samples of clients that the file of keys does not name any more."""

@@ -1,11 +1,28 @@
 """The metrics count without the library's locks, and show what the library would show."""
 
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
 from warmfleet import metrics
+from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.api.status_page.words import FALLBACK
 from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool, Pools
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from warmfleet.api.access.operators import Operators
+    from warmfleet.fleet import Fleet
+    from warmfleet.routing.router import Router
+
+IDLE_FLEET = SimpleNamespace(limits=SimpleNamespace(max_engine_wait_s=0.0))
 
 
 def shown(made: object) -> str:
@@ -45,3 +62,21 @@ def test_a_rate_sees_the_first_refusal_fallback_and_retry() -> None:
     wanted |= {f'warmfleet_retries_total{{where="{word}"}} 0.0' for word in ("same", "another")}
     assert wanted - set(page) == set()
     assert set(metrics.FALLBACKS) == set(FALLBACK)
+
+
+async def test_requests_go_on_while_a_large_page_is_made() -> None:
+    made = Metrics(("m",))
+    router = SimpleNamespace(tenancy=None, pools=Pools([Pool("m", cast("Fleet", IDLE_FLEET), DegradedMode(1.0))]))
+    routes = ServiceRoutes(
+        cast("Router", router),
+        *(cast("Any", None), Settings(), made, Health()),
+        cast("Operators", SimpleNamespace(may_read_sums=lambda _: None)),
+    )
+    page = asyncio.create_task(routes.metrics(cast("Any", None)))
+    turns = 0
+    while not page.done():
+        await asyncio.sleep(0)
+        turns += 1
+    families = sum(line.startswith(b"# HELP") for line in bytes(page.result().body).splitlines())
+    assert families == sum(1 for _ in made.registry.collect())
+    assert turns >= families > 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -109,7 +110,11 @@ class ServiceRoutes:
         """All metrics, for Prometheus."""
         self._operators.may_read_sums(request)
         fleet_status.gauges(self._pools, self._metrics)
-        return Response(self._metrics.render(), headers={"content-type": self._metrics.content_type})
+        page = list[bytes]()
+        for family in self._metrics.families():
+            page.append(family)
+            await asyncio.sleep(0)  # requests go on between two metrics
+        return Response(b"".join(page), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:
         """Every worker of every model."""
