@@ -14,13 +14,23 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
+from tests.bench.virtual_pools import HomePools
 from tests.bench.virtual_queue import VirtualTickets
 from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, StockWorker, VirtualWorker
 
 from warmfleet.background import upkeep
 from warmfleet.engines.engine_priority import priority
-from warmfleet.fleet import RENEW_AT_ONCE, Ask, Fleet, QueueLimits, Renewal, Shortfall, Weights
+from warmfleet.fleet import (
+    RENEW_AT_ONCE,
+    Ask,
+    Decision,
+    Fleet,
+    QueueLimits,
+    Renewal,
+    Shortfall,
+    Weights,
+)
 from warmfleet.fleet.codes import Mark
 from warmfleet.pools.cache_reports import TOLERATED_SHARE
 from warmfleet.prompt.block_hashes import Chain
@@ -30,7 +40,6 @@ from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from warmfleet.fleet import Decision
     from warmfleet_loadtest.engine import EngineConfig
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import Answered
@@ -54,6 +63,8 @@ class Plan:
     queue: limits of the fleet's queue; by default requests never wait. tenants: 8 bytes for sessions that are not of
     the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
     sorting: each request gets the priority that routers send to engines that sort.
+    pools: how many engines each pool of the served model has; empty: it has one pool. depth_tokens: of a prompt's
+    beginning, by which its home pools are found.
     watch: called every watch_s virtual seconds, with the cluster and the time.
     """
 
@@ -72,8 +83,22 @@ class Plan:
     tenants: Mapping[int, bytes] = field(default_factory=dict)
     dispatch_s: float = 0.0
     sorting: bool = False
+    pools: tuple[int, ...] = ()
+    depth_tokens: int = 32
     watch: Watch | None = None
     watch_s: float = 1.0
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The pools' tags."""
+        return tuple(f"{MODEL}#{number + 1}" for number in range(len(self.pools))) or (MODEL,)
+
+    def pool_of_engines(self) -> list[str]:
+        """Return the pool of each engine. Raises ValueError unless every engine has one."""
+        sizes = self.pools or (len(self.engines),)
+        if sum(sizes) != len(self.engines):
+            raise ValueError(f"{len(self.engines)} engines are not {' + '.join(map(str, sizes))}")
+        return [tag for tag, size in zip(self.tags, sizes, strict=True) for _ in range(size)]
 
 
 @dataclass(slots=True)
@@ -91,13 +116,19 @@ class Cluster:
     def __init__(self, store: VirtualStore, plan: Plan) -> None:
         self.plan = plan
         self.store = store
+        self._pools = plan.pool_of_engines()
         self.workers: list[VirtualWorker | StockWorker] = [
             StockWorker(config, number)
             if number in plan.stock
-            else VirtualWorker(store, config, number, plan.claims.get(number))
-            for number, config in enumerate(plan.engines)
+            else VirtualWorker(store, config, number, plan.claims.get(number), pool)
+            for number, (config, pool) in enumerate(zip(plan.engines, self._pools, strict=True))
         ]
-        self.fleets = [store.fleet(MODEL, plan.weights) for _ in range(plan.replicas)]
+        self.replicas = [{pool: store.fleet(pool, plan.weights) for pool in plan.tags} for _ in range(plan.replicas)]
+        token_s = plan.engines[0].costs.prefill_token_s
+        self._homes = {
+            next(iter(pools.values())): HomePools(pools, plan.depth_tokens, token_s) for pools in self.replicas
+        }
+        self.fleets = [fleet for replica in self.replicas for fleet in replica.values()]
         self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)
         self.number_of = {worker.worker_id: number for number, worker in enumerate(self.workers)}
         self.routed: list[tuple[float, int, Request]] = []  # (time, engine, request) of the fleet's own requests
@@ -123,7 +154,7 @@ class Cluster:
         first = [worker for number, worker in enumerate(self.workers) if number not in self.plan.joins_s]
         clock.now = -1.0 - 0.2 * len(first)
         for worker in first:
-            await worker.join(self.fleets[0], clock)
+            await worker.join(self._fleet_of(worker), clock)
         clock.now = 0.0
         for worker in first:
             worker.keep_going(self.virtual)
@@ -134,6 +165,9 @@ class Cluster:
         self._every(upkeep.RENEW_INTERVAL_S, self._renew, upkeep.RENEW_INTERVAL_S)
         if self.plan.watch is not None:
             self._every(self.plan.watch_s, self._watch, 0.0)
+
+    def _fleet_of(self, worker: VirtualWorker | StockWorker) -> Fleet:
+        return self.replicas[0][self._pools[self.number_of[worker.worker_id]]]
 
     def _every(self, period_s: float, work: Any, first_s: float) -> None:
         async def again(now: float) -> None:
@@ -148,16 +182,16 @@ class Cluster:
 
         async def step(now: float) -> None:
             nonlocal seen, due
-            if self.store.written != seen or now >= due:
+            if self.store.written[fleet.keys.tag] != seen or now >= due:
                 blocks = await fleet.step()
-                busy = blocks or self.store.written != seen
-                seen, due = self.store.written, now if busy else now + IDLE_S
+                busy = blocks or self.store.written[fleet.keys.tag] != seen
+                seen, due = self.store.written[fleet.keys.tag], now if busy else now + IDLE_S
 
         return step
 
     def _join_later(self, worker: VirtualWorker | StockWorker) -> Any:
         async def join(now: float) -> None:
-            await worker.join(self.fleets[0], self.store.clock)
+            await worker.join(self._fleet_of(worker), self.store.clock)
             self.store.clock.now = now
             worker.keep_going(self.virtual)
 
@@ -180,10 +214,13 @@ class Cluster:
         if direct is not None:
             await self._past_the_fleet(request, direct)
             return direct
-        fleet = self._balancer.choice(self.fleets)
-        ask = self._ask(self._reservation(), request, arrival.session)
-        if tickets := self.tickets.get(fleet):
-            number = await tickets.choose(request, ask, self.plan.tenants.get(arrival.session, TENANT), now)
+        pools = self._balancer.choice(self.replicas)
+        ask, fleet = self._ask(self._reservation(), request, arrival.session), next(iter(pools.values()))
+        tenant = self.plan.tenants.get(arrival.session, TENANT)
+        if len(pools) > 1:
+            number = await self._in_home_pools(self._homes[fleet], request, ask, tenant, now)
+        elif tickets := self.tickets.get(fleet):
+            number = await tickets.choose(request, ask, tenant, now)
         else:
             number = self._booked(fleet, request, await fleet.decide(ask), now)
         if number is None or not self.plan.dispatch_s:
@@ -203,6 +240,15 @@ class Cluster:
             self.virtual.at(now + self.plan.dispatch_s, arrive, duty=True)
         else:
             self.virtual.send(request, number, now)
+
+    async def _in_home_pools(
+        self, homes: HomePools, request: Request, ask: Ask, tenant: bytes, now: float
+    ) -> int | None:
+        fleet, answer = await homes.decide(ask, tenant)
+        if isinstance(answer, Decision):
+            return self._booked(fleet, request, answer, now)
+        self.tickets[fleet].keep(request, ask, tenant, answer, now)
+        return None
 
     def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:
         """Note a decision; returns the number of the engine."""
@@ -239,8 +285,9 @@ class Cluster:
             size, worker = self.plan.engines[number].limits.block_tokens, self.workers[number]
             held = worker.engine.scheduler.pool.prefix(request.hashes, (request.prompt_tokens - 1) // size)
             uncached, context = request.prompt_tokens - size * len(held), request.prompt_tokens + request.max_tokens
-            self._open[request] = self.fleets[0], Renewal(reservation, worker.worker_id, uncached, context)
-            await self.fleets[0].renew([self._open[request][1]])
+            fleet = self._fleet_of(worker)
+            self._open[request] = fleet, Renewal(reservation, worker.worker_id, uncached, context)
+            await fleet.renew([self._open[request][1]])
 
     async def started(self, request: Request, engine: int, now: float) -> None:
         """Handle the first token: the engine core reports progress, and the replica sees the first byte."""
@@ -283,8 +330,9 @@ async def play(url: str, trace: Trace, plan: Plan) -> Played:
         cluster = Cluster(store, plan)
         await cluster.start()
         served = await cluster.virtual.run(trace)
-        rows: Any = store.sync.hgetall(cluster.fleets[0].keys.load)
-        cluster.rows = {name.decode(): row for name, row in rows.items()}
+        for fleet in cluster.replicas[0].values():
+            rows: Any = store.sync.hgetall(fleet.keys.load)
+            cluster.rows |= {name.decode(): row for name, row in rows.items()}
         cluster.queued = sum(b":queue" in key for key in store.sync.scan_iter(count=1_000))
         return Played(served, cluster, time.process_time() + store.cpu_s() - began)
     finally:

@@ -10,7 +10,7 @@ from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.fleet import Ask, Fleet
+    from warmfleet.fleet import Ask, Fleet, Queued
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
@@ -44,14 +44,18 @@ class VirtualTickets:
         answer = await self._fleet.decide_in_turn(ask, Place(tenant))
         if isinstance(answer, Decision):
             return self._booked(self._fleet, request, answer, now)
+        self.keep(request, ask, tenant, answer, now)
+        return None
+
+    def keep(self, request: Request, ask: Ask, tenant: bytes, answer: Queued, now: float) -> None:
+        """Keep the ticket of a request until its turn comes; refuse the request if it got none."""
         if answer.outcome != "queued":
             self._refuse(request)
-            return None
+            return
         self._waiting[ask.reservation] = request, ask, tenant, now
         self._decided[ask.reservation] = now
         self.most = max(self.most, len(self._waiting))
         self._poll_at(now + MIN_PAUSE_S)
-        return None
 
     def ask_soon(self, now: float) -> None:
         """A request of this replica had its first token or ended: a worker has more room."""

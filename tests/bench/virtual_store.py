@@ -8,6 +8,7 @@ to Redis. Stream entries get the virtual time in their ids. This module knows no
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -94,11 +95,17 @@ class _RouterClient(RouterRedis):
         return _Script(script, self.connection_of_scripts, self.clock)
 
 
+def _tag(key: str | bytes) -> str:
+    """Return the pool whose key this is."""
+    text = key.decode() if isinstance(key, bytes) else key
+    return text[text.index("{") + 1 : text.index("}")]
+
+
 class _WorkerPipeline(redis.client.Pipeline):
     store: VirtualStore
 
     def xadd(self, name: Any, fields: Any, id: Any = "*", **options: Any) -> Any:  # type: ignore[override]  # noqa: A002
-        self.store.written += 1
+        self.store.written[_tag(name)] += 1
         return super().xadd(name, fields, f"{stamp_us(self.store.clock) // 1000}-*" if id == "*" else id, **options)
 
 
@@ -125,7 +132,7 @@ class VirtualStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.clock = Clock()
-        self.written = 0  # entries of all workers
+        self.written: Counter[str] = Counter()  # entries of all workers, by pool
         self._fleets: list[Fleet] = []
         self._connections: list[Any] = []
         self.sync: Any = WorkerClient.of(self)

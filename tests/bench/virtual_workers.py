@@ -36,9 +36,15 @@ class VirtualWorker:
     """Engine ``number`` of a fleet. Call ``join`` once, then ``keep_going``."""
 
     def __init__(
-        self, store: VirtualStore, config: EngineConfig, number: int, claim: tuple[int, int] | None = None
+        self,
+        store: VirtualStore,
+        config: EngineConfig,
+        number: int,
+        claim: tuple[int, int] | None = None,
+        pool: str = MODEL,
     ) -> None:
         self._claim = claim  # a speed and a capacity that are not its own
+        self._pool = pool
         self.tracker = Tracker()
         scheduler = config.scheduler(self.tracker, lambda: store.clock.now)
         self.engine = VirtualEngine(scheduler, config.costs)
@@ -56,7 +62,7 @@ class VirtualWorker:
         limits = config.limits
         return PublisherConfig(
             redis_url=url,
-            model=MODEL,
+            model=self._pool,
             worker_id=self.worker_id,
             server_id=self.server_id,
             rank=0,
@@ -71,7 +77,7 @@ class VirtualWorker:
         address = f"http://127.0.0.1:{10_000 + number}"
         return ServerConfig(
             redis_url=url,
-            model=MODEL,
+            model=self._pool,
             server_id=self.server_id,
             url=address,
             models=(MODEL,),

@@ -1,0 +1,287 @@
+"""One served model in several pools, on the virtual clock: what does the choice of a pool cost?
+
+    make -s bench NAME=pools                                  # all of it: an hour of two cores
+    make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
+    make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand"
+    make -s bench NAME=pools ARGS="--case generated --no-thousand"    # needs no trace
+
+64 simulated engines are one pool, or 2, 4 or 8 pools of equal size. They get the same arrivals: a trace laid over
+itself eight times, in which system prompts are the same in all copies and all other text differs (`overlays`).
+Replicas use the real scripts on a real store, and the routers' own choice of home pools. A load is the share of
+time that engines compute if an oracle chooses among eight of them for one copy of the trace.
+
+The second part, 1,024 engines as one pool and as 16 pools of 64, needs more of a store than a bench can wait for.
+It is an exact simulation (`exact_pools`): it knows the caches and the work of all engines, chooses by the cost
+rule, and takes the queue into account.
+
+Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every
+case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
+eight pools over that with one, `thousand_over_one_mean` that of 16 pools of 64 over one of 1,024; each is the worst
+of all cases and loads. A figure whose runs were not made is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.bench_order import CASES, NEW, SKIP, figures
+from tests.bench.bench_order import Job as OrderJob
+from tests.bench.exact_pools import Served, Setup, simulate
+from tests.bench.overlays import Blocks, copies, overlaid
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import arrivals, engine
+from tests.bench.virtual_plots import draw_panels
+from tests.bench.virtual_store import private_server
+
+from warmfleet.errors import WarmfleetError
+from warmfleet.fleet import QueueLimits
+from warmfleet_loadtest.measuring.figures import markdown, quantile
+from warmfleet_loadtest.measuring.progress import Progress
+from warmfleet_loadtest.simulator.step_costs import load_costs
+from warmfleet_loadtest.stacks.processes import end_on_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from warmfleet_loadtest.traces.trace import Trace
+
+ENGINES, COPIES = 64, 8
+THOUSAND, THOUSAND_POOLS = 1_024, 16
+POOLS = (1, 2, 4, 8)
+LOADS = (0.5, 0.7, 0.85)
+DEPTH_TOKENS = 1_024  # of the trace's own tokens
+CASES_OF_POOLS = ("conversation", "agents-roomy", "generated")
+PUBLIC = ("conversation", "agents-roomy")
+OF_THOUSAND = ("conversation", "generated")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, as plain values that another process can read. speed: 0 while it is not known.
+
+    exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all.
+    """
+
+    case: str
+    load: float
+    pools: int
+    rows: int | None
+    engines: int = ENGINES
+    exact: bool = False
+    speed: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.engines // self.pools,) * self.pools
+
+    def trace(self) -> Trace:
+        case = CASES[self.case]
+        return arrivals(case.workload, self.rows or case.rows)
+
+    def find_speed(self) -> float:
+        """Return the speed at which an oracle keeps eight engines busy for `load` of the time with one copy."""
+        return OrderJob(self.case, self.load, "oracle", 0, 1, "fcfs", self.rows, {}).find_speed()
+
+    def run(self) -> dict[str, float]:
+        return self._simulated() if self.exact else self._played()
+
+    def _played(self) -> dict[str, float]:
+        case, trace = CASES[self.case], self.trace()
+        config = engine(load_costs(f"{case.step_time}-fcfs"), case.blocks, "fcfs", self.speed / trace.scale)
+        limits = QueueLimits(max_engine_wait_s=NEW["max_engine_wait_s"], patience=NEW["patience"])
+        plan = Plan((config,) * self.engines, queue=limits, speed=self.speed)
+        plan = replace(plan, pools=self.sizes, depth_tokens=round(DEPTH_TOKENS / trace.scale))
+        with private_server() as url:
+            played = uvloop.run(play(url, overlaid(trace, COPIES * self.engines // ENGINES), plan))
+        return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)
+
+    def _simulated(self) -> dict[str, float]:
+        case, trace = CASES[self.case], self.trace()
+        setup = Setup(
+            self.sizes,
+            case.blocks,
+            load_costs(f"{case.step_time}-fcfs").prefill_token_s * self.speed,
+            trace.scale,
+            depth_tokens=round(DEPTH_TOKENS / trace.scale),
+            room_s=NEW["max_engine_wait_s"] * self.speed,
+            patience=NEW["patience"],
+        )
+        served, busy = simulate(setup, copies(trace, self.engines // 8), Blocks(trace))
+        return told(served, statistics.fmean(busy))
+
+
+def told(served: Sequence[Served], busy: float) -> dict[str, float]:
+    """Return the figures of a simulation without its first requests, as ``bench_order.figures``."""
+    counted = sorted(served)[int(SKIP * len(served)) :]
+    ttft = sorted(one.ttft_s for one in counted)
+    return {
+        "mean": statistics.fmean(ttft),
+        **{f"p{q}": quantile(ttft, q / 100) for q in (50, 90, 99)},
+        "hit_ratio": sum(one.cached_tokens for one in counted) / sum(one.prompt_tokens for one in counted),
+        "busy": busy,
+        "requests": len(served),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of a case at one load with so many pools."""
+
+    job: Job
+    figures: Mapping[str, float]
+
+
+def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
+    """Run the jobs; return a row for each. The longest are begun first."""
+    places = list(dict.fromkeys((job.case, job.load) for job in wanted))
+    first = {(job.case, job.load): job for job in reversed(wanted)}
+    with ProcessPoolExecutor(processes) as pool:
+        spread: Callable[..., Iterable[Any]] = map if processes == 1 else pool.map
+        found = _ticked("speeds", len(places), spread(Job.find_speed, [first[place] for place in places]))
+        speeds = dict(zip(places, found, strict=True))
+        jobs = [replace(job, speed=speeds[job.case, job.load]) for job in wanted]
+        told = list(_ticked("runs", len(jobs), spread(Job.run, jobs)))
+    return [Row(job, one) for job, one in zip(jobs, told, strict=True)]
+
+
+def _ticked(label: str, total: int, answers: Iterable[Any]) -> Iterable[Any]:
+    progress = Progress(label, total)
+    for answer in answers:
+        progress.tick(failed=False)
+        yield answer
+
+
+def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> dict[tuple[str, float], float]:
+    """Return the figure with so many pools over that with one, by case and load, where both were played."""
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for row in rows:
+        if row.job.exact == exact:
+            found.setdefault((row.job.case, row.job.load), {})[row.job.pools] = row.figures[figure]
+    return {place: one[pools] / one[1] for place, one in found.items() if one.keys() >= {1, pools}}
+
+
+def bounds(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the worst ratios, of those whose runs were made."""
+    wanted = {
+        "eight_over_one_mean": over_one(rows, "mean", 8, exact=False),
+        "eight_over_one_p99": over_one(rows, "p99", 8, exact=False),
+        "thousand_over_one_mean": over_one(rows, "mean", THOUSAND_POOLS, exact=True),
+    }
+    return {name: round(max(ratios.values()), 4) for name, ratios in wanted.items() if ratios}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table with a row for each run; what is behind a slash is over the figure with one pool."""
+    cells = []
+    for row in rows:
+        job = row.job
+        ratios = {name: over_one(rows, name, job.pools, exact=job.exact) for name in ("mean", "p99")}
+        beside = [f"{row.figures[name]:.3f} / {ratios[name].get((job.case, job.load), 0):.3f}" for name in ratios]
+        others = [f"{row.figures[name]:.3f}" for name in ("p50", "p90", "hit_ratio", "busy")]
+        cells.append((job.case, f"{job.load:g}", f"{job.engines}", f"{job.pools}", *beside, *others))
+    return markdown(("case", "load", "engines", "pools", "mean", "p99", "p50", "p90", "hit_ratio", "busy"), cells)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if strangers := set(names).difference(CASES_OF_POOLS):
+        raise argparse.ArgumentTypeError(f"{min(strangers)!r} is none of {', '.join(CASES_OF_POOLS)}")
+    return names
+
+
+def _loads(text: str) -> list[float]:
+    """Parse shares of time. Raises ValueError unless all are between 0 and 1."""
+    loads = [float(value) for value in text.split(",")]
+    if not 0 < min(loads) <= max(loads) < 1:
+        raise ValueError(text)
+    return loads
+
+
+def _counts(text: str) -> list[int]:
+    """Parse numbers of pools. Raises ValueError unless all divide the engines."""
+    counts = [int(value) for value in text.split(",")]
+    if any(count < 1 or ENGINES % count for count in counts):
+        raise ValueError(text)
+    return counts
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=pools", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--case", type=_names, help=f"of {','.join(CASES_OF_POOLS)} (default: {','.join(PUBLIC)})")
+    made.add_argument("--loads", type=_loads, help="shares of time (default: .5, .7 and .85; with --quick .7)")
+    made.add_argument("--pools", type=_counts, help="numbers of pools (default: 1, 2, 4 and 8; with --quick 1 and 8)")
+    made.add_argument("--rows", type=int, help="first so many requests of a copy (default: all; with --quick 300)")
+    made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
+    made.add_argument("--quick", action="store_true", help="one load, few requests, one pool and eight, no second part")
+    made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="an .svg or .png")
+    return made
+
+
+def every(args: argparse.Namespace) -> list[Job]:
+    """Return the jobs of the command line."""
+    rows = args.rows or (300 if args.quick else None)
+    loads = args.loads or ((0.7,) if args.quick else LOADS)
+    counts = args.pools or ((1, 8) if args.quick else POOLS)
+    jobs = [Job(case, load, count, rows) for case in args.case or PUBLIC for load in loads for count in counts]
+    if args.thousand and not args.quick:
+        for case in args.case or OF_THOUSAND:
+            jobs += [Job(case, load, count, rows, THOUSAND, True) for load in loads for count in (1, THOUSAND_POOLS)]
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    if args.jobs < 1 or (args.rows is not None and args.rows < 1):
+        parser().error("--rows and --jobs from 1 on")
+    try:
+        wanted = every(args)
+        for job in wanted:
+            job.trace()
+        rows = measured(wanted, args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(rows), file=sys.stderr)
+    told = [
+        {"case": row.job.case, "load": row.job.load, "engines": row.job.engines, "pools": row.job.pools, **row.figures}
+        for row in rows
+    ]
+    print(json.dumps({**bounds(rows), "rows": told}), flush=True)
+    return _draw(args.plot, rows) if args.plot else 0
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> int:
+    """Draw the ratios to one pool over the load, after the figures are printed, because drawing may fail."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for figure in ("mean", "p99"):
+        for exact, engines in ((False, ENGINES), (True, THOUSAND)):
+            for count in dict.fromkeys(row.job.pools for row in rows if row.job.exact == exact and row.job.pools > 1):
+                for (case, load), ratio in over_one(rows, figure, count, exact=exact).items():
+                    lines = panels.setdefault(f"{case}, {engines} engines: {figure}", {})
+                    lines.setdefault(f"{count} pools", []).append((load, ratio))
+    try:
+        draw_panels(path, "TTFT over that with one pool", panels)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The choice among the pools of a served model on the virtual clock, by the router's own key, order and prices."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet import Decision, Place, Queued
+from warmfleet.pools.homes.beginnings import Beginnings
+from warmfleet.pools.homes.prices import HOMES, Offer, prices
+from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.routing.homes.pool_choice import TIE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from warmfleet.fleet import Ask, Fleet
+
+
+class HomePools:
+    """What one replica knows of a model's pools. depth_tokens: of a prompt's beginning; token_s: of prefill."""
+
+    def __init__(self, pools: Mapping[str, Fleet], depth_tokens: int, token_s: float) -> None:
+        self._pools = pools
+        self._depth_tokens = depth_tokens
+        self._token_s = token_s
+        self._beginnings = Beginnings()
+
+    def order(self, ask: Ask) -> list[Fleet]:
+        """The pools in the order in which the request would be asked for there."""
+        key = self._beginnings.key(ask.chains, self._depth_tokens, len(self._pools)) or os.urandom(8)
+        return [self._pools[tag] for tag in in_order(key, list(self._pools))]
+
+    async def decide(self, ask: Ask, tenant: bytes) -> tuple[Fleet, Decision | Queued]:
+        """Ask the home pools, keep the cheapest answer, and give back what the others hold."""
+        answers = [(fleet, await fleet.decide_in_turn(ask, Place(tenant))) for fleet in self.order(ask)[:HOMES]]
+        best = self._best(answers)
+        for number, (fleet, answer) in enumerate(answers):
+            if number != best and isinstance(answer, Decision):
+                await fleet.settle(ask.reservation, "cancelled")
+            elif number != best:
+                await fleet.poll(leaving=[ask.reservation])
+        return answers[best]
+
+    def _offers(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> list[Offer]:
+        return [Offer(answer.cost_s, answer.matched_tokens, self._token_s) for _, answer in answers]
+
+    def _best(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> int:
+        priced = prices(self._offers(answers), answers[0][0].weights.stay)
+        lowest = min(priced) + TIE_S
+
+        def rank(number: int) -> tuple[bool, int, bool]:
+            answer = answers[number][1]
+            return priced[number] <= lowest, answer.matched_tokens, isinstance(answer, Decision)
+
+        return max(range(len(answers)), key=rank)
