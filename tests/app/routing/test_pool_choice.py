@@ -7,6 +7,7 @@ import json
 import random
 import time
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Ask, Place, WorkerView
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
+    from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.routing.identifier import Identifier
 
 TAGS = ("m#1", "m#2", "m#3", "m#4")
@@ -273,6 +275,28 @@ async def test_full_everywhere_is_refused() -> None:
     fixture.script("book", "limited")
     with pytest.raises(RateLimited):
         await fixture.admit()
+
+
+async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_itself() -> None:
+    fixture, asked = Fixture(), list[str]()
+
+    async def identify(pool: Pool, *_request: object, counted: bool) -> IdentifiedPrompt:
+        asked.append(pool.tag)
+        assert not counted
+        return IdentifiedPrompt((Chain(2, 32, b"anything"),), 99, 110, "exact")
+
+    fixture.choice.identifier = cast("Identifier", SimpleNamespace(identify=identify))
+    await fixture.admit()
+    assert asked == []
+    other = cast("Hasher", SimpleNamespace(scheme=SimpleNamespace(scheme_id=2)))
+    fixture.pools[1].show(replace(fixture.pools[1].view, hashers=(other,), read_at=2.0))
+    fixture.stores["m#2"].cost_s = 0.1
+    job = fixture.job()
+    attempt = fixture.attempts.begin(job, (), avoids_failing=True)
+    job, _ = await fixture.choice.admit(job, attempt)
+    attempt.release("finished")
+    assert (asked, job.pool.tag, job.prompt.prompt_tokens) == (["m#2"], "m#2", 99)
+    await fixture.nothing_left()
 
 
 async def test_a_draining_pool_is_asked_only_if_no_other_can_serve() -> None:
