@@ -140,6 +140,19 @@ async def test_who_cannot_be_served_holds_up_nobody(q: Queueing) -> None:
     assert await turns(q, barred, other) == ["barred"], "its own worker has room: it goes first again"
 
 
+async def test_a_ticket_of_an_older_replica_fails_nobody(q: Queueing) -> None:
+    """Its record ends with ids of workers, where those of this version end with slots."""
+    await q.world.worker(2, **FULL)
+    older, other = ticket("older", barred=("w1.0",)), ticket("other", OTHER)
+    await booked(q, older)
+    key = f"{q.world.keys.queue2}:tickets"
+    record: bytes = await cast("Any", q.world.store.hget(key, "wf-older"))
+    await cast("Any", q.world.store.hset(key, "wf-older", record[:-4] + b"w1.0,w20.0"))
+    assert not await booked(q, other)
+    await q.world.change(1, prefill_tokens=950)
+    assert await turns(q, older, other)
+
+
 async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: Queueing) -> None:
     """However long it is: a decision looks at a few hundred tickets, and these may not all be one tenant's."""
     q.world.fleet.limits = QueueLimits(0.1, 300)

@@ -42,7 +42,8 @@ return function(s, room_of, overdue_s)
     local found, is_barred = allowed[barred], {}
     if not found then
       found = {}
-      for at = 1, #barred, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
+      -- A ticket of an older replica has ids here, which bar nobody: their number of bytes is any.
+      for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
       for i = 1, s.count do
         if not is_barred[s.slots[i]] then found[#found + 1] = i end
       end
