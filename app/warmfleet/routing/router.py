@@ -238,15 +238,15 @@ class Router:
         return pool.fleet.spans.lease_ms / 1_000
 
     async def _pool_of(self, model: str, reservation: str) -> Pool:
-        """The pool with this tag; of a model's name the pool that has the reservation.
+        """The pool with this tag; of a model's name, which may be a pool's tag, too, the pool that has the reservation.
 
         Raises ModelNotFound, BadRequest, FleetUnavailable.
         """
         pool = self.pools.tagged(model)
-        if pool is not None:
+        if pool is not None and pool.tag != pool.name:
             return pool
-        pool = await self.pools.find(model)
-        pools = self.pools.served[pool.name].pools
+        pool = pool or await self.pools.find(model)
+        pools = [one for one in self.pools.all if one.name == pool.name]  # those that leave, too
         for one in pools if len(pools) > 1 else ():
             if await one.fleet.lease(reservation) is not None:
                 return one

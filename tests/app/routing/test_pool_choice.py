@@ -35,6 +35,7 @@ from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.homes import pool_choice
 from warmfleet.routing.homes.pool_choice import PoolChoice
+from warmfleet.routing.router import Router
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
 from warmfleet.settings import Settings
@@ -404,6 +405,26 @@ async def test_pools_come_and_go_while_a_replica_runs(served: ServedModel) -> No
     pools.forget(third)
     assert [*pools.all] == [first, second]
     assert pools.tagged("m#3") is None
+
+
+async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_its_tag() -> None:
+    class Booked:
+        def __init__(self, reservation: str) -> None:
+            self.reservation = reservation
+
+        async def lease(self, reservation: str) -> object:
+            return object() if reservation == self.reservation else None
+
+    tags = ("m", "m#1", "m#2")
+    pools = Pools([Pool(tag, cast("Fleet", Booked(f"wf-{tag}")), DegradedMode(1.0)) for tag in tags])
+    pools.change(ServedModel("m", [pools.all[0], pools.all[1]]))  # the third leaves
+    router = cast("Any", SimpleNamespace(pools=pools))
+
+    async def tag_of(model: str, reservation: str) -> str:
+        return (await Router._pool_of(router, model, reservation)).tag
+
+    assert [await tag_of("m", f"wf-{tag}") for tag in tags] == [*tags]
+    assert await tag_of("m#1", "wf-m#2") == "m#1", "a tag with # says it all: no pool is asked"
 
 
 async def test_two_pools_of_real_engines_serve_one_model(
