@@ -1,4 +1,4 @@
-"""One master of a Cluster is killed under load, with six pools on three masters: only its own pools degrade."""
+"""One master of a Cluster is lost, with six pools on three masters: only its own pools degrade."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.drills.clients import Clients
 from tests.drills.spread_fleet import spread, started
 
 from warmfleet.fleet import Spans
+from warmfleet_loadtest.stacks.processes import free_ports
 
 if TYPE_CHECKING:
     from tests.drills.fleet import Fleet
@@ -28,7 +29,8 @@ pytestmark = [
         minutes=3,
         shows=(
             "a Cluster with three masters, six pools, 24 simulated engines and three replicas as processes: a master "
-            "is killed under load; no request fails, only its pools degrade, and index and load are right afterwards"
+            "is killed under load; no request fails, only its pools degrade, and index and load are right afterwards; "
+            "a replica that starts while a master is away serves the others"
         ),
     ),
     pytest.mark.timeout(900),
@@ -66,6 +68,28 @@ async def test_a_master_is_killed_under_load() -> None:
         others = [sum(count for tag, count in counted.items() if tag not in hit) for counted in counts]
         assert others[0] == 0, "no request of another pool is placed without Redis"
         assert others[1] <= LATE_SHARE * len(clients.asked), others
+
+
+async def test_a_replica_starts_while_a_master_is_away() -> None:
+    """Nothing takes its place: the pools of the other two masters are served all the same."""
+    async with spread() as fleet:
+        await started(fleet)
+        for node in (fleet.cluster.masters[0], fleet.cluster.replicas[0]):
+            node.kill()
+        fleet.replicas.clear()
+        began = time.monotonic()
+        fleet.start_replica("late", free_ports(1)[0], fleet.tags)
+        await poll(lambda: fleet.replicas[0].ready, 120, "it is ready", every_s=0.1)
+        print(f"\nready after {time.monotonic() - began:.1f} s")
+        clients = Clients(cast("Fleet", fleet), pause=PAUSE_S, prefixes=PREFIXES)
+        running = asyncio.create_task(clients.run(CLIENTS))
+        await asyncio.sleep(BEFORE_S)
+        clients.over = True
+        await running
+        decided = await fleet.counted(DECISIONS)
+        print(f"{len(clients.asked)} requests, decided by pool: {decided}")
+        assert [one.failure for one in clients.asked if one.failure] == []
+        assert {tag for tag, count in decided.items() if count} == {*fleet.tags} - fleet.on_master(0)
 
 
 async def struck(fleet: Spread, hit: set[str]) -> str:
