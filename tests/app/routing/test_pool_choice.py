@@ -289,8 +289,8 @@ async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_
     fixture.choice.identifier = cast("Identifier", SimpleNamespace(identify=identify))
     await fixture.admit()
     assert asked == []
-    other = cast("Hasher", SimpleNamespace(scheme=SimpleNamespace(scheme_id=2)))
-    fixture.pools[1].show(replace(fixture.pools[1].view, hashers=(other,), read_at=2.0))
+    other = cast("Hasher", SimpleNamespace(scheme=SimpleNamespace(scheme_id=2, block_tokens=32)))
+    fixture.pools[1].show(replace(fixture.pools[1].view, hashers=(other,), text=True, read_at=2.0))
     fixture.stores["m#2"].cost_s = 0.1
     job = fixture.job()
     attempt = fixture.attempts.begin(job, (), avoids_failing=True)
