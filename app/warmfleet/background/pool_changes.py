@@ -98,11 +98,11 @@ class PoolChanges:
             if held or now - self._since.get(pool.tag, now) < LEAVE_S:
                 continue
             self._pools.forget(pool)
+            self._metrics.zero(pool.tag)
             del self._since[pool.tag]
             await stop(self._tasks.pop(pool.tag))
             await _clear(pool)
             await pool.fleet.close()
-            self._metrics.zero(pool.tag)
             logger.info("%s: nothing is left of it here", pool.tag)
 
     async def close(self) -> None:
