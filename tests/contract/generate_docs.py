@@ -1,4 +1,6 @@
-"""Writes app/docs/settings.md and app/docs/metrics.md from the code: ``python -m tests.contract.generate_docs``.
+"""Writes what follows from the code into app/docs: settings.md, metrics.md, a table of sizing.md.
+
+The command is ``python -m tests.contract.generate_docs``.
 
 tests/contract/test_docs.py fails while a file differs from the text that this module makes.
 """
@@ -9,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
+from tests.contract import sizing
 
 from warmfleet.metrics import Metrics
 from warmfleet.settings import CONSTANTS, PREFIX, Settings
@@ -88,7 +91,12 @@ def metrics_page() -> str:
     return METRICS + "".join(rows)
 
 
-PAGES = {DOCS / "settings.md": settings_page, DOCS / "metrics.md": metrics_page}
+def sizing_page() -> str:
+    """The text of sizing.md, whose table of large fleets follows from unit costs."""
+    return sizing.with_table((DOCS / "sizing.md").read_text(encoding="utf-8"))
+
+
+PAGES = {DOCS / "settings.md": settings_page, DOCS / "metrics.md": metrics_page, DOCS / "sizing.md": sizing_page}
 
 if __name__ == "__main__":
     for path, page in PAGES.items():
