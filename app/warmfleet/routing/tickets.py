@@ -3,7 +3,7 @@
 Redis keeps the order of the tickets (lua/parts/shared/fair_queue.lua).
 
 While a model has tickets in this replica, one task asks about all of them: when an engine is about to have room, as
-Redis foretells, as soon as a request of this replica has its first token or ends, and every 50 ms. While the model has
+Redis foretells, as soon as a request of this replica has its first token or ends, and every 25 ms. While the model has
 none, no task runs. A ticket that is not asked about expires, so a replica that dies leaves no ticket behind.
 
 Each poll also sends one request to be decided again, if it was last decided a while ago: by now an engine may hold more
