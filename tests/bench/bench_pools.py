@@ -2,8 +2,8 @@
 
     make -s bench NAME=pools                                  # all of it: an hour of two cores
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
-    make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand"
-    make -s bench NAME=pools ARGS="--case generated --no-thousand"    # needs no trace
+    make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand --no-rest"
+    make -s bench NAME=pools ARGS="--case generated --no-thousand --no-rest"    # needs no trace
 
 64 simulated engines are one pool, or 2, 4 or 8 pools of equal size. They get the same arrivals: a trace laid over
 itself eight times, in which system prompts are the same in all copies and all other text differs (`overlays`).
@@ -17,7 +17,8 @@ rule, and takes the queue into account.
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every
 case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
 eight pools over that with one, `thousand_over_one_mean` that of 16 pools of 64 over one of 1,024; each is the worst
-of all cases and loads. A figure whose runs were not made is missing.
+of all cases and loads. `idle_core_share_8` and `idle_core_share_1000` are those of bench
+`rest`. A figure whose runs were not made is missing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from tests.bench import bench_rest
 from tests.bench.bench_order import CASES, NEW, SKIP, figures
 from tests.bench.bench_order import Job as OrderJob
 from tests.bench.exact_pools import Served, Setup, simulate
@@ -46,7 +48,7 @@ from warmfleet.fleet import QueueLimits
 from warmfleet_loadtest.measuring.figures import markdown, quantile
 from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.simulator.step_costs import load_costs
-from warmfleet_loadtest.stacks.processes import end_on_signals
+from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -225,7 +227,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pools", type=_counts, help="numbers of pools (default: 1, 2, 4 and 8; with --quick 1 and 8)")
     made.add_argument("--rows", type=int, help="first so many requests of a copy (default: all; with --quick 300)")
     made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
-    made.add_argument("--quick", action="store_true", help="one load, few requests, one pool and eight, no second part")
+    made.add_argument(
+        "--rest", action=argparse.BooleanOptionalAction, default=True, help="also replicas at rest (bench `rest`)"
+    )
+    made.add_argument("--quick", action="store_true", help="one load, few requests, one pool and eight, nothing else")
     made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
     made.add_argument("--plot", type=Path, metavar="FILE", help="an .svg or .png")
     return made
@@ -243,6 +248,12 @@ def every(args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
+def at_rest() -> dict[str, float]:
+    """Return the share of a core that one replica takes at rest with 8 engines and with 1,024. Raises StackError."""
+    told = bench_rest.measure(bench_rest.parser().parse_args(["--shapes", "1x8,16x64,64x16", "--replicas", "1"]))
+    return {name: value for name, value in told.items() if name.startswith("idle_core_share_")}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
@@ -253,7 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in wanted:
             job.trace()
         rows = measured(wanted, args.jobs)
-    except (OSError, ValueError, WarmfleetError) as error:
+        rest = at_rest() if args.rest and not args.quick else {}
+    except (OSError, ValueError, WarmfleetError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table(rows), file=sys.stderr)
@@ -261,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"case": row.job.case, "load": row.job.load, "engines": row.job.engines, "pools": row.job.pools, **row.figures}
         for row in rows
     ]
-    print(json.dumps({**bounds(rows), "rows": told}), flush=True)
+    print(json.dumps({**bounds(rows), **rest, "rows": told}), flush=True)
     return _draw(args.plot, rows) if args.plot else 0
 
 

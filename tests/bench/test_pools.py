@@ -120,7 +120,8 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--case", "generated", "--rows", "6", "--loads", "0.5", "--pools", "1,8", "--no-thousand", "--jobs", "1"]
+    options = ["--case", "generated", "--rows", "6", "--loads", "0.5", "--pools", "1,8", "--jobs", "1"]
+    options += ["--no-thousand", "--no-rest"]
     assert main(options) == 0
     printed = capsys.readouterr()
     told: dict[str, Any] = json.loads(printed.out)
