@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import string
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from warmfleet.fleet import (
     Ask,
     Decision,
     Fleet,
+    Queued,
     QueueLimits,
     Renewal,
     Shortfall,
@@ -244,10 +245,19 @@ class Cluster:
     async def _in_home_pools(
         self, homes: HomePools, request: Request, ask: Ask, tenant: bytes, now: float
     ) -> int | None:
-        fleet, answer = await homes.decide(ask, tenant)
+        fleet, answer, others = await homes.decide(ask, tenant)
         if isinstance(answer, Decision):
             return self._booked(fleet, request, answer, now)
-        self.tickets[fleet].keep(request, ask, tenant, answer, now)
+
+        async def instead(line: Queued, at: float) -> int | None:
+            for other in others:
+                asked = replace(ask, reservation=self._reservation())
+                decision = await homes.instead(asked, tenant, (fleet, line), other)
+                if decision is not None:
+                    return self._booked(other, request, decision, at)
+            return None
+
+        self.tickets[fleet].keep(request, ask, tenant, answer, now, instead)
         return None
 
     def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:

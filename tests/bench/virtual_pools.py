@@ -31,8 +31,11 @@ class HomePools:
         key = self._beginnings.key(ask.chains, self._depth_tokens, len(self._pools)) or os.urandom(8)
         return [self._pools[tag] for tag in in_order(key, list(self._pools))]
 
-    async def decide(self, ask: Ask, tenant: bytes) -> tuple[Fleet, Decision | Queued]:
-        """Ask the home pools, keep the cheapest answer, and give back what the others hold."""
+    async def decide(self, ask: Ask, tenant: bytes) -> tuple[Fleet, Decision | Queued, list[Fleet]]:
+        """Ask the home pools, keep the cheapest answer, and give back what the others hold.
+
+        Returns the pool that gave it, the answer, and the other home pools.
+        """
         answers = [(fleet, await fleet.decide_in_turn(ask, Place(tenant))) for fleet in self.order(ask)[:HOMES]]
         best = self._best(answers)
         for number, (fleet, answer) in enumerate(answers):
@@ -40,7 +43,18 @@ class HomePools:
                 await fleet.settle(ask.reservation, "cancelled")
             elif number != best:
                 await fleet.poll(leaving=[ask.reservation])
-        return answers[best]
+        fleet, answer = answers[best]
+        return fleet, answer, [other for other, _ in answers if other is not fleet]
+
+    async def instead(self, ask: Ask, tenant: bytes, line: tuple[Fleet, Queued], other: Fleet) -> Decision | None:
+        """Book a request that waits in a line in its other home pool, if it is cheaper there. ask: with another id."""
+        answer = await other.decide_in_turn(ask, Place(tenant, may_wait=False))
+        if not isinstance(answer, Decision):
+            return None
+        if self._best((line, (other, answer))) == 1:
+            return answer
+        await other.settle(ask.reservation, "cancelled")
+        return None
 
     def _offers(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> list[Offer]:
         return [Offer(answer.cost_s, answer.matched_tokens, self._token_s) for _, answer in answers]

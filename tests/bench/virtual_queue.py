@@ -8,12 +8,13 @@ from warmfleet.fleet import POLL_AT_ONCE, Decision, Place, Standing
 from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from warmfleet.fleet import Ask, Fleet, Queued
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
+    Instead = Callable[[Queued, float], Awaitable[int | None]]
     Booked = Callable[[Fleet, Request, Decision, float], int]
     Send = Callable[[Request, int, float], None]
 
@@ -32,6 +33,7 @@ class VirtualTickets:
         self._send = send
         self._waiting: dict[str, tuple[Request, Ask, bytes, float]] = {}  # by ticket; with tenant and time of arrival
         self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
+        self._instead: dict[str, Instead] = {}
         self._polled = 0.0
         self._next: float | None = None  # time of the next poll
 
@@ -47,13 +49,20 @@ class VirtualTickets:
         self.keep(request, ask, tenant, answer, now)
         return None
 
-    def keep(self, request: Request, ask: Ask, tenant: bytes, answer: Queued, now: float) -> None:
-        """Keep the ticket of a request until its turn comes; refuse the request if it got none."""
+    def keep(
+        self, request: Request, ask: Ask, tenant: bytes, answer: Queued, now: float, instead: Instead | None = None
+    ) -> None:
+        """Keep the ticket of a request until its turn comes; refuse the request if it got none.
+
+        instead: books it in another pool where that is better, and returns the number of the engine.
+        """
         if answer.outcome != "queued":
             self._refuse(request)
             return
         self._waiting[ask.reservation] = request, ask, tenant, now
         self._decided[ask.reservation] = now
+        if instead is not None:
+            self._instead[ask.reservation] = instead
         self.most = max(self.most, len(self._waiting))
         self._poll_at(now + MIN_PAUSE_S)
 
@@ -87,9 +96,16 @@ class VirtualTickets:
         del self._decided[ticket]
         answer = await self._fleet.decide_in_turn(ask, Place(tenant, waited_ms=round(1_000 * (now - came))))
         if not isinstance(answer, Decision) and answer.outcome == "queued":
-            self._decided[ticket] = now
+            number = await self._instead[ticket](answer, now) if ticket in self._instead else None
+            if number is None:
+                self._decided[ticket] = now
+                return
+            await self._fleet.poll(leaving=[ticket])
+            del self._waiting[ticket], self._instead[ticket]
+            self._send(request, number, now)
             return
         del self._waiting[ticket]
+        self._instead.pop(ticket, None)
         if isinstance(answer, Decision):
             self._send(request, self._booked(self._fleet, request, answer, now), now)
         else:
