@@ -16,7 +16,7 @@ from warmfleet.fleet.pool_registry import clear
 from warmfleet.pools.pool import ServedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
     from warmfleet.metrics import Metrics
@@ -52,6 +52,8 @@ class PoolChanges:
         self._named = {name: tuple(pool.tag for pool in model.pools) for name, model in pools.served.items()}
         self._tasks = {pool.tag: begin(pool) for pool in pools.all}
         self._since: dict[str, float] = {}  # when a pool that leaves did so
+        self._registered: set[str] = set()  # tags that a registry named at some time
+        self._unregistered: frozenset[str] = frozenset()  # tags that are served though no registry ever named them
 
     async def round(self) -> None:
         """Look for changes once. Raises FleetUnavailable if a registry cannot be read; others are looked at first."""
@@ -66,16 +68,16 @@ class PoolChanges:
 
     def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
         """entries: of the registry; none: the model has the pools that the settings name."""
-        tags = tuple(entry.tag for entry in entries) or self._named[name]
-        draining = frozenset(entry.tag for entry in entries if entry.draining and not entry.moving)
         model = self._pools.served[name]
         before = {pool.tag: pool for pool in model.pools}
+        known = before | {pool.tag: pool for pool in self._pools.leaving}
+        tags = self._tags(name, entries, known)
+        draining = frozenset(entry.tag for entry in entries if entry.draining and not entry.moving)
         if draining != model.draining:
             logger.info("%s: pools that are drained: %s", name, ", ".join(sorted(draining)) or "none")
         if (*before,) == tags:
             model.drain(draining)
             return
-        known = before | {pool.tag: pool for pool in self._pools.leaving}
         pools = [known.get(tag) or self._new(tag) for tag in tags]
         self._pools.change(ServedModel(name, pools, draining))
         self._since = {tag: at for tag, at in self._since.items() if tag not in tags}
@@ -83,6 +85,23 @@ class PoolChanges:
         self._since |= {tag: now for tag in before if tag not in tags}
         added, gone = (", ".join(sorted(some)) or "none" for some in ({*tags} - {*before}, {*before} - {*tags}))
         logger.info("%s: pools that were added: %s, removed: %s", name, added, gone)
+
+    def _tags(self, name: str, entries: Sequence[PoolEntry], known: Mapping[str, Pool]) -> tuple[str, ...]:
+        """The pools that the model has now.
+
+        A first `warmfleet pools add` may forget pools that only the settings name. Such a pool is served on while it
+        has workers: as removed it would lose them, and its keys.
+        """
+        tags = tuple(entry.tag for entry in entries)
+        if not tags:
+            return self._named[name]
+        self._registered.update(tags)
+        strange = [tag for tag in self._named[name] if tag not in self._registered]
+        kept = tuple(tag for tag in strange if tag in known and known[tag].view.workers)
+        for tag in {*kept} - self._unregistered:
+            logger.warning("%s: in WARMFLEET_MODELS, but not in the registry: call `warmfleet pools add %s`", tag, tag)
+        self._unregistered = (self._unregistered - {*strange}) | {*kept}
+        return (*tags, *kept)
 
     def _new(self, tag: str) -> Pool:
         pool = self._make(tag)

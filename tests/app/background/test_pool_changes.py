@@ -15,13 +15,19 @@ from warmfleet.fleet import Renewal
 from warmfleet.fleet.pool_registry import PoolEntry
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import Pool, Pools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet import Fleet, WorkerView
     from warmfleet.fleet.pool_registry import PoolRegistry
+
+
+def worker() -> WorkerView:
+    told = SimpleNamespace(worker_id="m.w", url="http://w", routable=True, server=None, record={}, approximate=False)
+    return cast("WorkerView", told)
 
 
 class Registry:
@@ -116,4 +122,21 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
     assert fixture.running["m"].cancelled()
     assert cleared == [("m", True)], "its keys are deleted, but for those of the model as a whole"
     assert fixture.metrics.queued.labels("m")._value.get() == 0
+    await fixture.changes.close()
+
+
+async def test_a_pool_that_a_first_registry_forgot_is_served_while_it_has_workers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fixture = Fixture()
+    pool = fixture.pools.served["m"].pools[0]
+    assert await fixture.follow(PoolEntry("m#1")) == ["m#1"], "it was not read yet"
+    pool.show(View((worker(),), read_at=1.0))
+    for _ in range(2):
+        assert await fixture.follow(PoolEntry("m#1")) == ["m#1", "m"]
+    assert fixture.pools.served["m"].pools[1] is pool
+    assert [*fixture.pools.leaving] == []
+    assert caplog.text.count("call `warmfleet pools add m`") == 1
+    assert await fixture.follow(PoolEntry("m#1"), PoolEntry("m")) == ["m#1", "m"]
+    assert await fixture.follow(PoolEntry("m#1")) == ["m#1"], "now it was removed"
     await fixture.changes.close()
