@@ -56,7 +56,8 @@ class Replica:
                 await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
 
     async def look(self) -> dict[str, Any]:
-        """Read the fleet, and return the JSON that ``/workers`` would answer."""
+        """Read the whole fleet, and return the JSON that ``/workers`` would answer."""
+        self.pool.fleet._servers_until = 0.0  # as if so much time had passed that servers' records are read again
         await self.reader.refresh()
         await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view

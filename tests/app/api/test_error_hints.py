@@ -65,7 +65,7 @@ def test_paths_that_are_served_elsewhere() -> None:
 
 
 def pools(*names: str) -> Pools:
-    made: Any = [SimpleNamespace(name=name, view=SimpleNamespace(models=())) for name in names]
+    made: Any = [SimpleNamespace(name=name, tag=name, view=SimpleNamespace(models=())) for name in names]
     return Pools(made)
 
 

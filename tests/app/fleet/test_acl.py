@@ -390,6 +390,8 @@ async def test_a_router_reads_the_registry_of_pools_and_reaches_pools_to_come(gu
                     await new.switch("cost")
         finally:
             await new.close()
+    with guarded.client("admin") as admin:
+        admin.unlink(wire.Keys("org/model").pools)  # a replica would follow it to pools that its user may not use
 
 
 async def test_a_replica_serves_as_the_router_user(guarded: Guarded) -> None:

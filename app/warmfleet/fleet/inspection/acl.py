@@ -22,7 +22,7 @@ _SCRIPTS = """
     hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
     sadd srem scard sscan sinter sismember smembers smismember spop srandmember
     zadd zrem zcard zcount zincrby zpopmin zrange zrangebyscore zrevrangebyscore zscore
-    zrangebylex zrevrange zrevrangebylex zremrangebyscore
+    zrangebylex zrevrange zrevrangebylex zremrangebyscore zrank zlexcount
     xlen xrange xtrim xinfo|stream
 """
 SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
