@@ -355,7 +355,7 @@ class Settings:
         "an engine, as much as lasts for that (measured, up to 0.5 s). With 2 s hardly any request waits; 0 = no queue",
     )
     queue_patience: float = _setting(
-        2.0,
+        1.0,
         "small prompts go first in the queue, but overtake none that came longer before them than this many times the "
         "seconds that it takes to compute; 0 = by arrival",
     )
