@@ -40,10 +40,28 @@ def test_a_system_prompt_that_most_have_is_no_key() -> None:
     assert depth < 1.25 * 300
 
 
-def test_prompts_that_are_alike_to_their_ends_have_their_last_block() -> None:
+def test_prompts_that_are_alike_to_their_ends_keep_one_key() -> None:
     beginnings, text = Beginnings(), blocks(70)
-    assert {beginnings.key(chain(text), DEPTH, POOLS) for _ in range(100)} == {text[8 * 63 : 8 * 64], text[-8:]}
-    assert beginnings.key(chain(text), DEPTH, POOLS) == text[-8:]
+    assert {beginnings.key(chain(text), DEPTH, POOLS) for _ in range(100)} == {text[8 * 63 : 8 * 64]}
+
+
+def test_prompts_that_end_within_what_many_share_have_their_last_block() -> None:
+    beginnings, system = Beginnings(), blocks(70)
+    for _ in range(20):
+        beginnings.key(chain(system + blocks(100)), DEPTH, POOLS)
+    assert beginnings.key(chain(system), DEPTH, POOLS) == system[-8:]
+
+
+def test_a_conversation_of_many_turns_keeps_its_key() -> None:
+    """Its turns are most of the prompts, and one conversation."""
+    beginnings, system = Beginnings(), blocks(68)
+    sessions = [system + blocks(1_000) for _ in range(12)]
+    told: dict[int, list[bytes]] = {number: [] for number in range(len(sessions))}
+    for turn in range(100):
+        for number, session in enumerate(sessions):
+            told[number].append(beginnings.key(chain(session[: 8 * (90 + 9 * turn)]), DEPTH, POOLS))
+    assert [len(set(keys[2:])) for keys in told.values()] == [1] * len(sessions)
+    assert len({keys[-1] for keys in told.values()}) == len(sessions)
 
 
 def test_a_document_that_some_have_stays_a_key() -> None:

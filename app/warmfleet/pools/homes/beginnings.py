@@ -1,9 +1,12 @@
-"""The key by which a prompt's home pools are found: the block hash at a depth at which few other prompts are alike.
+"""The key by which a prompt's home pools are found: the block hash at a depth at which few conversations are alike.
 
 A beginning that many conversations share, such as a system prompt, is no key: it would send them all to the same two
-pools. So a replica counts how many of the latest prompts had a beginning. Where that is more than HOT of what one pool
-would get of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
-grows keeps its key: it does not depend on the prompt's length, once the prompt is longer than the depth.
+pools. So a replica counts how many of the latest conversations had a beginning. Where that is more than HOT of what one
+pool would get of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
+grows keeps its key: it does not depend on the prompt's length, once the prompt is longer than the depth, and its turns
+count as one conversation, however many they are.
+
+A prompt belongs to a known conversation if it has all known beginnings of it, and perhaps goes on behind their end.
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 HASH_BYTES = 8  # of a block hash in a chain
-HOT = 0.5  # of a pool's share of all prompts: two pools can well compute so much more than others do
+HOT = 0.5  # of a pool's share of all conversations: two pools can well compute so much more than others do
 DEEPER = 4  # a step is so many times less than the depth: twice the depth would be behind the end of many prompts
 COOL = 0.5  # of the count from which a beginning is hot: below that it is a key again
-LEAST = 8.0  # prompts; fewer prove nothing
+LEAST = 8.0  # conversations; fewer prove nothing
 WINDOW = 512  # prompts after which all counts are halved; it bounds how many there are, too
 FORGOTTEN = 0.5  # a count that is no more than this says nothing
+MAX_DEPTHS = 24  # at which a prompt's beginnings are known: 200 times the first depth
 
 
 class Beginnings:
-    """The latest prompts of one served model, by their beginnings."""
+    """The latest conversations of one served model, by their beginnings."""
 
     def __init__(self) -> None:
-        self._counts: dict[bytes, float] = {}
+        self._counts: dict[bytes, float] = {}  # conversations, by the block hash at which a beginning ends
+        self._goes_on: set[bytes] = set()  # beginnings of which a longer one is known
         self._hot: set[bytes] = set()
         self._total = 0.0
         self._until_halved = WINDOW
@@ -44,21 +49,30 @@ class Beginnings:
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:
             return b""
+        beginnings = _beginnings(chain, depth_tokens)
+        self._count(beginnings, pools)
+        limit = self._limit(pools)
+        for key in beginnings:
+            if self._counts[key] <= limit and key not in self._hot:
+                return key
+            self._hot.add(key)
+        return chain.hashes[-HASH_BYTES:]
+
+    def _count(self, beginnings: list[bytes], pools: int) -> None:
         self._until_halved -= 1
         if not self._until_halved:
             self._halve(pools)
-        self._total += 1.0
-        limit = self._limit(pools)
-        hashes, depth = chain.hashes, max(1, depth_tokens // chain.block_tokens)
-        blocks = len(hashes) // HASH_BYTES
-        while True:
-            end = HASH_BYTES * min(depth, blocks)
-            key = hashes[end - HASH_BYTES : end]
-            count = self._counts[key] = self._counts.get(key, 0.0) + 1.0
-            if depth >= blocks or (count <= limit and key not in self._hot):
-                return key
-            self._hot.add(key)
-            depth += max(1, depth // DEEPER)
+        counts = self._counts
+        known = next((at for at, key in enumerate(beginnings) if key not in counts), len(beginnings))
+        if known == len(beginnings):
+            return
+        if not known or beginnings[known - 1] in self._goes_on:  # it parts from those that are known
+            self._total += 1.0
+            for key in beginnings[:known]:
+                counts[key] += 1.0
+        for key in beginnings[known:]:
+            counts[key] = 1.0
+        self._goes_on.update(beginnings[max(0, known - 1) : -1])
 
     def _limit(self, pools: int) -> float:
         return max(LEAST, HOT * self._total / pools)
@@ -67,5 +81,16 @@ class Beginnings:
         self._until_halved = WINDOW
         self._total /= 2
         self._counts = {key: count / 2 for key, count in self._counts.items() if count / 2 > FORGOTTEN}
+        self._goes_on &= self._counts.keys()
         cool = COOL * self._limit(pools)
         self._hot = {key for key in self._hot if self._counts.get(key, 0.0) > cool}
+
+
+def _beginnings(chain: Chain, depth_tokens: int) -> list[bytes]:
+    """The block hashes of a prompt at each depth that it reaches."""
+    found = []
+    depth, blocks = max(1, depth_tokens // chain.block_tokens), len(chain.hashes) // HASH_BYTES
+    while depth <= blocks and len(found) < MAX_DEPTHS:
+        found.append(chain.hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth])
+        depth += max(1, depth // DEEPER)
+    return found
