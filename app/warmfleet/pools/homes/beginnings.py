@@ -88,7 +88,7 @@ class Beginnings:
 
 def _beginnings(chain: Chain, depth_tokens: int) -> list[bytes]:
     """The block hashes of a prompt at each depth that it reaches."""
-    found = []
+    found: list[bytes] = []
     depth, blocks = max(1, depth_tokens // chain.block_tokens), len(chain.hashes) // HASH_BYTES
     while depth <= blocks and len(found) < MAX_DEPTHS:
         found.append(chain.hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth])
