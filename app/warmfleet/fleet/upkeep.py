@@ -192,7 +192,7 @@ class Upkeep(ScriptClient):
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 
     async def step(self, *, rest: bool = False) -> int:
-        """One round of maintenance, bounded: tick, a fair share of every backlog, collect. Returns blocks applied.
+        """Do a bounded round of maintenance: tick, a fair share of every backlog, collect. Returns blocks applied.
 
         rest: the model is at rest in this replica: heartbeats may wait, and are applied several at a time.
         """

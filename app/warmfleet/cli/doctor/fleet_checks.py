@@ -38,7 +38,7 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty."""
+    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty."""
 
     tag: str
     workers: Sequence[WorkerView]

@@ -34,7 +34,7 @@ MOVING = "moving"  # a drained pool whose workers go at once
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """One pool as the operator sees it. workers: that take requests; known: all that have not been forgotten.
+    """A pool as the operator sees it. workers: that take requests; known: all that have not been forgotten.
 
     capacity_blocks: of those that take requests. redis: host and port of the master; empty where there is only one.
     unreachable: why its Redis does not answer; then the figures are 0.

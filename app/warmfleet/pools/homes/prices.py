@@ -1,4 +1,4 @@
-"""What a request would cost in each pool that has answered, in predicted seconds to first token. Pure.
+"""The price of a request in each pool that has answered, in predicted seconds to first token. Pure.
 
 Inside a pool decide charges a session that moves for what it leaves behind (the price ``stay``). Between pools nobody
 sees both sides but the router, so it charges here. A pool that lets the request wait is not worse for that: it waits

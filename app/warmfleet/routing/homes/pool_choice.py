@@ -72,7 +72,7 @@ class PoolChoice:
 
 
 class _Asked:
-    """One pool that is asked, and what it answered. ``error``: why it gave no answer, None while it has not failed."""
+    """A pool that is asked, and its answer. ``error``: why it gave no answer, None while it has not failed."""
 
     __slots__ = ("answer", "attempt", "error", "job")
 
