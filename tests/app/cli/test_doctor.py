@@ -26,7 +26,7 @@ from tests.topology import SLOTS, cluster, sentinels, tls_server
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
-from warmfleet.cli.doctor import fleet_checks, pool_checks, redis_checks
+from warmfleet.cli.doctor import cluster_checks, fleet_checks, pool_checks, redis_checks
 from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.doctor.parity_checks import Subject, handoff
@@ -34,6 +34,7 @@ from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Flag, Fleet, Proof, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
@@ -255,20 +256,51 @@ async def test_sentinels_that_are_down_and_a_master_without_a_replica(model: str
 @LONG
 async def test_a_cluster(model: str) -> None:
     with cluster(wire.model_tag(model)) as clustered:
+        nodes = (*clustered.masters, clustered.replica)
+        asked = clustered.masters[0 if clustered.masters[0] is not clustered.owner else 1].client()
+        await poll(lambda: str(clustered.replica.port) in str(asked.cluster("SLOTS")), 10, "the replica is known")
         told = await doctor(clustered.url, model)
         assert told.of("slots", State.OK), told.printed
         assert told.of("replication", State.OK), told.printed
+        told.names("coverage", "cluster-require-full-coverage is yes on", "CONFIG SET cluster-require-full-coverage no")
+        named = told.of("coverage", State.FAULT)[0].detail
+        assert all(f"127.0.0.1:{node.port}" in named for node in nodes), "every node is looked at, also replicas"
         told = await doctor(f"redis://127.0.0.1:{clustered.owner.port}", model)
         told.names("cluster", "this server is a node of a Cluster", "redis+cluster://")
         number, other = next((at, one) for at, one in enumerate(clustered.masters) if one is not clustered.owner)
         share = -(-SLOTS // len(clustered.masters))
         first, last = number * share, min((number + 1) * share, SLOTS) - 1
-        for node in (*clustered.masters, clustered.replica):
+        for node in nodes:
             node.client().config_set("cluster-require-full-coverage", "no")
+            node.client().acl_setuser(
+                "plain", True, passwords=["+plain-secret"], keys=["*"], categories=["+@all"], commands=["-config"]
+            )
+        told = await doctor(clustered.url, model)
+        assert "within 1 s" in told.of("coverage", State.OK)[0].detail
+        plain = clustered.url.replace("://", "://plain:plain-secret@")
+        told = await doctor(plain, model)
+        assert "WARMFLEET_ADMIN_REDIS_URL" in told.of("coverage", State.SKIPPED)[0].detail, told.printed
+        assert (await doctor(plain, model, admin_url=clustered.url)).of("coverage", State.OK)
+        for node in nodes:
             node.client().cluster("DELSLOTSRANGE", first, last)
         told = await doctor(clustered.url, model)
         told.names("slots", f"{last - first + 1} of 16384 slots have no owner", "redis-cli --cluster fix")
         other.kill()
+
+
+def test_the_coverage_of_nodes_of_which_some_cannot_be_read() -> None:
+    places = [("a", 1), ("b", 2), ("c", 3)]
+    loose = {"cluster-require-full-coverage": "no", "cluster-node-timeout": "15000"}
+    (well,) = cluster_checks.of_settings(dict.fromkeys(places, loose))
+    assert (well.state, "within 15 s" in well.detail) == (State.OK, True)
+    strict = loose | {"cluster-require-full-coverage": "yes"}
+    found = cluster_checks.of_settings({places[0]: loose, places[1]: strict, places[2]: FleetUnavailable("away")})
+    assert [(one.state, "b:2" in one.detail, "c:3" in one.detail) for one in found] == [
+        (State.FAULT, True, False),
+        (State.NOTE, False, True),
+    ]
+    (nothing,) = cluster_checks.of_settings({})
+    assert (nothing.state, "no node answers" in nothing.detail) == (State.SKIPPED, True)
 
 
 # ---------------------------------------------------------------- rights

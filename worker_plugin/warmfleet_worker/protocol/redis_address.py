@@ -93,6 +93,12 @@ def slot_ranges(answer: Any, asked: str) -> tuple[SlotRange, ...]:
     )
 
 
+def all_nodes(answer: Any, asked: str) -> tuple[HostPort, ...]:
+    """Every master and replica in a node's raw answer to ``CLUSTER SLOTS``, each once. asked: as in ``slot_ranges``."""
+    named = ((_text(host) or asked, int(port)) for _, _, *nodes in answer or () for host, port, *_ in nodes if port)
+    return tuple(dict.fromkeys(named))
+
+
 def owner_of(slot: int, ranges: Iterable[SlotRange]) -> HostPort | None:
     """The master that owns ``slot``; None if none does."""
     return next((owner for first, last, owner in ranges if first <= slot <= last), None)

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.doctor import (
+    cluster_checks,
     engine_checks,
     fleet_checks,
     parity_checks,
@@ -236,6 +237,9 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
 
     first = next(iter(looks.values()))
     await _checked(report, "server", servers())
+    if where.kind == "cluster":
+        of_admin = plan.admin_url and parse(plan.admin_url).kind == "cluster"
+        await _checked(report, "coverage", cluster_checks.coverage(plan.admin_url if of_admin else plan.url))
     await _checked(report, "clock", redis_checks.clock(first, plan.wall))
     report.progress("measuring the latency of scripts")
     await _checked(report, "latency", redis_checks.latency(first, plan.settings.decide_timeout_s))

@@ -6,22 +6,25 @@ pool. With a single server or Sentinels there is one master; with a Cluster as m
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
 from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.connection.cancellable import connection_options
 from warmfleet.fleet.connection.failover import Nodes
 from warmfleet.fleet.connection.masters import Masters, SlotLine
 from warmfleet.fleet.connection.multiplexed import BLOCKED_STEP_S, Multiplexed
-from warmfleet.protocol.redis_address import RedisAddressError, parse, slot_ranges
+from warmfleet.fleet.connection.reply_errors import failure
+from warmfleet.protocol.redis_address import RedisAddressError, all_nodes, parse, slot_ranges
 
 if TYPE_CHECKING:
-    from warmfleet.protocol.redis_address import SlotRange
+    from warmfleet.protocol.redis_address import HostPort, SlotRange
 
 CONNECT_S = 1.0  # seconds; a request never waits that long: its script calls have shorter limits (Timeouts)
 UPKEEP_S = 2.0  # seconds after which a call that no request waits for is given up
@@ -94,12 +97,27 @@ class RedisConnections:
 
     async def slot_ranges(self) -> tuple[SlotRange, ...]:
         """Which master owns which slots of the Cluster, by the first node that answers; nothing without a Cluster."""
+        return slot_ranges(*await self._cluster_slots())
+
+    async def of_every_node(self, *command: str) -> dict[HostPort, Any]:
+        """The raw answer of each master and replica of the Cluster, or the error by which it failed.
+
+        The nodes are those that the first node to answer names; nothing without a Cluster.
+        """
         if self._masters is None:
-            return ()
-        for (host, _), answer in await self._masters.nodes.locator.survey():
-            if not isinstance(answer, Exception):
-                return slot_ranges(answer, host)
-        return ()
+            return {}
+        nodes = self._masters.nodes
+        places = all_nodes(*await self._cluster_slots())
+        answers = await asyncio.gather(*[_answer(nodes.node_pool(place), command) for place in places])
+        return dict(zip(places, answers, strict=True))
+
+    async def _cluster_slots(self) -> tuple[Any, str]:
+        """The raw answer to ``CLUSTER SLOTS`` of the first node that answers, and its host; else nothing."""
+        if self._masters is not None:
+            for (host, _), answer in await self._masters.nodes.locator.survey():
+                if not isinstance(answer, Exception):
+                    return answer, host
+        return (), ""
 
     async def aclose(self) -> None:
         """Close what the clients share; they were closed before."""
@@ -111,3 +129,14 @@ class RedisConnections:
             await self._pool.aclose()
         if self._nodes is not None:
             await self._nodes.locator.close()
+
+
+async def _answer(pool: ConnectionPool, command: tuple[str, ...]) -> Any:
+    """The raw answer to this command, or the error by which it failed."""
+    client = aioredis.Redis.from_pool(pool)
+    try:
+        return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py
+    except (RedisError, OSError) as error:
+        return failure(error)
+    finally:
+        await client.aclose()

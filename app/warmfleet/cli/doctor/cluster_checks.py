@@ -1,0 +1,78 @@
+"""The settings of a Redis Cluster's nodes that decide how far the loss of one master reaches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
+from warmfleet.fleet.connection.redis_connections import RedisConnections
+from warmfleet.fleet.connection.reply_errors import RefusedCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from warmfleet.protocol.redis_address import HostPort
+
+COVERAGE, TIMEOUT = "cluster-require-full-coverage", "cluster-node-timeout"
+MOST_NAMED = 8  # nodes in a finding
+
+
+async def coverage(url: str) -> list[Finding]:
+    """Whether every node serves its slots while those of a lost master have no owner. url: redis+cluster://."""
+    connections = RedisConnections(url)
+    try:
+        answers = await connections.of_every_node("CONFIG", "GET", "cluster-*")
+    finally:
+        await connections.aclose()
+    return of_settings({place: _settings(answer) for place, answer in answers.items()})
+
+
+def of_settings(nodes: dict[HostPort, dict[str, str] | Exception]) -> list[Finding]:
+    """The findings for these nodes, each with its settings, or with the error by which they could not be read."""
+    failed = {place: told for place, told in nodes.items() if isinstance(told, Exception)}
+    read = {place: told for place, told in nodes.items() if not isinstance(told, Exception)}
+    strict = [place for place, told in read.items() if told.get(COVERAGE) != "no"]
+    if not read:
+        refused = next((why for why in failed.values() if isinstance(why, RefusedCall)), None)
+        why = refused or "no node answers"
+        return [
+            skipped(
+                "coverage",
+                f"{COVERAGE} cannot be read (CONFIG GET; {why}): name an admin's redis+cluster:// URL in"
+                " WARMFLEET_ADMIN_REDIS_URL, or see for yourself that it is no on every node (app/docs/redis.md)",
+            )
+        ]
+    findings = []
+    if strict:
+        text = (
+            f"{COVERAGE} is yes on {_named(strict)}: when any master is lost, these refuse all calls until it is"
+            " replaced, so the pools of all masters fail"
+        )
+        remedy = f"on every node: CONFIG SET {COVERAGE} no, and the same line in its redis.conf"
+        findings.append(fault("coverage", text, remedy))
+    if failed:
+        text = f"{COVERAGE} could not be read on {_named(failed)} ({next(iter(failed.values()))})"
+        findings.append(note("coverage", text, f"see that these nodes run, and that {COVERAGE} is no there"))
+    if findings:
+        return findings
+    slowest = max(int(told.get(TIMEOUT, 0)) for told in read.values()) / 1_000
+    text = f"a lost master touches its own pools only; no replica takes its place within {slowest:g} s ({TIMEOUT})"
+    return [ok("coverage", text)]
+
+
+def _settings(answer: Any) -> dict[str, str] | Exception:
+    """An answer to CONFIG GET. redis-py makes a mapping of it; with raw answers it is a list of names and values."""
+    if isinstance(answer, Exception):
+        return answer
+    pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=False)
+    return {_text(name): _text(value) for name, value in pairs}
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _named(places: Iterable[HostPort]) -> str:
+    names = [f"{host}:{port}" for host, port in places]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
