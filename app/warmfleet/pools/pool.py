@@ -215,7 +215,7 @@ class Pools:
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.all: tuple[Pool, ...] = tuple(pools)
         names = dict.fromkeys(pool.name for pool in self.all)
-        self.served = {name: ServedModel(name, [pool for pool in self.all if pool.name == name]) for name in names}
+        self.served = {name: ServedModel(name, self.named(name)) for name in names}
         self.leaving: tuple[Pool, ...] = ()
         self._contacted = False  # it is only set: readings are never forgotten
         self._first_reading_until: float | None = None
@@ -239,6 +239,10 @@ class Pools:
 
     def _count(self) -> None:
         self.all = (*(pool for model in self.served.values() for pool in model.pools), *self.leaving)
+
+    def named(self, name: str) -> list[Pool]:
+        """All pools of this model, leaving or not."""
+        return [pool for pool in self.all if pool.name == name]
 
     def tagged(self, tag: str) -> Pool | None:
         """The pool with this tag, leaving or not; None if there is none."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
-from warmfleet.errors import CancelledReservation, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import CancelledReservation, FleetUnavailable, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Flag, Renewal
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
@@ -28,6 +30,8 @@ from warmfleet.routing.token_handoff import offer
 from warmfleet.tracing.spans import PromptFacts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
@@ -46,6 +50,7 @@ BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the req
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
+FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the request is decided without knowing it
 MAX_NAME_CHARACTERS = 200  # of a model, as a client wrote it
 
 
@@ -178,6 +183,8 @@ class Router:
             while True:
                 attempt = self._attempts.begin(job, handover.exclude, avoids_failing=avoids_failing, key=handover.key)
                 try:
+                    if handover.key:
+                        job = await self._where_booked(job, attempt.reservation)
                     job, decision = await self._choice.admit(job, attempt)
                     if decision.outcome == "known":
                         await self.renew(job.pool.tag, attempt.reservation)
@@ -190,6 +197,21 @@ class Router:
                     attempt.release("cancelled")
         finally:
             self._placing.discard(handover.key)
+
+    async def _where_booked(self, job: Job, reservation: str) -> Job:
+        """The job with that pool first in which this reservation was booked before, if one was and answers.
+
+        The home pools of a prompt change with the pools of its model, and a pool may have been full or away before.
+        """
+        pools = self.pools.named(job.pool.name)
+        if len(pools) == 1:
+            return job
+        with suppress(FleetUnavailable, TimeoutError):
+            async with asyncio.timeout(FIND_S):
+                pool = await _holder([one for one in pools if one.degraded.asks_redis], reservation)
+            if pool is not None:
+                return job._replace(homes=(pool, *(one for one in job.homes or (job.pool,) if one is not pool)))
+        return job
 
     def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
         headers = {"X-Request-Id": job.call.id_at_engine(attempt.owner)}
@@ -246,11 +268,8 @@ class Router:
         if pool is not None and pool.tag != pool.name:
             return pool
         pool = pool or await self.pools.find(model)
-        pools = [one for one in self.pools.all if one.name == pool.name]  # those that leave, too
-        for one in pools if len(pools) > 1 else ():
-            if await one.fleet.lease(reservation) is not None:
-                return one
-        return pool
+        pools = self.pools.named(pool.name)
+        return (await _holder(pools, reservation) if len(pools) > 1 else None) or pool
 
     def waits_in(self, pool: Pool) -> bool:
         """Whether a request waits in the queue of this pool."""
@@ -275,6 +294,26 @@ def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
         pool.outliers.served(worker, [Judged(name, on_trial[name]) for name in blamed])
     elif ending.broke_off:
         pool.outliers.failed(worker)
+
+
+async def _holder(pools: Sequence[Pool], reservation: str) -> Pool | None:
+    """The pool in which this reservation is booked, else one that knows of its end.
+
+    Raises FleetUnavailable if none of those that answer has it, and one does not answer.
+    """
+    leases = await asyncio.gather(*[pool.fleet.lease(reservation) for pool in pools], return_exceptions=True)
+    knows: Pool | None = None
+    failure: BaseException | None = None
+    for pool, lease in zip(pools, leases, strict=True):
+        if isinstance(lease, BaseException):
+            failure = lease
+        elif lease is not None and lease.worker_id:
+            return pool
+        else:
+            knows = pool if lease is not None else knows
+    if failure is not None:
+        raise failure
+    return knows
 
 
 class _Retries:

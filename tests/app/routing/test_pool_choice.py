@@ -7,7 +7,7 @@ import json
 import random
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -35,13 +35,15 @@ from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.homes import pool_choice
 from warmfleet.routing.homes.pool_choice import PoolChoice
-from warmfleet.routing.router import Router
+from warmfleet.routing.router import Router, _holder
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from tests.app.replica import Replica
 
     from warmfleet.fleet import Ask, Place, WorkerView
     from warmfleet.fleet.connection.multiplexed import OnAnswer
@@ -413,7 +415,7 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
             self.reservation = reservation
 
         async def lease(self, reservation: str) -> object:
-            return object() if reservation == self.reservation else None
+            return SimpleNamespace(worker_id="w") if reservation == self.reservation else None
 
     tags = ("m", "m#1", "m#2")
     pools = Pools([Pool(tag, cast("Fleet", Booked(f"wf-{tag}")), DegradedMode(1.0)) for tag in tags])
@@ -427,6 +429,118 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
     assert await tag_of("m#1", "wf-m#2") == "m#1", "a tag with # says it all: no pool is asked"
 
 
+@dataclass
+class TwoPools:
+    """A replica and two pools of its model, with an engine each. The second pool was added while the replica ran."""
+
+    router: Replica
+    registry: PoolRegistry
+    fleets: list[Fleet]
+    model: str
+    prompts: list[list[int]]
+
+    @property
+    def tags(self) -> tuple[str, str]:
+        return f"{self.model}#1", f"{self.model}#2"
+
+    async def pool_of(self, prompt: list[int], **headers: str) -> tuple[str, int]:
+        """Which pool serves this prompt now, and how many tokens its engine held."""
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": 1}
+        status, told, answer = await self.router.post(asked, **headers)
+        assert status == 200, answer
+        return told["x-warmfleet-pool"], int(told["x-warmfleet-matched-tokens"])
+
+    async def route(self, prompt: list[int], key: str) -> dict[str, str]:
+        asked = {"model": self.model, "prompt": prompt}
+        _, _, answer = await self.router.post(asked, "/route?endpoint=/v1/completions", **{"Idempotency-Key": key})
+        return {name: json.loads(answer)[name] for name in ("reservation", "model", "worker")}
+
+    async def conversations_stay(self) -> None:
+        first = [(await self.pool_of(prompt))[0] for prompt in self.prompts]
+        again = [await self.pool_of([*prompt, *prompt[:50]]) for prompt in self.prompts]
+        stayed = [matched for (pool, matched), old in zip(again, first, strict=True) if pool == old]
+        assert len(stayed) >= 8, "most: on a busy machine an engine may be so busy that the other one is cheaper"
+        assert min(stayed) >= 384
+
+    async def choices_are_explained(self) -> None:
+        asked = {"model": self.model, "prompt": self.prompts[0]}
+        _, told, _ = await self.router.post(asked | {"max_tokens": 1}, **{"X-Warmfleet-Explain": "1"})
+        explained = json.loads(told["x-warmfleet-explain"])
+        assert (explained["pool"] in self.tags, {one["pool"] for one in explained["pools"]}) == (True, {*self.tags})
+        whole = json.loads((await self.router.post(asked, "/explain"))[2])
+        assert (whole["model"] in self.tags, {one["pool"] for one in whole["pools"]}) == (True, {*self.tags})
+        assert min(whole["pools"], key=lambda one: float(one["price_s"]))["worker_id"] == whole["chosen"]
+
+    async def a_key_keeps_its_reservation(self) -> None:
+        """Also when another pool would get the request now."""
+        placed = await self.route(self.prompts[0], "k")
+        assert placed["model"] in self.tags
+        assert await self.route(self.prompts[0], "k") == placed
+        pools = [PoolEntry(tag, draining=tag == placed["model"]) for tag in self.tags]
+        await self.registry.write(pools)
+
+        async def another_serves() -> bool:
+            return (await self.pool_of(self.prompts[0]))[0] != placed["model"]
+
+        await poll(another_serves, 10, "the pool that has the reservation drains")
+        assert await self.route(self.prompts[0], "k") == placed
+        ending = {"model": self.model, "reservation": placed["reservation"], "outcome": "finished"}
+        assert json.loads((await self.router.post(ending, "/settle"))[2]) == {"result": "settled"}
+        await self.registry.write(map(PoolEntry, self.tags))
+
+    async def pools_are_listed(self) -> None:
+        _, listed = await self.router.get("/v1/models")
+        assert [entry["id"] for entry in json.loads(listed)["data"]] == [self.model]
+        _, listed = await self.router.get("/workers")
+        told_of = [(each["served_model"], each["workers"][0]["pool"]) for each in json.loads(listed)["models"]]
+        assert told_of == [(self.model, tag) for tag in self.tags]
+
+    async def the_second_serves_alone(self) -> None:
+        """The engine of the first has ended; then the first pool is removed."""
+        assert {(await self.pool_of(prompt))[0] for prompt in self.prompts} == {self.tags[1]}
+        await asyncio.gather(*map(self.pool_of, self.prompts))
+
+        async def unloaded() -> bool:
+            rows = [worker.load for fleet in self.fleets for worker in await fleet.workers()]
+            return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows) == 0
+
+        await poll(unloaded, 10, "the load of both pools is given back")
+        await self.registry.remove(self.tags[0])
+
+        async def gone() -> bool:
+            listed = json.loads((await self.router.get("/workers"))[1])["models"]
+            return [one["model"] for one in listed] == [self.tags[1]]
+
+        await poll(gone, 10, "the first pool ends")
+        assert await self.router.metric(f'warmfleet_workers{{model="{self.tags[0]}"') == 0
+        asked = {"model": self.model, "prompt": self.prompts[0], "max_tokens": 1}
+        status, told, _ = await self.router.post(asked)
+        assert (status, told.get("x-warmfleet-pool")) == (200, None), "as with a single pool from the start"
+
+
+async def test_a_reservation_is_found_where_it_is_booked_whatever_other_pools_know_of_it() -> None:
+    booked, ended, none = SimpleNamespace(worker_id="w"), SimpleNamespace(worker_id=""), None
+
+    async def found(*leases: object) -> str | None:
+        async def lease(told: object) -> object:
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+        fleets = [SimpleNamespace(lease=lambda _, told=told: lease(told)) for told in leases]
+        pools = [Pool(tag, cast("Fleet", one), DegradedMode(1.0)) for tag, one in zip(TAGS, fleets, strict=False)]
+        pool = await _holder(pools, "wf-1")
+        return None if pool is None else pool.tag
+
+    away = FleetUnavailable("away")
+    assert await found(none, ended, booked) == "m#3"
+    assert await found(away, booked) == "m#2"
+    assert await found(none, ended) == "m#2", "it says that the reservation has ended"
+    assert await found(none, none) is None
+    with pytest.raises(FleetUnavailable):
+        await found(none, away)
+
+
 async def test_two_pools_of_real_engines_serve_one_model(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,68 +548,22 @@ async def test_two_pools_of_real_engines_serve_one_model(
     monkeypatch.setattr(pool_choice, "LATE_S", 1.0)  # the machine of a test may be busy
     tags = (f"{model}#1", f"{model}#2")
     fleets = [Fleet(connect(valkey_url, timeout_s=2), tag) for tag in tags]
+    prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]
     async with (
         simulated(valkey_url, model, "a", pool=tags[0]) as one,
         simulated(valkey_url, model, "b", pool=tags[1]),
         replica(valkey_url, model, models=tags[:1], redis_retry_s=0.2, pools_interval_s=0.1, leave_s=0.1) as router,
     ):
         await router.routable(1)
-        registry = PoolRegistry(fleets[0].redis, model)
-        await registry.write(map(PoolEntry, tags))  # the second pool is added while the replica runs
+        two = TwoPools(router, PoolRegistry(fleets[0].redis, model), fleets, model, prompts)
+        await two.registry.write(map(PoolEntry, tags))
         await router.routable(2)
         await router.exact()
-        prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]
-
-        async def pool_of(prompt: list[int], **headers: str) -> tuple[str, int]:
-            status, told, answer = await router.post({"model": model, "prompt": prompt, "max_tokens": 1}, **headers)
-            assert status == 200, answer
-            return told["x-warmfleet-pool"], int(told["x-warmfleet-matched-tokens"])
-
-        first = [(await pool_of(prompt))[0] for prompt in prompts]
-        again = [await pool_of([*prompt, *prompt[:50]]) for prompt in prompts]
-        stayed = [matched for (pool, matched), old in zip(again, first, strict=True) if pool == old]
-        assert len(stayed) >= 8, "most: on a busy machine an engine may be so busy that the other one is cheaper"
-        assert min(stayed) >= 384
-        _, told, _ = await router.post(
-            {"model": model, "prompt": prompts[0], "max_tokens": 1}, **{"X-Warmfleet-Explain": "1"}
-        )
-        explained = json.loads(told["x-warmfleet-explain"])
-        assert (explained["pool"] in tags, {one["pool"] for one in explained["pools"]}) == (True, {*tags})
-        asked = {"model": model, "prompt": prompts[0]}
-        _, _, told_by = await router.post(asked, "/explain")
-        whole = json.loads(told_by)
-        assert (whole["model"] in tags, {one["pool"] for one in whole["pools"]}) == (True, {*tags})
-        assert min(whole["pools"], key=lambda one: float(one["price_s"]))["worker_id"] == whole["chosen"]
-        _, _, routed = await router.post(asked, "/route?endpoint=/v1/completions", **{"Idempotency-Key": "k"})
-        _, _, again_routed = await router.post(asked, "/route?endpoint=/v1/completions", **{"Idempotency-Key": "k"})
-        placed = json.loads(routed)
-        assert placed["model"] in tags
-        assert json.loads(again_routed)["reservation"] == placed["reservation"]
-        ending = {"model": model, "reservation": placed["reservation"], "outcome": "finished"}
-        assert json.loads((await router.post(ending, "/settle"))[2]) == {"result": "settled"}
-        _, listed = await router.get("/v1/models")
-        assert [entry["id"] for entry in json.loads(listed)["data"]] == [model]
-        _, listed = await router.get("/workers")
-        told_of = [(each["served_model"], each["workers"][0]["pool"]) for each in json.loads(listed)["models"]]
-        assert told_of == [(model, tag) for tag in tags]
+        await two.conversations_stay()
+        await two.choices_are_explained()
+        await two.a_key_keeps_its_reservation()
+        await two.pools_are_listed()
         await one.engine.stop()
-        assert {(await pool_of(prompt))[0] for prompt in prompts} == {tags[1]}
-        await asyncio.gather(*map(pool_of, prompts))
-
-        async def unloaded() -> bool:
-            rows = [worker.load for fleet in fleets for worker in await fleet.workers()]
-            return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows) == 0
-
-        await poll(unloaded, 10, "the load of both pools is given back")
-        await registry.remove(tags[0])
-
-        async def gone() -> bool:
-            listed = json.loads((await router.get("/workers"))[1])["models"]
-            return [one["model"] for one in listed] == [tags[1]]
-
-        await poll(gone, 10, "the first pool ends")
-        assert await router.metric(f'warmfleet_workers{{model="{tags[0]}"') == 0
-        status, told, _ = await router.post({"model": model, "prompt": prompts[0], "max_tokens": 1})
-        assert (status, told.get("x-warmfleet-pool")) == (200, None), "as with a single pool from the start"
+        await two.the_second_serves_alone()
     for fleet in fleets:
         await fleet.close()
