@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet.pool_registry import clear
-from warmfleet.pools.pool import ServedModel
+from warmfleet.pools.pool import ServedModel, as_answered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,14 +57,14 @@ class PoolChanges:
 
     async def round(self) -> None:
         """Look for changes once. Raises FleetUnavailable if a registry cannot be read; others are looked at first."""
-        answers = await asyncio.gather(*(one.read() for one in self._registries), return_exceptions=True)
-        for registry, answer in zip(self._registries, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                self._change(registry.name, answer)
-        await self._let_go()
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+
+        async def follow(registry: PoolRegistry, found: Mapping[bytes, bytes]) -> None:
+            self._change(registry.name, await registry.told(found))
+
+        try:
+            await as_answered({registry.ask(): registry for registry in self._registries}, follow)
+        finally:
+            await self._let_go()
 
     def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
         """entries: of the registry; none: the model has the pools that the settings name."""

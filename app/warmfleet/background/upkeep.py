@@ -87,11 +87,11 @@ async def clear(pools: Pools) -> None:
 async def follow_policy(pools: Pools) -> None:
     """Use the policy that the operator has set in Redis, from the next decision on."""
 
-    async def follow_model(pool: Pool) -> None:
-        if pool.policy.follow(await pool.fleet.switched()):
+    async def follow_model(pool: Pool, ordered: str) -> None:
+        if pool.policy.follow(ordered):
             logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
 
-    await pools.each(follow_model)
+    await pools.ask_each(lambda pool: pool.fleet.switched(), follow_model)
 
 
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
@@ -102,11 +102,11 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
 
     approved: dict[str, frozenset[str]] = {}
 
-    async def read_model(pool: Pool) -> None:
-        approved[pool.tag] = await pool.fleet.approved()
+    async def read_model(pool: Pool, digests: frozenset[str]) -> None:
+        approved[pool.tag] = digests
 
     try:
-        await pools.each(read_model)
+        await pools.ask_each(lambda pool: pool.fleet.approved(), read_model)
     finally:
         # All models at once: no revocation waits until another model's template is compiled.
         await templates.approve(approved)

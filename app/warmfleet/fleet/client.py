@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet.connection.multiplexed import OnAnswer
+
+Answer = TypeVar("Answer")
 
 #: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py checks that this list, the
 #: header and the body of each script, and lua/README.md name the same keys.
@@ -211,17 +213,15 @@ class ScriptClient:
 
         For small answers: the answers to decisions wait behind it. Raises FleetUnavailable.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._multiplexed.send(None, pack_command(*words), self.timeouts.upkeep_s, partial(_resolve, future))
-        return await future
+        return await asked(self.redis, pack_command(*words), _as_it_is, self.timeouts.upkeep_s)
 
-    async def together(self, calls: Sequence[tuple[str, bytes]]) -> list[Any]:
+    def together(self, calls: Sequence[tuple[str, bytes]]) -> asyncio.Future[list[Any]]:
         """Calls in one write, and their answers in the same order.
 
         calls: name and packed command of each script; the name is empty for a command of Redis itself. Raises the first
         error, once all have been answered.
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         answers: list[Any] = [None] * len(calls)
         errors: list[WarmfleetError] = []
         left = len(calls)
@@ -232,13 +232,12 @@ class ScriptClient:
             if error is not None:
                 errors.append(error)
             if not left:
-                _resolve(future, None, errors[0] if errors else None)
+                _resolve(future, answers, errors[0] if errors else None)
 
         for at, (name, command) in enumerate(calls):
             script = self.packed[name] if name else None
             self._multiplexed.send(script, command, self.timeouts.upkeep_s, partial(take, at))
-        await future
-        return answers
+        return future
 
     async def block(self, command: bytes, seconds: float) -> Any:
         """A packed command that blocks in Redis for ``seconds`` at most. Raises FleetUnavailable."""
@@ -257,6 +256,29 @@ class ScriptClient:
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
         """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
+
+
+def asked(
+    redis: RouterRedis, command: bytes, read: Callable[[Any], Answer], limit_s: float = UPKEEP_S
+) -> asyncio.Future[Answer]:
+    """A packed command of Redis itself, sent on the connection of the scripts.
+
+    The future becomes what ``read`` makes of the answer, or FleetUnavailable.
+    """
+    future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def take(answer: Any, error: WarmfleetError | None) -> None:
+        try:
+            _resolve(future, None if error is not None else read(answer), error)
+        except Exception as unreadable:  # noqa: BLE001  anybody with the right to write may have written anything
+            future.set_exception(unreadable)
+
+    redis.multiplexed.send(None, command, limit_s, take)
+    return future
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
 
 
 def pairs(answer: Any) -> dict[bytes, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet.client import ScriptClient, redis_errors
+from warmfleet.fleet.client import ScriptClient, asked, redis_errors
+from warmfleet.fleet.connection.packing import pack_command
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable
 
 
@@ -16,9 +18,9 @@ class OperatorKeys(ScriptClient):
     All methods raise FleetUnavailable; the writing ones do so, too, if this Redis user may not write.
     """
 
-    async def approved(self) -> frozenset[str]:
+    def approved(self) -> asyncio.Future[frozenset[str]]:
         """The sha256 of every approved template."""
-        return frozenset(digest.decode() for digest in await self.ask("SMEMBERS", self.keys.operator_approved))
+        return asked(self.redis, pack_command("SMEMBERS", self.keys.operator_approved), _digests)
 
     async def approve(self, digests: Iterable[str]) -> None:
         """Add templates, named by their sha256."""
@@ -30,13 +32,20 @@ class OperatorKeys(ScriptClient):
         with redis_errors():
             await self.redis.srem(self.keys.operator_approved, *digests)
 
-    async def switched(self) -> str:
+    def switched(self) -> asyncio.Future[str]:
         """The policy that the operator switched to; empty if each replica uses its own setting."""
-        policy: bytes | None = await self.ask("GET", self.keys.operator_policy)
-        return (policy or b"").decode("ascii", "replace")
+        return asked(self.redis, pack_command("GET", self.keys.operator_policy), _policy)
 
     async def switch(self, policy: str) -> None:
         """Switch every replica to ``policy``; an empty name takes the switch back."""
         key = self.keys.operator_policy
         with redis_errors():
             await (self.redis.set(key, policy) if policy else self.redis.unlink(key))
+
+
+def _digests(answer: Iterable[bytes]) -> frozenset[str]:
+    return frozenset(digest.decode() for digest in answer)
+
+
+def _policy(answer: bytes | None) -> str:
+    return (answer or b"").decode("ascii", "replace")

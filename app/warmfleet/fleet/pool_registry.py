@@ -12,12 +12,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.fleet.client import redis_errors
+from warmfleet.fleet.client import asked, pairs, redis_errors
+from warmfleet.fleet.connection.packing import pack_command
+from warmfleet.fleet.connection.redis_connections import RouterRedis
 from warmfleet.protocol.pools import PoolEntry, read_placement, read_registry, served_model
 from warmfleet.protocol.wire import SINGLE_KEYS, Keys
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    import asyncio
+    from collections.abc import Awaitable, Iterable, Mapping
 
     import redis.asyncio as aioredis
 
@@ -38,12 +41,17 @@ class PoolRegistry:
     """The pools of one served model. Routers ``read`` it once a second; the other calls are the operator's."""
 
     def __init__(self, redis: aioredis.Redis, name: str) -> None:
-        """name: of the served model, without ``#``. Raises WireError if it is none."""
+        """redis: as ``connect`` makes it. name: of the served model, without ``#``. Raises WireError if it is none, and
+        TypeError for another client.
+        """
+        if not isinstance(redis, RouterRedis):
+            raise TypeError("a registry needs a client of warmfleet.fleet.connect")
         self.name = name
         self._redis = redis
         keys = Keys(served_model(name))
         self._pools, self._placement = keys.pools, keys.placement
-        self._known: dict[bytes, bytes] = {}
+        self._reading = pack_command("HGETALL", self._pools)
+        self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
         """All its pools; () if there is no registry: then the model has the pools that this replica's settings name.
@@ -51,13 +59,20 @@ class PoolRegistry:
         A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed: it
         is written back as it was read last. Raises FleetUnavailable.
         """
-        with redis_errors():
-            found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._pools))
-            if not found and self._known:
-                logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
+        return await self.told(await self.ask())
+
+    def ask(self) -> asyncio.Future[dict[bytes, bytes]]:
+        """The registry as it stands in Redis: for ``told``."""
+        return asked(self._redis, self._reading, pairs)
+
+    async def told(self, found: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
+        """All pools, as ``read`` returns them, by what ``ask`` has found."""
+        if not found and self._known:
+            logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
+            with redis_errors():
                 for tag, state in self._known.items():  # HSETNX: the operator may be writing, too
                     await cast("Awaitable[bool]", self._redis.hsetnx(self._pools, tag.decode(), state.decode()))
-                found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._pools))
+            found = await self.ask()
         self._known = found
         return read_registry(self.name, found)
 

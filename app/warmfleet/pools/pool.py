@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
 from warmfleet.fleet import Ask
@@ -27,12 +27,15 @@ from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from warmfleet.fleet import ClientLimits, Fleet
     from warmfleet.pools.degraded import DegradedMode
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
+
+Of = TypeVar("Of")
+Answer = TypeVar("Answer")
 
 AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
 MAX_AVOIDED = 64
@@ -332,3 +335,32 @@ class Pools:
         for failure in results:
             if isinstance(failure, BaseException):
                 raise failure
+
+    async def ask_each(
+        self, ask: Callable[[Pool], asyncio.Future[Answer]], take: Callable[[Pool, Answer], Awaitable[object]]
+    ) -> None:
+        """Ask for every pool at once, and ``take`` each answer, even if some fail; then raise the first failure."""
+        await as_answered({ask(pool): pool for pool in self.all}, take)
+
+
+async def as_answered(
+    asked: Mapping[asyncio.Future[Answer], Of], take: Callable[[Of, Answer], Awaitable[object]]
+) -> None:
+    """``take`` each answer as soon as it is there, with that for which it was asked; then raise the first failure.
+
+    A question that Redis leaves open keeps no other answer waiting. A task for each would cost more than the answers.
+    """
+    waiting, failures = set(asked), list[Exception]()
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for answer in done:
+                try:
+                    await take(asked[answer], answer.result())
+                except Exception as error:  # noqa: BLE001  raised below
+                    failures.append(error)
+    finally:
+        for answer in waiting:
+            answer.cancel()
+    if failures:
+        raise failures[0]

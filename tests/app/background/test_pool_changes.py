@@ -36,9 +36,15 @@ class Registry:
         self.entries: tuple[PoolEntry, ...] = ()
         self.away = False
 
-    async def read(self) -> tuple[PoolEntry, ...]:
+    def ask(self) -> asyncio.Future[dict[bytes, bytes]]:
+        future: asyncio.Future[dict[bytes, bytes]] = asyncio.get_running_loop().create_future()
         if self.away:
-            raise FleetUnavailable("away")
+            future.set_exception(FleetUnavailable("away"))
+        else:
+            future.set_result({})
+        return future
+
+    async def told(self, _: dict[bytes, bytes]) -> tuple[PoolEntry, ...]:
         return self.entries
 
 
