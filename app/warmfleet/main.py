@@ -40,7 +40,9 @@ from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.background import hung_engines, outage_checks, pool_changes, upkeep, vouching
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
-from warmfleet.background.memory import MemoryWatch
+from warmfleet.background.memory import spare_files
+from warmfleet.background.memory.spare_files import SpareFiles
+from warmfleet.background.memory.watch import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.pool_changes import PoolChanges
 from warmfleet.background.prober import Prober
@@ -366,6 +368,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
         ("hung", hung_engines.ASK_INTERVAL_S, hung.round),
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
+        ("files", spare_files.LOOK_S, SpareFiles(pools).look),
     ]
     if settings.static_workers:
         rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober)))

@@ -144,10 +144,15 @@ async def test_what_no_server_uses_any_more_expires(
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
     await poll(lambda: _lives(store, keys[0]))
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 3_600.0)
-    # One that is lost is stored again.
+    # One that routers have emptied stays so; one that is lost, or that they want again, is stored. It needs no join.
+    nonce = server._stream.nonce
+    await store.set(keys[1], b"", keepttl=True)
     await store.delete(keys[0])
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
     await poll(lambda: _lives(store, keys[0]))
+    assert (await store.strlen(keys[0]) > 0, await store.get(keys[1]), server._stream.nonce) == (True, b"", nonce)
+    await store.expire(keys[1], 100)
+    await poll(lambda: _lives(store, keys[1]))
 
 
 async def _lives(store: aioredis.Redis, key: bytes) -> bool:

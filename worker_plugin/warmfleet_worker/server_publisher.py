@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
 ARTIFACT_SECONDS = 86_400  # a file lives so long after its server last used it: nobody else removes what none announces
-IN_USE_SECONDS = 3_600.0  # between two words of a server that it uses its files
+IN_USE_SECONDS = 600.0  # between two words of a server that it uses its files, and two looks whether one is missing
 READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
 
 
@@ -112,8 +112,10 @@ class ServerPublisher:
         if self._seat is not None:
             self._sit(self._seat.look(time.monotonic()))
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
-        if not self.joined or moved or dict(self.config.adapters()) != self._adapters or not self._uses_files():
+        if not self.joined or moved or dict(self.config.adapters()) != self._adapters:
             self._join()
+        elif not self._uses_files():
+            self._store()
         self._stream.flush()  # entries that a failed round has left
         self._stream.put("heartbeat")
         self._stream.flush()
@@ -127,7 +129,10 @@ class ServerPublisher:
         self._open(tag)
 
     def _uses_files(self) -> bool:
-        """Let the files in Redis live on, once an hour. False if one is missing."""
+        """Let the files in Redis live on, every IN_USE_SECONDS. False if one is lost, or routers want it again.
+
+        Routers empty the files of most servers of a large pool, because they never read them; the keys stay.
+        """
         if time.monotonic() - self._used_at < IN_USE_SECONDS:
             return True
         self._used_at = time.monotonic()
@@ -141,16 +146,22 @@ class ServerPublisher:
         except NoPermissionError:  # the rules of an older `warmfleet acl`: then it does not expire
             return True
 
-    def _join(self) -> None:
-        config, manifest = self.config, {}
-        self._adapters, self._files, self._used_at = dict(config.adapters()), [], time.monotonic()
-        for name, content in config.artifacts.items():
+    def _store(self) -> dict[str, Any]:
+        """Store the files, as far as their keys are not there; returns their manifest."""
+        manifest: dict[str, Any] = {}
+        self._files, self._used_at = [], time.monotonic()
+        for name, content in self.config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
             for sha256, piece in chunks.items():  # one call for each, so that no call is long
                 # SETNX: the ACL allows a worker to add artifacts, not to overwrite them
-                self._files.append(self._keys.artifact(config.server_id, sha256))
+                self._files.append(self._keys.artifact(self.config.server_id, sha256))
                 self._stream.client.setnx(self._files[-1], piece)
                 self._lives_on(self._files[-1])
+        return manifest
+
+    def _join(self) -> None:
+        config = self.config
+        self._adapters, manifest = dict(config.adapters()), self._store()
         self._stream.join(
             wire.dumps(
                 {

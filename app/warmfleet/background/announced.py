@@ -73,6 +73,12 @@ def differences(worker: WorkerView, other: WorkerView) -> list[str]:
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
+def pieces(server: Mapping[str, Any]) -> list[str]:
+    """The digests of all pieces of the files of this server that an identity is built of."""
+    files = server.get("artifacts") or {}
+    return [str(digest) for name in FILES if name in files for digest in files[name]["chunks"]]
+
+
 def in_words(key: str, workers: Sequence[WorkerView]) -> str:
     """The identity key of these workers with the digests of its files: for a person to compare."""
     artifacts = (workers[0].server or {})["artifacts"]

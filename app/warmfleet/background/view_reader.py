@@ -194,6 +194,9 @@ class ViewReader:
                 artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
             except (NotFound, BadArtifact) as error:
                 failure = failure or error
+                logger.warning(
+                    "%s: the files of %s cannot be used, another server is asked: %s", pool.tag, server_id, error
+                )
                 continue
             await self._identities.build(key, artifacts, server.get("facts") or {})
             return

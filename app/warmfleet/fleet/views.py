@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from warmfleet.errors import BadRequest, NotFound
@@ -18,13 +20,15 @@ from warmfleet.protocol import artifacts
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Iterator, Mapping, Sequence
 
     import redis.asyncio as aioredis
 
     from warmfleet.fleet.client import Timeouts
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
+PIECE_ASKED_OF = 16  # servers that announce it
+EMPTY_EXPIRES_S = 86_400  # as long as a file lives that its server does not look after any more
 HOLDS_AT_ONCE = 512
 PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
 SERVERS_S = 5.0  # between two readings of the records of API servers while no worker changes: an interval of heartbeats
@@ -172,6 +176,7 @@ class Views(ScriptClient):
         self._servers: dict[bytes, bytes] = {}
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
+        self._announced: dict[str, dict[str, Any]] = {}  # of the last reading: the records of API servers
 
     async def workers(self) -> list[WorkerView]:
         """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
@@ -201,6 +206,7 @@ class Views(ScriptClient):
         )
         whole = [(name, raw) for name, raw in sorted(pairs(records).items()) if name in loads]
         told, servers = self.records.read(whole, self._servers.items())
+        self._announced = servers
         return [
             _view(name, record, loads[name.encode()][1], servers, ages, server_ages, now)
             for name, record in told.items()
@@ -247,14 +253,13 @@ class Views(ScriptClient):
     async def artifact(self, server_id: str, entry: dict[str, Any]) -> bytes:
         """The content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
 
+        A piece that this server does not have (any more) is taken from another one that announces it.
         Raises BadArtifact if a digest is wrong or the content is over 128 MB, NotFound if a piece is missing.
         """
         name, pieces, held = str(entry.get("sha256"))[:12], [], 0
         for digest in entry["chunks"]:
-            with redis_errors():
-                key = self.keys.artifact(server_id, str(digest))
-                piece = await cast("Awaitable[bytes | None]", self.redis.get(key))
-            if piece is None:
+            piece = await self._piece(server_id, str(digest)) or await self._piece_elsewhere(str(digest))
+            if not piece:
                 raise NotFound(f"artifact {name} of {server_id}: a piece is not there")
             held += len(piece)
             if held > ARTIFACT_LIMIT_BYTES:
@@ -264,6 +269,55 @@ class Views(ScriptClient):
             return await asyncio.to_thread(artifacts.join, entry, pieces, ARTIFACT_LIMIT_BYTES)
         except (WireError, ValueError, TypeError, KeyError) as error:
             raise BadArtifact(f"artifact {name} of {server_id}: {error}") from error
+
+    async def _piece(self, server_id: str, digest: str) -> bytes | None:
+        with redis_errors():
+            return await cast("Awaitable[bytes | None]", self.redis.get(self.keys.artifact(server_id, digest)))
+
+    async def _piece_elsewhere(self, digest: str) -> bytes | None:
+        """The piece as one of the first few servers has it that announced it at the last reading, if one has it right.
+
+        Most servers of a large pool have empty pieces (``background/memory/spare_files``).
+        """
+        for server_id in islice(self._announcing(digest), PIECE_ASKED_OF):
+            piece = await self._piece(server_id, digest)
+            if piece and hashlib.sha256(piece).hexdigest() == digest:
+                return piece
+        return None
+
+    def _announcing(self, digest: str) -> Iterator[str]:
+        for server_id, record in sorted(self._announced.items()):
+            if any(digest in entry["chunks"] for entry in (record.get("artifacts") or {}).values()):
+                yield server_id
+
+    async def piece_sizes(self, server_id: str, digests: Sequence[str]) -> list[int]:
+        """The bytes of each of these pieces of a server's files; 0 for one that is empty or not there."""
+        return list(await self._of_pieces("strlen", server_id, digests))
+
+    async def empty_pieces(self, server_id: str, digests: Sequence[str]) -> None:
+        """Let a server's pieces take no memory. Their keys stay, so that the server does not store them again.
+
+        Pieces that do not expire are left as they are: their server does not look after them, and would never notice
+        that they are wanted again.
+        """
+        if all(await self._of_pieces("expire", server_id, digests, time=EMPTY_EXPIRES_S, xx=True)):
+            await self._of_pieces("set", server_id, digests, value=b"", xx=True, keepttl=True)
+
+    async def want_pieces(self, server_id: str, digests: Sequence[str]) -> None:
+        """Delete the empty ones of a server's pieces: it stores them again when it looks after its files next."""
+        sizes = await self.piece_sizes(server_id, digests)
+        await self._of_pieces(
+            "unlink", server_id, [digest for digest, size in zip(digests, sizes, strict=True) if not size]
+        )
+
+    async def _of_pieces(self, command: str, server_id: str, digests: Sequence[str], **options: Any) -> list[Any]:
+        if not digests:
+            return []
+        with redis_errors():
+            async with self.redis.pipeline(transaction=False) as pipe:
+                for digest in digests:
+                    getattr(pipe, command)(self.keys.artifact(server_id, digest), **options)
+                return list(await pipe.execute())
 
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
         """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.

@@ -6,7 +6,7 @@ import pytest
 from tests.conftest import server as server_of
 from tests.conftest import valkey_binary
 
-from warmfleet.background.memory import MemoryWatch
+from warmfleet.background.memory.watch import MemoryWatch
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace

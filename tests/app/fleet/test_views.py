@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -84,6 +85,23 @@ async def test_an_artifact_with_a_piece_missing(fleet: Fleet) -> None:
     entry = await bring(fleet, b"content")
     with pytest.raises(NotFound):
         await fleet.artifact("another server", entry)
+
+
+async def test_a_piece_that_a_server_lacks_is_taken_from_one_that_has_it_right(world: World) -> None:
+    fleet, content = world.fleet, b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(5_000))
+    entry, pieces = artifacts.split(content)
+    await world.workers(3)
+    for name, stored in {"w1": b"", "w2": b"poison", "w3": None}.items():
+        record = {"nonce": name, "url": "http://w", "models": ["m"], "artifacts": {"tokenizer.json": entry}}
+        await cast("Any", world.store.hset(world.keys.servers, name, json.dumps(record)))
+        for sha256, piece in pieces.items():
+            await world.store.set(world.keys.artifact(name, sha256), piece if stored is None else stored)
+    with pytest.raises(NotFound):
+        await fleet.artifact("w1", entry)
+    await fleet.workers()
+    assert await fleet.artifact("w1", entry) == content
+    with pytest.raises(BadArtifact):
+        await fleet.artifact("w2", entry)
 
 
 async def test_an_artifact_that_was_tampered_with(fleet: Fleet) -> None:

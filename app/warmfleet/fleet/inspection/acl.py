@@ -29,8 +29,8 @@ SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
 #: The commands that a router calls itself. No EVAL: a script is loaded once and then named by its digest.
 ROUTER_COMMANDS = (
     *("ping", "select", "info", "time", "evalsha", "script|load"),
-    *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "smismember", "srem", "unlink", "xread"),
-    *("zcount", "zrange"),
+    *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "set", "smismember", "srem", "strlen", "unlink"),
+    *("xread", "zcount", "zrange"),
 )
 #: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four: it takes a place in
 #: a pool only if no other worker has taken one meanwhile.

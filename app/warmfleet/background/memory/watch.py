@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
 
-logger = logging.getLogger("warmfleet.background.memory")
+logger = logging.getLogger("warmfleet.background.memory.watch")
 
 
 class MemoryWatch:

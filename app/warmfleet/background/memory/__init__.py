@@ -1,0 +1,1 @@
+"""How full Redis is, and what takes memory there that nobody reads."""
