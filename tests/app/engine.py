@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+ACCEPTED = 5  # rounds of the event loop from the acceptance of a connection until ``serve`` has it
 
 
 Answer = Callable[["Engine", "Seen", asyncio.StreamWriter], Awaitable[None]]
@@ -83,11 +84,28 @@ class Engine:
 
     async def die(self) -> None:
         """Stop listening and reset every connection: what SIGKILL looks like from outside."""
-        assert self.server is not None
-        self.server.close()
+        await self._listen_no_more()
         for writer in list(self.writers):
             reset(writer)
         await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        await self._listen_no_more()
+        for writer in list(self.writers):
+            writer.transport.abort()
+
+    async def _listen_no_more(self) -> None:
+        """Stop listening, once every connection that asyncio has accepted is in ``writers``: nobody else closes it.
+
+        A server that is closed right after it accepted one drops its socket (Python 3.11), which is a ResourceWarning.
+        """
+        assert self.server is not None
+        for listener in self.server.sockets:
+            asyncio.get_running_loop().remove_reader(listener.fileno())
+        for _ in range(ACCEPTED):
+            await asyncio.sleep(0)
+        self.server.close()
 
 
 def reply(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK", kind: str = "application/json") -> None:
@@ -152,6 +170,4 @@ async def engine(model: str, answer: Answer = answer_well) -> AsyncIterator[Engi
     try:
         yield made
     finally:
-        made.server.close()
-        for writer in list(made.writers):
-            writer.transport.abort()
+        await made.close()

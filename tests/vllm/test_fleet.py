@@ -14,13 +14,15 @@ from tests.vllm.conftest import BLOCKS
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
 from tests.vllm.replicas import replicas
 
-from warmfleet.fleet import Fleet
+from warmfleet.fleet import Fleet, Spans
 from warmfleet.fleet.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 pytestmark = pytest.mark.vllm
+#: If an answer of Redis was late on a busy machine, the word that a booking was cancelled stays there for so long.
+SETTLED_S = Spans().tombstone_ms / 1000 + 30
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,28 @@ def user(words: int, seed: int) -> dict[str, str]:
 
 async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
     """Wait until nothing is booked and every engine's own table equals its Redis sets, entry by entry."""
+    told: set[str] = set()
+
+    def not_yet(why: str) -> None:
+        if why not in told:
+            told.add(why)
+            print(why)  # shown if the test fails
 
     async def equal() -> dict[str, set[bytes]] | None:
         views = await fleet.workers()
-        if any(v.load.in_flight or v.load.prefill_tokens or v.load.decode_tokens for v in views):
+        if loads := [str(v.load) for v in views if v.load.in_flight or v.load.prefill_tokens or v.load.decode_tokens]:
+            not_yet(f"booked: {loads}")
             return None
-        if await fleet.redis.zcount(fleet.keys.leases, (await fleet.redis.time())[0] * 1000, "+inf"):
-            return None  # a finished request's credit lingers until its blocks are reported
+        now_ms = (await fleet.redis.time())[0] * 1000
+        if leases := await fleet.redis.zrangebyscore(fleet.keys.leases, now_ms, "+inf"):
+            not_yet(f"leases: {leases}")  # a finished request's credit lingers until its blocks are reported
+            return None
         tables: dict[str, set[bytes]] = {}
         for view in views:
             table = {key[-12:-4] for key in await asyncio.to_thread(real.engines[view.worker_id].table)}
             held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
             if held != table:
+                not_yet(f"{view.worker_id}: {len(held - table)} too many, {len(table - held)} missing")
                 return None
             tables[view.worker_id] = table
         for view in views:
@@ -118,7 +130,7 @@ async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
                 assert slot in await fleet.redis.smembers(fleet.keys.block(block_hash))
         return tables
 
-    found = await poll(equal, 30, "index == the engines' tables, no load")
+    found = await poll(equal, SETTLED_S, "index == the engines' tables, no load")
     assert isinstance(found, dict)
     return found
 

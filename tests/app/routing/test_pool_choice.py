@@ -66,6 +66,7 @@ class Store:
         self.matched = 0
         self.work_s = 0.1
         self.slow_s = 0.0
+        self.late_s = 0.2
         self.away = False
         self.asked = 0
         self.booked: set[str] = set()
@@ -89,7 +90,7 @@ class Store:
             self.tickets.add(name)
         elif word == "full":
             self.tickets.discard(name)
-        await asyncio.sleep(0.2 if word == "late" else self.slow_s)
+        await asyncio.sleep(self.late_s if word == "late" else self.slow_s)
         if word == "none":
             raise NoWorker("none")
         self.away = word in ("away", "late")
@@ -229,6 +230,8 @@ async def test_the_way_to_an_engine_counts_from_the_decision_that_stands() -> No
 async def test_pools_that_cannot_serve_are_passed_over(words: tuple[str, ...], chosen: str, asked: list[int]) -> None:
     fixture = Fixture()
     fixture.script(*words)
+    for store in fixture.stores.values():
+        store.late_s = 3_600.0  # however long this process stands still, no answer comes of it
     assert (await fixture.admit())[0] == chosen
     assert fixture.asked() == asked
     counted = fixture.metrics.passed_over.labels
