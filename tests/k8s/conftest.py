@@ -30,10 +30,12 @@ def program() -> Program:
     doors = create_app(Settings(models=("any",), admin_port=9090))
     small = [route for route in doors.clients.connections.application.starlette.routes if isinstance(route, Route)]
     sources = "".join(path.read_text() for path in (ROOT / "worker_plugin/warmfleet_worker").rglob("*.py"))
+    of_router = frozenset(PREFIX + item.name.upper() for item in fields(Settings))
     return Program(
         routes={"router": frozenset({*KNOWN, *(route.path for route in small)}), "engine": ENGINE_ROUTES},
         settings={
-            "router": frozenset(PREFIX + item.name.upper() for item in fields(Settings)),
+            "router": of_router,
+            "pools": of_router,
             "engine": frozenset(re.findall(r'"(WARMFLEET_[A-Z_]+)"', sources)),
             "users": frozenset({"WARMFLEET_MODELS"}),
         },

@@ -77,7 +77,7 @@ def redis(objects: list[Manifest], _: Program) -> list[str]:
                 continue
             problems += [f"{where}: {problem}" for problem in _wrong_url(url, server)]
             parts = urlsplit(url)
-            user = "router" if container["name"] == "router" else "worker"
+            user = "router" if container["name"] in ("router", "pools") else "worker"
             if parts.username != user or parts.password != "$(REDIS_PASSWORD)":
                 problems.append(f"{where}: it must speak to Redis as {user} with the password of its Secret")
             authority = dict(parse_qsl(parts.query)).get("ssl_ca_certs", "")

@@ -334,6 +334,9 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
         "sentinel", "schema", "'443' is not of type",
         lambda o: _spec(o, "Gateway/router")["listeners"][0].update(port="443"),
     ),
+    "pools are entered into no Redis": (
+        "tls", "settings", "no WARMFLEET_REDIS_URL", lambda o: pod(o)["initContainers"][0].update(env=[]),
+    ),
     "a route to a port that the Service lacks": (
         "sentinel", "edges", "no Service with port",
         lambda o: _spec(o, "HTTPRoute/router")["rules"][0]["backendRefs"][0].update(port=8080),

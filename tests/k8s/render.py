@@ -23,11 +23,11 @@ COMBINATIONS: dict[str, Parts] = {
     "root": "",
     "prod": "overlays/prod",
     "tls": [
-        *("worker", "plugin-init", "model-cache", "redis", "redis-tls", "client-keys", "engine-key"),
+        *("worker", "plugin-init", "model-cache", "redis", "redis-tls", "pools", "client-keys", "engine-key"),
         *("hpa-queue", "monitoring", "ingress"),
     ],
     "sentinel": ["worker", "redis-sentinel", "engines-elsewhere", "gateway"],
-    "external": ["engines-elsewhere", "redis-external"],
+    "external": ["engines-elsewhere", "redis-external", "pools"],
 }
 #: Where engines are, where Redis is, what leads clients here: one of each.
 ENGINES = (
@@ -40,14 +40,14 @@ ENGINES = (
 STORES = (["redis"], ["redis", "redis-tls"], ["redis-sentinel"], ["redis-external"])
 EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"])
 #: Either none of these or all. The last two need workers here.
-EXTRAS = ["client-keys", "monitoring", "engine-key", "hpa-queue"]
+EXTRAS = ["pools", "client-keys", "monitoring", "engine-key", "hpa-queue"]
 
 
 def every_combination() -> dict[str, list[str]]:
     """Name -> components, of every combination that makes sense."""
     found = {}
     for engines, store, edge, extra in product(ENGINES, STORES, EDGES, (False, True)):
-        extras = [name for name in EXTRAS if "worker" in engines or name not in EXTRAS[2:]] if extra else []
+        extras = [name for name in EXTRAS if "worker" in engines or name not in EXTRAS[3:]] if extra else []
         parts = [*engines, *store, *edge, *extras]
         found["+".join(parts)] = parts
     return found

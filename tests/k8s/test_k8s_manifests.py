@@ -131,7 +131,7 @@ def test_monitoring_has_every_alert_and_dashboard_of_its_folder(rendered: dict[s
 def test_every_kustomization_says_what_you_get() -> None:
     found = sorted(K8S.rglob("kustomization.yaml"))
 
-    assert len(found) == 19
+    assert len(found) == 20
     for path in found:
         assert path.read_text().startswith("# What you get"), path
 

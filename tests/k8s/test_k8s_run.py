@@ -77,6 +77,30 @@ def test_tls_to_redis(tmp_path: Path) -> None:
 
 
 @pytest.mark.long(
+    minutes=1, shows="routers enter the pools of the manifests, and engines that know the model only join them"
+)
+def test_routers_enter_the_pools_and_engines_find_one(tmp_path: Path) -> None:
+    objects = _rendered(["redis", "pools"], tmp_path)
+    for item in objects:
+        if item["metadata"]["name"].startswith("router-settings"):
+            item["data"]["POOLS"] = "Qwen/Qwen3-0.6B#1 Qwen/Qwen3-0.6B#2"
+    with Processes(tmp_path) as processes:
+        pods = Pods(objects, processes, tmp_path, _programs(valkey_binary()), {"redis-passwords": PASSWORDS})
+        store = pods.start("StatefulSet/redis")
+        router = pods.start("Deployment/router")
+        for number in range(2):
+            pods.start("Deployment/worker", number)
+
+        processes.wait("router-0.router", lambda: _decided(router))
+
+        with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
+            assert {*client.hkeys("wf:{Qwen~Qwen3-0.6B}:pools")} == {b"Qwen/Qwen3-0.6B#1", b"Qwen/Qwen3-0.6B#2"}
+            processes.wait(
+                "worker-1.engine", lambda: all(client.hlen(f"wf:{{Qwen~Qwen3-0.6B#{n}}}:workers") for n in (1, 2))
+            )
+
+
+@pytest.mark.long(
     minutes=1, shows="a master of Redis that dies is replaced by the Sentinels of `redis-sentinel`, and joins again"
 )
 def test_a_dead_master_is_replaced(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet.client import asked, pairs, redis_errors
 from warmfleet.fleet.connection.packing import pack_command
 from warmfleet.fleet.connection.redis_connections import RouterRedis
+from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.protocol.pools import PoolEntry, read_placement, read_registry, served_model
 from warmfleet.protocol.wire import SINGLE_KEYS, Keys
 
@@ -31,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 
-#: Keys below the served model's name that are not its first pool's alone, or are the operator's.
-OF_THE_MODEL = frozenset({"pools", "placement", "operator_approved", "operator_policy"})
+#: Keys below the served model's name that are not its first pool's alone, and those that only the operator may write.
+OF_THE_MODEL = frozenset({"pools", "placement"})
+OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
 COLLECTED_AT_ONCE = 512  # blocks in one call, half a millisecond: other pools share this Redis
 
@@ -117,9 +120,16 @@ async def clear(fleet: Fleet, *, shared: bool) -> None:
         await fleet.forget(worker_id)
     while (await fleet.collect(COLLECTED_AT_ONCE))[1]:
         pass
-    names = [keys.prefix + name for name in sorted(SINGLE_KEYS - (OF_THE_MODEL if shared else frozenset()))]
+    names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():
         await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
+    if shared:
+        return
+    with (
+        suppress(RefusedCall),
+        redis_errors(),
+    ):  # the user of routers may not: a few bytes stay until `admin` removes it
+        await redis.unlink(*(keys.prefix + name for name in sorted(OF_THE_OPERATOR)))
 
 
 def master_of(redis: aioredis.Redis) -> str:

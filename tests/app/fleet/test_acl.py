@@ -21,7 +21,7 @@ from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet, Proof, Renewal, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS, user, worker_rules
-from warmfleet.fleet.pool_registry import PoolRegistry
+from warmfleet.fleet.pool_registry import PoolRegistry, clear
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -392,6 +392,17 @@ async def test_a_router_reads_the_registry_of_pools_and_reaches_pools_to_come(gu
             await new.close()
     with guarded.client("admin") as admin:
         admin.unlink(wire.Keys("org/model").pools)  # a replica would follow it to pools that its user may not use
+
+
+async def test_a_router_deletes_what_is_left_of_a_removed_pool_but_for_the_operators_keys(guarded: Guarded) -> None:
+    with guarded.client("admin") as client:
+        client.set(KEYS.tick, "left")
+        client.set(KEYS.operator_policy, "random")
+        for name in ("router", "admin"):
+            fleet = Fleet(connect(guarded.url(name), timeout_s=2), MODEL)
+            await clear(fleet, shared=False)
+            await fleet.close()
+            assert (client.exists(KEYS.tick), client.exists(KEYS.operator_policy)) == (0, name == "router")
 
 
 async def test_a_replica_serves_as_the_router_user(guarded: Guarded) -> None:
