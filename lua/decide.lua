@@ -9,7 +9,7 @@ The steps, each a part (lua/README.md says how a part is included):
 3. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
 4. decide/wait_turn, only while other requests wait or the choice has no room: the request may have to wait.
 5. decide/reserve: the choice is booked.
-Before step 2 decide/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
+Before step 2 shared/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
 KEYS: alive load workers servers leases lease tick counts queue2
 ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
@@ -98,7 +98,7 @@ if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " 
 local client, per_minute
 if limits ~= "" and mode ~= MODE_DRY then
   client = (include "shared/client_use")(prefix, id, now)
-  local rate, refused = (include "decide/client_limits")(client, limits, prompt_tokens)
+  local rate, refused = (include "shared/client_limits")(client, limits, prompt_tokens)
   if refused then return refused end
   per_minute = rate
 end

@@ -359,6 +359,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
         ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
+        ("counted", upkeep.RENEW_INTERVAL_S, replica.router.counting.keep),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
         ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
         ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),

@@ -68,7 +68,11 @@ def test_a_folder_can_be_overlooked(folder: Path) -> None:
     ("module", "seed", "contract"),
     [
         ("prompt/tokenizer.py", "import warmfleet.pools.pool", "the router's rooms import downwards only"),
-        ("routing/tenants.py", "import warmfleet.background.upkeep", "the router's rooms import downwards only"),
+        (
+            "routing/clients/tenants.py",
+            "import warmfleet.background.upkeep",
+            "the router's rooms import downwards only",
+        ),
         ("fleet/rows.py", "import warmfleet.fleet.reservations", "no modules import each other in a circle"),
         (
             "protocol/cbor.py",

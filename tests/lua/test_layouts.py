@@ -197,7 +197,7 @@ def test_the_mark_of_a_judged_lease_is_that_of_python() -> None:
 
 def test_the_clients_tag_is_at_the_end_of_an_id() -> None:
     found = [int(value) for _, name, value in ALL if name == "CLIENT_AT"]
-    assert len(found) == 5
+    assert len(found) == 6
     assert set(found) == {len(new_reservation(1)) + 1}
     limits = ClientLimits("team-a")
     assert new_reservation(1, client=limits.tag)[found[0] - 1 :] == limits.tag

@@ -6,7 +6,8 @@ Keys and scripts are described in lua/README.md.
 from __future__ import annotations
 
 from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
-from warmfleet.fleet.client_limits import MAX_LIMIT, ClientLimits, ClientUse
+from warmfleet.fleet.clients.counts import KEEP_AT_ONCE, ClientCounts
+from warmfleet.fleet.clients.limits import MAX_LIMIT, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights
@@ -33,7 +34,7 @@ from warmfleet.fleet.views import Check, Memory, Proof, Registered, Views, Worke
 from warmfleet.fleet.worker.state import WorkerState
 
 
-class Fleet(Queue, Views, Truths, Upkeep, OperatorKeys):
+class Fleet(Queue, ClientCounts, Views, Truths, Upkeep, OperatorKeys):
     """All calls of a router on one model's keys in Redis. Closing a Fleet closes the Redis client that it was given."""
 
     async def close(self) -> None:
@@ -41,6 +42,7 @@ class Fleet(Queue, Views, Truths, Upkeep, OperatorKeys):
 
 
 __all__ = [
+    "KEEP_AT_ONCE",
     "MAX_LIMIT",
     "POLL_AT_ONCE",
     "RENEW_AT_ONCE",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
+    from warmfleet.routing.clients.counting import Counted
     from warmfleet.routing.tickets import Tickets
     from warmfleet.tracing.spans import TrySpan
 
@@ -94,7 +95,7 @@ class Attempts:
         key: see ``new_reservation``.
         """
         prompt, limits = job.prompt, job.call.limits
-        tag = "" if limits is None else limits.tag
+        tag = "" if limits is None or job.homes else limits.tag  # of several pools one counts: routing/clients/counting
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key, client=tag)
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         attempt = Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
@@ -150,14 +151,15 @@ class Attempt:
     it does not belong to the sample. ``several``: whether the model has several pools; ``pool``
     is then the chosen one. ``on_first_byte`` is called before the client is answered;
     None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
+    ``counted``: the request as it counts for a client with limits, where the model has several pools.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
     ``span``: of this attempt in the request's trace; None unless that is traced.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_before", "_beside", "asked_at", "avoided", "decision", "explanation",
-        "never", "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall", "span", "state",
-        "tail",
+        "_attempts", "_avoids_failing", "_before", "_beside", "asked_at", "avoided", "counted", "decision",
+        "explanation", "never", "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall",
+        "span", "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -185,6 +187,7 @@ class Attempt:
         self.tail: AnswerTail | None = None
         self.shortfall: Shortfall | None = None
         self.span: TrySpan | None = None
+        self.counted: Counted | None = None
         self.several = False
         self._beside: tuple[Attempt, ...] = ()  # not yet taken over or withdrawn: they belong to this attempt
 
@@ -331,7 +334,7 @@ class Attempt:
         self.state = AttemptState.RELEASED
         self.pool.reservations.remove(self.reservation)
         self.pool.degraded.give(self.decision.worker_id)
-        return self.reservation
+        return self.reservation if self.counted is None else self.counted.hand_over()
 
     def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.
@@ -341,6 +344,9 @@ class Attempt:
         if self._beside:
             self.withdraw_others()
         state = self.give_back(outcome, unserved=outcome == "failed")
+        if self.counted is not None:
+            unserved = outcome == "failed" or self.decision is None
+            self.counted.end(None if unserved else self.output.count if self.output is not None else 0)
         if self.span is not None and state is not AttemptState.RELEASED:
             self.span.end(outcome)
         if state in (AttemptState.ASKED, AttemptState.BOOKED):

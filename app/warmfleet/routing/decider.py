@@ -78,7 +78,8 @@ class Decider:
         place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
         order = pool.policy.order(pool.view, job.request, call.hints.session)
         rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, call.limits)
+        limits = None if job.homes else call.limits  # of several pools one counts: routing/clients/counting
+        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, limits)
         tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         attempt.asks()
         try:
@@ -167,7 +168,7 @@ class Decider:
                 raise FleetUnavailable(NOT_READ)
             raise NoWorker(_nobody(pool))
         self._metrics.fallback.labels(reason, pool.tag).inc()
-        if job.call.limits is not None:
+        if job.call.limits is not None and not job.homes:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
         decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
         attempt.chose_without_redis(decision)

@@ -14,9 +14,12 @@ from warmfleet.fleet import Flag, Renewal
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
+from warmfleet.protocol.wire import RESERVATION_LENGTH
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts
 from warmfleet.routing.call import Job, Placement
+from warmfleet.routing.clients.counting import Counting
+from warmfleet.routing.clients.tenants import Tenancy
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.homes.pool_choice import PoolChoice
@@ -24,7 +27,6 @@ from warmfleet.routing.relay import Relay
 from warmfleet.routing.rescue.continuation import Continuation
 from warmfleet.routing.rescue.hedging import Hedging
 from warmfleet.routing.rescue.retry_budget import RetryBudget
-from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import offer
 from warmfleet.tracing.spans import PromptFacts
@@ -83,7 +85,8 @@ class Router:
         self._retry_budget = RetryBudget()
         self._placing: set[bytes] = set()  # keys of gateways' requests that are being placed
         self._decider = Decider(self._log, metrics)
-        self._choice = PoolChoice(self._queue, self._decider, identifier, metrics)
+        self.counting = Counting(pools, metrics)
+        self._choice = PoolChoice(self._queue, self._decider, identifier, self.counting, metrics)
         self._prefix_tokens = settings.pool_prefix_tokens
         self._relay = Relay(upstream, settings, metrics)
         self._forward: Forward = self._relay.forward
@@ -238,9 +241,12 @@ class Router:
         The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
         FleetUnavailable.
         """
-        pool = await self._pool_of(model, reservation)
-        lease = await pool.fleet.lease(reservation)
-        word = await pool.fleet.settle(reservation, ending.outcome, ending.tokens)
+        pool, booked = await self._booked(model, reservation)
+        lease = await pool.fleet.lease(booked)
+        word = await pool.fleet.settle(booked, ending.outcome, ending.tokens)
+        if booked != reservation and ending.outcome != "started":
+            prompt_tokens = lease.prompt_tokens if lease is not None and ending.outcome == "failed" else 0
+            self.counting.end_one(pool.name, reservation, ending.tokens - prompt_tokens)
         if word in ("STARTED", "SETTLED"):
             self._attempts.gateway_settled(pool, ending.outcome)
         if word == "SETTLED" and lease is not None:
@@ -252,12 +258,28 @@ class Router:
 
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
-        pool = await self._pool_of(model, reservation)
+        pool, booked = await self._booked(model, reservation)
         # Without a worker nothing is booked anew: what has expired or was settled stays so.
-        renewed, _, _ = await pool.fleet.renew([Renewal(reservation, "", 0, 0)])
+        renewed, _, _ = await pool.fleet.renew([Renewal(booked, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")
+        if booked != reservation:
+            await self.counting.keep_one(pool.name, reservation)
         return pool.fleet.spans.lease_ms / 1_000
+
+    async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
+        """The pool that has a gateway's reservation, and the id under which it has it.
+
+        Several pools have it without the tag of its client (``counting``), unless it was booked when there was one.
+        Raises as ``_pool_of``.
+        """
+        untagged = reservation[:RESERVATION_LENGTH]
+        pool = await self._pool_of(model, untagged)
+        if untagged == reservation or len(self.pools.named(pool.name)) == 1:
+            return pool, reservation
+        if await pool.fleet.lease(untagged) is not None:
+            return pool, untagged
+        return await self._pool_of(model, reservation), reservation
 
     async def _pool_of(self, model: str, reservation: str) -> Pool:
         """The pool with this tag; of a model's name, which may be a pool's tag, too, the pool that has the reservation.
@@ -278,6 +300,7 @@ class Router:
     async def drained(self) -> None:
         """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
         await self._attempts.drained()
+        await self.counting.drained()
 
 
 def _retried(job: Job, worker_id: str, error: UpstreamGone) -> None:

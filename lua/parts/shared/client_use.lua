@@ -21,7 +21,7 @@ return function(prefix, id, now)
   end
   function client.counts() return (tonumber(call("ZSCORE", open, id)) or 0) > now end
   function client.hold(expires_ms) call("ZADD", open, exact(expires_ms), id) end
-  function client.let_go() call("ZREM", open, id) end
+  function client.let_go() return call("ZREM", open, id) == 1 end
 
   local function write(used, at, rate)
     local life_ms = math.max(KEPT_MS, math.ceil(used * MINUTE_MS / rate))

@@ -31,6 +31,7 @@ from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts, AttemptState
 from warmfleet.routing.call import Call, Hints, Job
+from warmfleet.routing.clients.counting import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.homes import pool_choice
@@ -153,7 +154,8 @@ class Fixture:
         settings = Settings(models=TAGS)
         queue = AdmissionQueue(self.attempts.tickets, settings, self.metrics)
         decider = Decider(DecisionLog("", 0.0, self.metrics), self.metrics)
-        self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.metrics)
+        self.counting = Counting(Pools(self.pools), self.metrics)
+        self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.counting, self.metrics)
 
     def job(self, **more: Any) -> Job:
         call = Call(KNOWN["/v1/completions"], b"{}", "id", b"", received_at=time.perf_counter(), **more)

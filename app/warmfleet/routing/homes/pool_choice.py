@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.admission_queue import AdmissionQueue
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
+    from warmfleet.routing.clients.counting import Counted, Counting
     from warmfleet.routing.decider import Decider
     from warmfleet.routing.identifier import Identifier
 
@@ -46,10 +47,13 @@ TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua
 class PoolChoice:
     """Admits the jobs of one replica to a worker of whichever pool is best."""
 
-    def __init__(self, queue: AdmissionQueue, decider: Decider, identifier: Identifier, metrics: Metrics) -> None:
+    def __init__(
+        self, queue: AdmissionQueue, decider: Decider, identifier: Identifier, counting: Counting, metrics: Metrics
+    ) -> None:
         self._queue = queue
         self.decider = decider
         self.identifier = identifier
+        self.counting = counting
         self.passed_over = cache(metrics.passed_over.labels)
 
     async def admit(self, job: Job, attempt: Attempt) -> tuple[Job, Decision]:
@@ -117,11 +121,14 @@ class _Choosing:
             answer = await self._in_line(attempt, may_wait=may_wait)
             if answer is not None:
                 return answer
+        counted = await self._counted(attempt)
         asked: list[_Asked] = []
         left = self._candidates()
         while left:
             count = 1 if asked or left[-1 if len(left) < HOMES else HOMES - 1].draining else HOMES
             asked += await self._ask(attempt, left[:count], may_wait=may_wait)
+            if counted is not None:
+                await counted.check()
             left = left[count:]
             _raise_refusal(asked)
             offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
@@ -134,6 +141,18 @@ class _Choosing:
             attempt.withdraw_others()
             return full
         return await self._without_redis(attempt, asked)
+
+    async def _counted(self, attempt: Attempt) -> Counted | None:
+        """Have the request counted for its client; None if that has no limits."""
+        job = self._first
+        if job.call.limits is not None and attempt.counted is None:
+            begun = self._choice.counting.begin(
+                job.pool.name, attempt.reservation, job.call.limits, job.prompt.prompt_tokens
+            )
+            attempt.counted = begun
+            if begun.first:
+                await begun.check()
+        return attempt.counted
 
     async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
         """Ask again in the pool where the attempt has a ticket; None if that is lost, or its pool is away."""
@@ -242,6 +261,8 @@ class _Choosing:
 
     def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
         pool, prompt = self.job.pool, self.job.prompt
+        if attempt.counted is not None:
+            decision.use = attempt.counted.use
         self._choice.decider.keep(self.job, attempt, decision, pool.policy.name)
         if len(prompt.prompts) == 1:
             pool.uses.note(prompt.prompts[0], prompt.identity_key)
@@ -254,6 +275,8 @@ class _Choosing:
         """
         avoided = [worker for one in asked for worker in one.attempt.avoided]
         attempt.withdraw_others()
+        if attempt.counted is not None:
+            await attempt.counted.check()
         failure: WarmfleetError | None = None
         for pool in self._first.homes:
             job = await self._at(pool)
@@ -267,6 +290,8 @@ class _Choosing:
                 continue
             attempt.take_over(one)
             self.job = job
+            if attempt.counted is not None:
+                decision.use = attempt.counted.use
             if attempt.span is not None:
                 attempt.span.decided(decision, "", reason)
             return decision

@@ -1,5 +1,5 @@
 --[[
-decide/client_limits: whether the limits of a client's key let one more request in.
+shared/client_limits: whether the limits of a client's key let one more request in.
 
 Guarantee: the check and the booking are one step of the script, so all replicas together never go over a limit. A
 request that has a ticket is in flight already, and is not checked again. Nor is one that was admitted before: another

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_LIMIT = 4_294_967_295
 RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
 _LIMITS = struct.Struct(">II")
-_ADMITTED = b"+"  # behind the limits: lua/parts/decide/client_limits.lua refuses no such request
+_ADMITTED = b"+"  # behind the limits: lua/parts/shared/client_limits.lua refuses no such request
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,12 @@ class ClientLimits:
     @cached_property
     def packed(self) -> bytes:
         """The argument ``limits`` of decide, in the protocol of Redis."""
-        return pack(_LIMITS.pack(self.concurrency, self.tokens_per_minute) + _ADMITTED * self.admitted)
+        return pack(self.record)
+
+    @property
+    def record(self) -> bytes:
+        """The limits as the scripts unpack them."""
+        return _LIMITS.pack(self.concurrency, self.tokens_per_minute) + _ADMITTED * self.admitted
 
     def refusal(self, answer: Sequence[Any], prompt_tokens: int) -> RateLimited:
         """The error for the answer LIMITED of decide."""

@@ -1,0 +1,1 @@
+"""What a request has of its client: its tenant, and its count where a model has several pools."""

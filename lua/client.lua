@@ -1,0 +1,55 @@
+--[[
+client: counts a request of a client whose key has limits, where the model has several pools.
+
+One of the pools counts for the client, whichever pools its requests are placed in; decide, which counts for a model of
+one pool, is given no limits then.
+
+Guarantee: the check and the booking are one step, so all replicas together never go over a limit. What is counted ends
+once, and by itself after lease_ms unless it is kept. A repeated call changes nothing.
+
+KEYS: leases
+ARGV: prefix, verb (admit, keep, end), lease_ms, then for admit an id (the client's tag at its end), the limits (packed,
+      as decide takes them) and the tokens of the prompt; for keep ids (<= 200); for end an id and the tokens that
+      it has used besides those of the prompt: those of the answer, or fewer than 0
+Returns: admit: {requests of the client in flight, tokens that it has used}, both with this one; or {LIMITED,
+      CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}; keep and end: {requests that counted}
+Cost: O(ids * log requests in flight of the client)
+Keys that depend on data: client:<tag>, tokens:<tag>
+--]]
+local leases_key = KEYS[1]
+local prefix, verb, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local FIRST_ID, LIMITS, PROMPT, TOKENS, MAX_IDS = 4, 5, 6, 5, 200
+local CLIENT_AT, LIMITS_BYTES = 26, 8
+local call = redis.call
+
+local last = verb == "keep" and #ARGV or FIRST_ID
+for i = FIRST_ID, last do
+  if #(ARGV[i] or "") < CLIENT_AT then return redis.error_reply("BAD_ARGUMENT client: an id without a client") end
+end
+if not lease_ms or last - FIRST_ID >= MAX_IDS or verb ~= "keep" and not tonumber(ARGV[#ARGV])
+    or verb == "admit" and #(ARGV[LIMITS] or "") < LIMITS_BYTES then
+  return redis.error_reply("BAD_ARGUMENT client: lease_ms, and what the verb takes")
+end
+local time = call("TIME")
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local client_of = include "shared/client_use"
+
+call("ZREM", leases_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+if verb == "admit" then
+  local client, prompt_tokens = client_of(prefix, ARGV[FIRST_ID], now), tonumber(ARGV[PROMPT])
+  local counted = client.counts()
+  local per_minute, refused = (include "shared/client_limits")(client, ARGV[LIMITS], prompt_tokens)
+  if refused then return refused end
+  client.hold(now + lease_ms)
+  local used = per_minute and client.spend(counted and 0 or prompt_tokens, per_minute) or 0
+  return { client.in_flight(), math.ceil(used) }
+elseif verb == "keep" then
+  for i = FIRST_ID, last do client_of(prefix, ARGV[i], now).renew(now + lease_ms) end
+  return { last - FIRST_ID + 1 }
+elseif verb == "end" then
+  local client = client_of(prefix, ARGV[FIRST_ID], now)
+  if not client.let_go() then return { 0 } end
+  client.spend(tonumber(ARGV[TOKENS]))
+  return { 1 }
+end
+return redis.error_reply("BAD_ARGUMENT client: unknown verb " .. verb)

@@ -1,0 +1,256 @@
+"""Limits of clients over several pools: one pool counts for a client, whatever its requests and their pools do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.routing.test_pool_choice import TAGS, Fixture
+from tests.conftest import PATIENT
+
+from warmfleet.errors import RateLimited, WarmfleetError
+from warmfleet.fleet import ClientLimits, Fleet, connect
+from warmfleet.routing.attempt import AttemptState
+from warmfleet.routing.clients import counting
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from warmfleet.fleet import Decision
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.routing.attempt import Attempt
+
+LIMITS = ClientLimits("team-a", 3, 1_000_000)
+
+
+@pytest.fixture
+async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """Makes replicas that choose among pools of their own, which count in the same Redis."""
+    monkeypatch.setattr(counting, "LATE_S", 5.0)  # the machine of a test may be busy
+    fleets: list[Fleet] = []
+
+    def make(count: int) -> list[Fixture]:
+        made = [Fixture() for _ in range(count)]
+        for one in made:
+            for tag, store in one.stores.items():
+                fleet = Fleet(connect(valkey_url, timeout_s=2), f"{model}#{tag[-1]}", timeouts=PATIENT)
+                fleets.append(fleet)
+                for name in ("admit", "keep_counted", "end_counted"):
+                    setattr(store, name, getattr(fleet, name))
+        return made
+
+    yield make
+    for fleet in fleets:
+        await fleet.close()
+
+
+async def keys(url: str, model: str) -> dict[str, list[str]]:
+    """The requests that count for all clients, by the number of the pool."""
+    redis = connect(url, timeout_s=2)
+    try:
+        pattern = f"wf:{{{model.replace('/', '~')}#*}}:client:*"
+        found = [key async for key in redis.scan_iter(match=pattern, count=1_000)]
+        return {
+            key.decode().partition("#")[2][0]: [str(one) for one in await redis.zrange(key, 0, -1)] for key in found
+        }
+    finally:
+        await redis.aclose()
+
+
+async def begin(replica: Fixture, limits: ClientLimits = LIMITS) -> tuple[Attempt, Decision]:
+    """An attempt with its decision; nothing is left of it if it is refused."""
+    job = replica.job(limits=limits)
+    attempt = replica.attempts.begin(job, (), avoids_failing=True)
+    try:
+        _, decision = await replica.choice.admit(job, attempt)
+    except BaseException:
+        attempt.release("failed")
+        raise
+    return attempt, decision
+
+
+async def quiet(*made: Fixture) -> None:
+    for one in made:
+        await one.counting.drained()
+        await one.nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_the_limit_holds_over_all_pools_and_replicas(
+    replicas: Any, valkey_url: str, model: str, seed: int
+) -> None:
+    """Any interleaving: at no moment more requests than the limit are in flight, and in the end none counts."""
+    rng, made = random.Random(seed), replicas(3)
+    at_once = most = served = 0
+
+    async def client(replica: Fixture) -> None:
+        nonlocal at_once, most, served
+        for _ in range(5):
+            await asyncio.sleep(rng.choice((0.0, 0.001, 0.005)))
+            for store in replica.stores.values():
+                store.words = rng.choices(("book", "book", "queue", "full", "none"), k=rng.randint(0, 2))
+                store.slow_s = rng.choice((0.0, 0.0, 0.002))
+            try:
+                async with asyncio.timeout(rng.choice((0.003, 5.0, 5.0, 5.0))):
+                    attempt, _ = await begin(replica)
+            except (WarmfleetError, TimeoutError):
+                continue
+            at_once += 1
+            most, served = max(most, at_once), served + 1
+            try:
+                await asyncio.sleep(rng.choice((0.001, 0.01)))
+                if rng.random() < 0.2:
+                    await replica.counting.keep()
+            finally:
+                at_once -= 1
+                attempt.release(rng.choice(("finished", "failed", "cancelled")))
+
+    await asyncio.gather(*(client(replica) for replica in made for _ in range(4)))
+    assert 1 < most <= LIMITS.concurrency
+    assert served > LIMITS.concurrency
+    await quiet(*made)
+    assert await keys(valkey_url, model) == {}
+    assert not any(replica.counting.open for replica in made)
+
+
+async def test_replicas_name_the_same_pool_and_clients_spread_over_all(replicas: Any) -> None:
+    one, other = replicas(2)
+    tags = [ClientLimits(f"team-{number}").tag for number in range(60)]
+    found = [one.counting.pool_of("m", tag).tag for tag in tags]
+    counting._order.cache_clear()
+    assert found == [other.counting.pool_of("m", tag).tag for tag in tags]
+    assert {*found} == {*TAGS}
+
+
+async def test_a_refused_client_costs_no_decision_until_it_may_come_again(replicas: Any) -> None:
+    (replica,) = replicas(1)
+    held = [await begin(replica) for _ in range(3)]
+    with pytest.raises(RateLimited, match="team-a has 3 requests in flight"):
+        await begin(replica)
+    asked = sum(replica.asked())
+    for _ in range(3):
+        with pytest.raises(RateLimited):
+            await begin(replica)
+    assert sum(replica.asked()) == asked
+    assert replica.metrics.client_limits.labels("team-a", "requests")._value.get() == 4
+    held.pop()[0].release("finished")
+    attempt, decision = await begin(replica)
+    assert decision.use is not None
+    assert decision.use.in_flight == 3
+    for one in (attempt, *(one for one, _ in held)):
+        one.release("finished")
+    await quiet(replica)
+
+
+@pytest.mark.parametrize(("outcome", "used"), [("finished", 107), ("cancelled", 107), ("failed", 0)])
+async def test_what_a_request_costs_depends_on_its_end(replicas: Any, outcome: Any, used: int) -> None:
+    (replica,) = replicas(1)
+    slow = ClientLimits("team-a", 3, 1_000)
+    attempt, decision = await begin(replica, slow)
+    assert decision.use is not None
+    assert (decision.use.in_flight, decision.use.tokens) == (1, 100)
+    attempt.output = type("Output", (), {"count": 7})()
+    attempt.release(outcome)
+    await quiet(replica)
+    attempt, decision = await begin(replica, slow)
+    assert decision.use is not None
+    assert abs((decision.use.tokens or 0) - 100 - used) < 5
+    attempt.release("failed")
+    await quiet(replica)
+
+
+async def test_what_waited_in_vain_costs_nothing(replicas: Any) -> None:
+    (replica,) = replicas(1)
+    for store in replica.stores.values():
+        store.words = ["queue"] * 1_000
+    job = replica.job(limits=LIMITS, patience_s=0.05)
+    attempt = replica.attempts.begin(job, (), avoids_failing=True)
+    with pytest.raises(WarmfleetError):
+        await replica.choice.admit(job, attempt)
+    attempt.release("failed")
+    for store in replica.stores.values():
+        store.words = []
+    attempt, decision = await begin(replica)
+    assert decision.use is not None
+    assert (decision.use.in_flight, decision.use.tokens) == (1, 100)
+    attempt.release("failed")
+    await quiet(replica)
+
+
+async def test_requests_count_on_in_another_pool_when_theirs_is_away(
+    replicas: Any, valkey_url: str, model: str
+) -> None:
+    (replica,) = replicas(1)
+    first, _ = await begin(replica)
+    (before,) = await keys(valkey_url, model)
+    pool = replica.counting.pool_of("m", LIMITS.tag)
+    assert pool is not None
+    assert pool.tag[-1] == before
+    for _ in range(2):
+        pool.degraded.failed("away")
+    second, _ = await begin(replica)
+    assert {*await keys(valkey_url, model)} > {before}
+    await replica.counting.keep()
+    await replica.counting.drained()
+    ((after, counted),) = (await keys(valkey_url, model)).items()
+    assert after != before
+    assert len(counted) == 2
+    for attempt in (first, second):
+        attempt.release("finished")
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
+
+
+async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "LATE_S", 0.01)
+    (replica,) = replicas(1)
+    late: list[OnAnswer] = []
+    pool = replica.counting.pool_of("m", LIMITS.tag)
+    assert pool is not None
+    monkeypatch.setattr(replica.stores[pool.tag], "admit", lambda *given: late.append(given[-1]))
+    attempt, decision = await begin(replica)
+    assert (attempt.state, decision.use) == (AttemptState.BOOKED, None)
+    assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 1
+    late.pop()([1, 100], None)
+    attempt.release("finished")
+    for each in replica.pools:
+        for _ in range(2):
+            each.degraded.failed("away")
+    with suppress(WarmfleetError):
+        attempt, _ = await begin(replica)
+        attempt.release("finished")
+    assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 2
+    await replica.counting.drained()
+
+
+async def test_a_gateway_keeps_and_ends_what_it_was_given(replicas: Any, valkey_url: str, model: str) -> None:
+    (replica,) = replicas(1)
+    attempt, _ = await begin(replica)
+    name = attempt.hand_over()
+    assert name == attempt.reservation + LIMITS.tag
+    assert not replica.counting.open, "this replica keeps it no longer"
+    await replica.counting.keep_one("m", name)
+    replica.counting.end_one("m", name, 5)
+    await replica.counting.drained()
+    assert await keys(valkey_url, model) == {}
+
+
+async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
+    replicas: Any, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "KEEP_AT_ONCE", 1)
+    (replica,) = replicas(1)
+    (first, _), (second, _) = await begin(replica), await begin(replica)
+
+    async def ends() -> None:
+        second.release("finished")
+
+    await asyncio.gather(replica.counting.keep(), ends())
+    first.release("finished")
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
