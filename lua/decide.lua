@@ -24,8 +24,8 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
       with limits, last of all {requests of the client in flight, tokens that it has used};
-      {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them, cost_s with the wait, matched_tokens}: nothing
-      is booked; QUEUED: it has a ticket;
+      {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them, price of the turn in seconds
+      (decide/wait_turn), matched_tokens}: nothing is booked; QUEUED: it has a ticket;
       {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
       {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room}, {worker_id, matched_tokens,
       speculative_tokens, load row, cost_s, terms of the cost}...}: all that the choice saw

@@ -7,11 +7,12 @@ follows from the queue alone, whichever replica asks. Reaps expired tickets, als
 KEYS: alive load tick queue2
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
       then ids (<= 512)
-Returns: {tickets in the queue, tokens of their prompts, ms in which the fleet computes these, ms until an engine that
-      is full has room if it goes on at its speed (-1: none can be foretold), ids whose turn it is, the first ticket,
-      then the standing of each id that stays}; the first ticket: empty if ids are given or none waits, else {id, prompt
-      tokens, size in us, ms that it has waited, flows that wait, the worker that is cheapest for it, whether that has
-      room (0/1)}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place), 3 UNKNOWN
+Returns: {tickets in the queue, ms in which the fleet computes what it does not hold of their prompts, ms until an
+      engine that is full has room if it goes on at its speed (-1: none can be foretold), ids whose turn it is, the
+      first ticket, then the standing of each id that stays}; the first ticket: empty if ids are given or none waits,
+      else {id, prompt tokens, size in us, ms that it has waited, flows that wait, the worker that is cheapest for it,
+      whether that has room (0/1)}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place),
+      3 UNKNOWN
 Cost: O(workers + ids * log tickets + turns); at most 64 tickets reaped, 256 looked at
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
@@ -40,9 +41,8 @@ queue.reap(MAX_REAPED)
 
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
-local s, speed, turns, due_s = candidates(all, alive, median, replica.decode_s_per_token, now, 1), 0, {}, math.huge
+local s, turns, due_s = candidates(all, alive, median, replica.decode_s_per_token, now, 1), {}, math.huge
 local first, ids = {}, {}
-for i = 1, s.count do speed = speed + s.speed[i] end
 if waiting > 0 and s.count > 0 then
   local room_of, overdue_s = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
   local left = room_left(s, room_of, overdue_s)
@@ -55,7 +55,7 @@ if waiting > 0 and s.count > 0 then
 end
 
 for id in pairs(turns) do ids[#ids + 1] = id end
-local answer = { waiting, queue.tokens(), speed > 0 and math.ceil(queue.tokens() * 1000 / speed) or 0,
+local answer = { waiting, s.count > 0 and math.ceil(queue.work_us() / 1000 / s.count) or 0,
   due_s < math.huge and math.ceil(due_s * 1000) or -1, ids, first }
 for i = FIRST_ID + leaving, #ARGV do
   local id, standing = ARGV[i], STANDING_WAITS

@@ -2,19 +2,20 @@
 settle: what became of a reservation: its first token came, or it ended.
 
 Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
-anew (another epoch) owes nothing. If an id was never booked and its outcome is failed or cancelled, a tombstone is
-left, so that a decide that arrives later books nothing. When a request has finished, the blocks that it computed and
+anew (another epoch) owes nothing. If an id was never booked and its outcome is failed, cancelled or unsent, a tombstone
+is left, so that a decide that arrives later books nothing. The end of an unsent request tells nothing of its engine,
+which never got it: another pool was cheaper. When a request has finished, the blocks that it computed and
 the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. An approximate
 worker reports nothing: its mirror notes the prompts that it computed. First tokens tell the speed of a worker that does
 not tell it. A call for an id
 that was never booked gives back a few expired leases: a fleet at rest has no decide that does so. If a request with
-limits failed and no tokens are told, its client gets back those of the prompt.
+limits failed or was never sent, and no tokens are told, its client gets back those of the prompt.
 
 KEYS: load leases lease
-ARGV: prefix, id, outcome (started, finished, failed, cancelled), tombstone_ms, linger_ms, then for a client with
-      limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0 (empty: not
-      told), then for an approximate worker the blocks of the prompt that it had when the request came, if those were
-      fewer than the decision said, and how long ago it came at the earliest (ms)
+ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent), tombstone_ms, linger_ms, then for a client
+      with limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0 (empty:
+      not told), then for an approximate worker the blocks of the prompt that it had when the request came, if those
+      were fewer than the decision said, and how long ago it came at the earliest (ms)
 Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
@@ -29,12 +30,14 @@ local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 2
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
 local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
 local MAX_EVICTED = 65535 -- as the row can hold
+local OUTCOMES = { started = 1, finished = 1, failed = 1, cancelled = 1, unsent = 1 }
+local REFUNDED = { failed = 1, unsent = 1 }
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
   return redis.error_reply("BAD_ARGUMENT settle needs an id, tombstone_ms and linger_ms")
 end
-if outcome ~= "started" and outcome ~= "finished" and outcome ~= "failed" and outcome ~= "cancelled" then
+if not OUTCOMES[outcome] then
   return redis.error_reply("BAD_ARGUMENT unknown outcome " .. outcome)
 end
 local time = call("TIME")
@@ -46,7 +49,7 @@ local lease = call("HGET", lease_key, id)
 if not lease then
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
   release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED))
-  if outcome == "failed" or outcome == "cancelled" then
+  if outcome ~= "started" and outcome ~= "finished" then
     call("ZADD", leases_key, now + tombstone_ms, id)
     call("HSET", lease_key, id, struct.pack(LEASE, 0, 0, 0, 0, 0, 0, STAGE_TOMBSTONE, 0))
   end
@@ -75,9 +78,9 @@ if outcome == "started" then
     change(worker, FLAGS_AT, packed, FOREIGN_PREFILL_TOKENS_AT)
   end
 else
-  row = release.load(lease)
+  row = release.load(lease, outcome == "unsent")
   local client = release.client(id)
-  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or outcome == "failed" and -prompt or 0) end
+  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or REFUNDED[outcome] and -prompt or 0) end
 end
 
 -- Whether the worker is approximate and has computed the prompt. Then its mirror notes it, once it is over: engines

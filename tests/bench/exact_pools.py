@@ -24,7 +24,7 @@ import numpy as np
 
 from warmfleet.fleet import Weights
 from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, Offer, prices
+from warmfleet.pools.homes.prices import HOMES, WAIT_PRICE, Offer, prices, turn_s
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, DECODE_S
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 SHARE_S = 60.0  # over which the share of time in prefill is taken
 TIE = 0.02  # of the prompt: costs that differ by less are equal
-QUEUED_WAIT = 0.5  # price of a wait in the choice of a ticket's engine
 LOOKED_AT = 64  # tickets that a turn looks at
 RULE = Weights()
 
@@ -89,8 +88,7 @@ class Answer(NamedTuple):
 
     pool: int
     engine: int | None
-    cost_s: float
-    matched_tokens: int
+    offer: Offer
 
 
 class Served(NamedTuple):
@@ -258,10 +256,11 @@ class ExactPools:
         chain = self._blocks.chain(arrival.prompt, copy)
         job = Job(self._now, arrival.session, chain, len(arrival.prompt), arrival.output_tokens)
         answer = self._choose(job)
+        matched_tokens = answer.offer.matched_tokens
         if answer.engine is not None:
-            self._book(job, answer.engine, answer.matched_tokens)
+            self._book(job, answer.engine, matched_tokens)
         else:
-            job.size_s = self._setup.token_s * (job.prompt_tokens - answer.matched_tokens)
+            job.size_s = self._setup.token_s * (job.prompt_tokens - matched_tokens)
             self._lines[answer.pool].append(job)
             self._take_turns(answer.pool)
 
@@ -288,7 +287,7 @@ class ExactPools:
         if len(self._pools) == 1:
             return self._ask(job, 0)
         answers = [self._ask(job, pool) for pool in self._in_order(job)[: self._setup.homes]]
-        priced = prices(self._offers(answers), RULE.stay)
+        priced = prices([one.offer for one in answers], RULE.stay)
         return answers[priced.index(min(priced))]
 
     def _in_order(self, job: Job) -> list[int]:
@@ -299,18 +298,20 @@ class ExactPools:
         key = self._beginnings.key(chain, self._setup.depth_tokens, len(self._pools)) or self._random.randbytes(8)
         return [self._number[tag] for tag in in_order(key, self._number)]
 
-    def _offers(self, answers: Sequence[Answer]) -> list[Offer]:
-        return [Offer(one.cost_s, one.matched_tokens, self._setup.token_s) for one in answers]
-
     # ------------------------------------------------ inside a pool
 
     def _ask(self, job: Job, number: int) -> Answer:
         pool, line = self._pools[number], self._lines[number]
         wait_s, matched = self.engines.wait_s(pool, self._now), self.engines.matched(job, pool)
         at, cost_s = self._chosen(job, self._costs(job, pool, wait_s, matched), matched)
-        has_room = not line and wait_s[at] <= self._setup.room_s
-        cost_s += sum(one.size_s for one in line) / len(wait_s)
-        return Answer(number, pool.start + at if has_room else None, cost_s, int(matched[at]))
+        token_s = self._setup.token_s
+        own_s = token_s * (job.prompt_tokens - matched)
+        if not line and wait_s[at] <= self._setup.room_s:
+            offer = Offer(cost_s, turn_s(float(wait_s[at]), float(own_s[at])), int(matched[at]), token_s)
+            return Answer(number, pool.start + at, offer)
+        turns_s = WAIT_PRICE * (wait_s + sum(one.size_s for one in line) / len(wait_s)) + own_s
+        near = int(turns_s.argmin())
+        return Answer(number, None, Offer(None, float(turns_s[near]), int(matched[near]), token_s))
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
         """As lua/parts/decide/cost_rule.lua has it."""
@@ -337,7 +338,7 @@ class ExactPools:
             return
         line.sort(key=lambda job: job.at_s + setup.patience * job.size_s)
         wait_s = self.engines.wait_s(pool, self._now)
-        ahead_s = QUEUED_WAIT * wait_s
+        ahead_s = WAIT_PRICE * wait_s
         left: list[Job] = []
         for at, job in enumerate(line):
             full = wait_s > setup.room_s
@@ -349,14 +350,14 @@ class ExactPools:
             job.size_s = float(own_s.min())
             costs = ahead_s + own_s
             if costs[~full].min() > costs.min() + TIE * job.prompt_tokens * setup.token_s:
-                ahead_s[int(costs.argmin())] += QUEUED_WAIT * job.size_s  # it waits for that engine
+                ahead_s[int(costs.argmin())] += WAIT_PRICE * job.size_s  # it waits for that engine
                 left.append(job)
                 continue
             ruled = np.where(full, np.inf, self._costs(job, pool, wait_s, matched))
             best, _ = self._chosen(job, ruled, matched)
             self._book(job, pool.start + best, matched[best])
             wait_s[best] = self.engines.ready_s[pool.start + best] - self._now
-            ahead_s[best] = QUEUED_WAIT * wait_s[best]
+            ahead_s[best] = WAIT_PRICE * wait_s[best]
         self._lines[number] = left
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, Offer, prices
+from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.routing.homes.pool_choice import TIE_S
 
@@ -40,7 +40,7 @@ class HomePools:
         best = self._best(answers)
         for number, (fleet, answer) in enumerate(answers):
             if number != best and isinstance(answer, Decision):
-                await fleet.settle(ask.reservation, "cancelled")
+                await fleet.settle(ask.reservation, "unsent")
             elif number != best:
                 await fleet.poll(leaving=[ask.reservation])
         fleet, answer = answers[best]
@@ -53,11 +53,18 @@ class HomePools:
             return None
         if self._best((line, (other, answer))) == 1:
             return answer
-        await other.settle(ask.reservation, "cancelled")
+        await other.settle(ask.reservation, "unsent")
         return None
 
     def _offers(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> list[Offer]:
-        return [Offer(answer.cost_s, answer.matched_tokens, self._token_s) for _, answer in answers]
+        return [self._offer(answer) for _, answer in answers]
+
+    def _offer(self, answer: Decision | Queued) -> Offer:
+        token_s = self._token_s
+        if isinstance(answer, Queued):
+            return Offer(None, answer.turn_s, answer.matched_tokens, token_s)
+        turn = turn_s(token_s * answer.wait_tokens, token_s * answer.prefill_tokens)
+        return Offer(answer.cost_s, turn, answer.matched_tokens, token_s)
 
     def _best(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> int:
         priced = prices(self._offers(answers), answers[0][0].weights.stay)

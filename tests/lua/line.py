@@ -167,7 +167,7 @@ class Queueing:
         lengths = Counter(one.flow for one in model.tickets)
         assert await self.zset(":lengths") == {name(flow): flow[0] * LENGTH + n for flow, n in lengths.items()}
         clock = await cast("Any", store.hgetall(f"{queue}:clock"))
-        assert int(clock.get(b"tokens", 0)) == sum(one.tokens for one in model.tickets)
+        assert int(clock.get(b"work_us", 0)) == sum(one.tokens * (1_000_000 // SPEED) for one in model.tickets)
 
     async def zset(self, suffix: str) -> dict[bytes, int]:
         found = await cast("Any", self.world.store.zrange(self.world.keys.queue2 + suffix, 0, -1, withscores=True))

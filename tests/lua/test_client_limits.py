@@ -75,7 +75,7 @@ async def test_a_client_has_as_many_requests_in_flight_as_its_limit(world: World
     assert await in_flight(world, two) == {ask.reservation for ask in asks[1:]}
 
 
-@pytest.mark.parametrize("outcome", ["finished", "failed", "cancelled"])
+@pytest.mark.parametrize("outcome", ["finished", "failed", "cancelled", "unsent"])
 @pytest.mark.parametrize("started", [False, True])
 async def test_every_end_gives_the_place_back(world: World, outcome: Any, started: bool) -> None:
     await world.workers(1)

@@ -14,6 +14,7 @@ from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
+from warmfleet.pools.homes.prices import turn_s
 from warmfleet.pools.reasons import queue_in_words
 
 pytestmark = pytest.mark.in_turn
@@ -380,11 +381,29 @@ async def test_a_prompt_that_becomes_cached_goes_ahead(q: Queueing) -> None:
     await q.world.hold(1, chain)
     line = await q.world.fleet.poll([asks.reservation, small.reservation])
     assert line.standings[asks.reservation] is Standing.WAITS, "its ticket is as it was when it came"
+    assert line.work_s == pytest.approx(0.1061, abs=0.001), "as it is counted in the work of all"
     await q.world.change(1, prefill_tokens=1_000)
     await q.world.fleet.decide_in_turn(asks, Place())
     await q.world.change(1, prefill_tokens=999)
     line = await q.world.fleet.poll([asks.reservation, small.reservation])
     assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]
+
+
+async def test_who_waits_is_told_the_price_of_its_turn(q: Queueing) -> None:
+    """By it a router compares two pools: half of the wait, half of a share of the others' work, and its own work."""
+    asks = await holding(q, 1, blocks=60)
+    first = await q.decide(ticket("first", tokens=100))
+    assert isinstance(first, Queued)
+    assert first.turn_s == pytest.approx(turn_s(0.1, 0.01))
+    second = await q.world.fleet.decide_in_turn(asks, Place())
+    assert isinstance(second, Queued)
+    assert second.turn_s == pytest.approx(0.05 + 0.005 + 0.0001)
+    assert (first.matched_tokens, second.matched_tokens) == (0, 960)
+    await q.world.worker(2, **FULL | {"prefill_tokens": 2_000})
+    again = await q.world.fleet.decide_in_turn(asks, Place())
+    assert isinstance(again, Queued)
+    assert again.turn_s == pytest.approx(0.05 + 0.005 / 2 + 0.0001), "two engines share the others' work"
+    assert again.work_s == pytest.approx(0.006)
 
 
 async def test_a_poll_foretells_when_an_engine_has_room(q: Queueing) -> None:

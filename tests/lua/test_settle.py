@@ -100,7 +100,8 @@ async def test_failed_and_cancelled_end_at_once(world: World, outcome: Any, star
 
 
 @pytest.mark.parametrize(
-    ("outcome", "left"), [("failed", True), ("cancelled", True), ("started", False), ("finished", False)]
+    ("outcome", "left"),
+    [("failed", True), ("cancelled", True), ("unsent", True), ("started", False), ("finished", False)],
 )
 async def test_an_unknown_id_leaves_a_tombstone_only_if_it_ended(world: World, outcome: Any, left: bool) -> None:
     await world.workers(1)

@@ -83,6 +83,37 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(world: Wo
         assert (row.since_ms - begun) % WRAPS < 2_000
 
 
+async def test_a_request_that_was_never_sent_ends_no_prefill(world: World) -> None:
+    """Of two home pools the dearer one gives its booking back: its engine goes on with what it has."""
+    await world.workers(1, speed_tps=0)
+    first, *others = [world.ask(extra_tokens=tokens) for tokens in (500, 800, 300)]
+    for ask in (first, *others):
+        await world.fleet.decide(ask)
+    since_ms = (clock_ms() - 4_000) % WRAPS
+    await world.change(1, since_ms=since_ms)
+    for ask in others:
+        assert await world.fleet.settle(ask.reservation, "unsent") == "SETTLED"
+        row = await world.row(1)
+        assert (row.since_ms, row.under_way_tokens, row.speed_tps) == (since_ms, 500, 0)
+    await world.fleet.settle(first.reservation, "started")
+    row = await world.row(1)
+    assert row.speed_tps == pytest.approx(500 / 4, rel=0.2), "the speed is told by the time since the engine began"
+    assert (row.prefill_tokens, row.in_flight) == (0, 1)
+
+
+async def test_of_a_request_that_was_never_sent_nothing_stays_under_way(world: World) -> None:
+    await world.workers(1)
+    first, second = world.ask(extra_tokens=500), world.ask(extra_tokens=300)
+    await world.fleet.decide(first)
+    await world.fleet.decide(second)
+    await world.fleet.settle(first.reservation, "unsent")
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.under_way_tokens) == (300, 300)
+    await world.fleet.settle(second.reservation, "unsent")
+    row = await world.row(1)
+    assert (row.prefill_tokens, row.under_way_tokens, row.in_flight) == (0, 0, 0)
+
+
 async def test_a_first_token_that_a_renewal_tells_counts_as_well(world: World) -> None:
     await world.workers(1)
     assert await world.fleet.renew([Renewal("wf-a", "w1.0", 700, 900), Renewal("wf-b", "w1.0", 400, 900)]) == (0, 2, 0)

@@ -11,7 +11,7 @@ from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
-from warmfleet.pools.homes.prices import HOMES, Offer, prices
+from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 
@@ -51,7 +51,7 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 async def workers(pool: Pool) -> dict[str, Any]:
     """Every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
-    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {})
+    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
     try:
         found = await pool.fleet.workers()
         truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
@@ -121,23 +121,39 @@ async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints
     answers = [one for one in found if not isinstance(one, BaseException)]
     if not answers:
         raise next(one for one in found if isinstance(one, BaseException))
-    chosen = [next(row for row in answer["candidates"] if row["chosen"]) for answer in answers]
-    token_s = {one.tag: one.view.token_s for one in usable}
-    offers = [
-        Offer(row["cost_s"], row["matched_tokens"], token_s[answer["model"]])
-        for row, answer in zip(chosen, answers, strict=True)
-    ]
+    by_tag = {one.tag: one for one in usable}
+    offered = [_offer(answer, by_tag[answer["model"]]) for answer in answers]
     told = [
         {
             "pool": answer["model"],
-            "worker_id": row["worker_id"],
-            "matched_tokens": row["matched_tokens"],
+            "worker_id": worker_id,
+            "matched_tokens": offer.matched_tokens,
+            "waits": answer["waits"],
             "price_s": price,
         }
-        for answer, row, price in zip(answers, chosen, prices(offers, pool.fleet.weights.stay), strict=True)
+        for answer, (worker_id, offer), price in zip(
+            answers, offered, prices([offer for _, offer in offered], pool.fleet.weights.stay), strict=True
+        )
     ]
     best = min(range(len(told)), key=lambda place: told[place]["price_s"])
     return answers[best] | {"pools": told}
+
+
+def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
+    """The worker that the request would get or wait for in this pool, and the offer, without the work of others."""
+
+    def turn(row: dict[str, Any]) -> float:
+        uncached = explained["prompt_tokens"] - row["matched_tokens"]
+        wait_s: float = row["terms"]["wait_s"] / pool.fleet.weights.wait_price
+        return turn_s(wait_s, pool.view.token_s_of(row["worker_id"]) * uncached)
+
+    rows: list[dict[str, Any]] = explained["candidates"]
+    if explained["waits"]:
+        row, cost_s = min(rows, key=turn), None
+    else:
+        row = next(row for row in rows if row["chosen"])
+        cost_s = row["cost_s"]
+    return row["worker_id"], Offer(cost_s, turn(row), row["matched_tokens"], pool.view.token_s)
 
 
 async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:

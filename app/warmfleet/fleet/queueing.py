@@ -22,15 +22,16 @@ POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lu
 class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
-    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for the prompts of these tickets. cost_s:
-    predicted seconds to first token at the cheapest worker, after the work of the other tickets. matched_tokens: what
-    this worker holds of the prompt.
+    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for what it does not hold of the prompts
+    of these tickets. turn_s: price of the worker that the request waits for, by which tickets find their workers, with
+    its share of the other tickets' work (lua/parts/decide/wait_turn.lua). matched_tokens: what this worker holds of
+    the prompt.
     """
 
     outcome: Literal["queued", "full", "displaced"]
     waiting: int
     work_s: float
-    cost_s: float = 0.0
+    turn_s: float = 0.0
     matched_tokens: int = 0
 
 
@@ -62,14 +63,13 @@ class Next:
 class Line:
     """The queue as a poll finds it.
 
-    waiting: tickets of all replicas. tokens: of the tickets' prompts. work_s: seconds that the whole fleet needs for
-    these. standings: by id, what has become of each ticket that the poll named. room_in_s: until an engine that is full
-    has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose turn it
-    is. next: None if the poll named a ticket, or none waits.
+    waiting: tickets of all replicas. work_s: seconds that the whole fleet needs for what it does not hold of their
+    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: until an engine that is
+    full has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
+    turn it is. next: None if the poll named a ticket, or none waits.
     """
 
     waiting: int
-    tokens: int
     work_s: float
     standings: Mapping[str, Standing]
     room_in_s: float = math.inf
@@ -90,8 +90,8 @@ class Queue(Reservations):
         command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
         answer = await self.call("decide", command, self.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
-            word, waiting, work_ms, cost_s, matched_tokens = answer
-            return Queued(word.decode().lower(), waiting, work_ms / 1000, float(cost_s), matched_tokens)
+            word, waiting, work_ms, turn_s, matched_tokens = answer
+            return Queued(word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
         if answer[0] == b"LIMITED" and ask.limits is not None:
             raise ask.limits.refusal(answer, ask.prompt_tokens)
         return self._decision(ask, answer)
@@ -115,10 +115,9 @@ class Queue(Reservations):
             "queue", [*leaving, *waiting], prefix=self._prefix, constants=self.constants(), leaving=len(leaving)
         )
         answer = await self.call("queue", self.packed["queue"].call(args), self.timeouts.request_s)
-        count, tokens, work_ms, room_in_ms, turns, first, *standings = answer
+        count, work_ms, room_in_ms, turns, first, *standings = answer
         return Line(
             count,
-            tokens,
             work_ms / 1000,
             dict(zip(waiting, map(Standing, standings), strict=True)),
             math.inf if room_in_ms < 0 else room_in_ms / 1000,

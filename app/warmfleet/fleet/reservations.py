@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.prompt.block_hashes import Chain
 
-Outcome = Literal["started", "finished", "failed", "cancelled"]
+Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits

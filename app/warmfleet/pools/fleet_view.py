@@ -71,6 +71,11 @@ class View:
             object.__setattr__(self, "_token_s", 1 / speeds[len(speeds) // 2] if speeds else 0.0)
         return self._token_s or 0.0
 
+    def token_s_of(self, worker_id: str) -> float:
+        """Seconds of prefill of one token at this worker; of the median speed if its own is not known."""
+        speed_tps = self.speeds.get(worker_id, 0)
+        return 1 / speed_tps if speed_tps > 0 else self.token_s
+
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
 

@@ -78,7 +78,7 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
 
 def queue_in_words(line: Line) -> dict[str, Any]:
     """The fleet's queue for people who look: how long it is, and of the request that is first in order why it waits."""
-    told: dict[str, Any] = {"waiting": line.waiting, "prompt_tokens": line.tokens, "work_s": line.work_s, "next": None}
+    told: dict[str, Any] = {"waiting": line.waiting, "work_s": line.work_s, "next": None}
     if line.next is not None:
         told["next"] = {name: value for name, value in asdict(line.next).items() if name != "reservation"}
         told["next"]["because"] = ITS_TURN if line.next.has_room else ITS_WORKER_IS_BUSY

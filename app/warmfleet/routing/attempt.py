@@ -207,7 +207,7 @@ class Attempt:
     def take_over(self, other: Attempt) -> None:
         """Become an attempt that was made ``beside`` this one; give back what this one and all others hold."""
         if self.state is not AttemptState.NEW:
-            self.give_back("cancelled", unserved=True)
+            self.give_back("unsent", unserved=True)
         for name in CARRIED:
             setattr(self, name, getattr(other, name))
         other.state, other.decision = AttemptState.RELEASED, None
@@ -217,12 +217,12 @@ class Attempt:
         """Give back what the attempts beside this one hold."""
         others, self._beside = self._beside, ()
         for other in others:
-            other.give_back("cancelled", unserved=True)
+            other.give_back("unsent", unserved=True)
 
     def withdraw(self) -> None:
         """Give back all that this attempt holds, so that it may be made in another pool."""
         self.withdraw_others()
-        self.give_back("cancelled", unserved=True)
+        self.give_back("unsent", unserved=True)
         self.state, self.decision, self.explanation = AttemptState.NEW, None, b""
 
     # ------------------------------------------------ what becomes of it

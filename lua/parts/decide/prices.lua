@@ -9,7 +9,7 @@ worker is as good as any other.
 
 Guarantee: pure. Takes the state after the choice (decide/cost_rule). Returns the beginning of a ticket's record
 (prompt tokens, size, tie and the others' price, in us, and the count of named workers), the named workers as slot and
-price (us), and the size in us.
+price (us), the size in us, and the prices in seconds by candidate.
 --]]
 local floor, max, min, pack = math.floor, math.max, math.min, struct.pack
 local TICKET_PRICES, TICKET_OWN, NAMED, US, MAX_US = ">I4I4I4I4B", ">I4I4", 8, 1e6, 4294967295
@@ -31,9 +31,9 @@ return function(s)
     end
   end
   local size = us(own[named[1]])
-  if s.policy ~= "cost" then return pack(TICKET_PRICES, s.prompt, size, MAX_US, 0, 0), "", size end
+  if s.policy ~= "cost" then return pack(TICKET_PRICES, s.prompt, size, MAX_US, 0, 0), "", size, own end
   local rest = #named > NAMED and own[named[NAMED + 1]] or most
   local count, told = min(NAMED, #named), {}
   for k = 1, count do told[k] = pack(TICKET_OWN, s.slots[named[k]], us(own[named[k]])) end
-  return pack(TICKET_PRICES, s.prompt, size, us(s.tie_s), us(rest), count), table.concat(told), size
+  return pack(TICKET_PRICES, s.prompt, size, us(s.tie_s), us(rest), count), table.concat(told), size, own
 end

@@ -11,10 +11,11 @@ replica; and the request: priority, tenant, tokens, barred (ids of workers that 
 (of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
 ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
 Sets s.room (seconds of room by candidate) if the request is not to wait.
-Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, predicted seconds to first token of the
-choice with the work of the other tickets before it, tokens of the prompt that the choice holds}; or nil, the candidate
-(another than the choice if that has no room), and a function to call when the request is booked, with the tokens of
-work that it makes.
+Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, price of the turn in seconds, tokens of the
+prompt that the worker of this price holds}; or nil, the candidate (another than the choice if that has no room), and a
+function to call when the request is booked, with the tokens of work that it makes. The price of the turn is that by
+which a ticket finds its worker (shared/room_left), with this request's share of the other tickets' work; 0 if it got no
+ticket. By it a router compares two pools.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
@@ -33,23 +34,31 @@ end
 
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
-  local queue, speed = fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix), 0
-  local flow = queue.flow(request.priority, request.tenant)
-  local function answer(word)
-    for i = 1, s.count do speed = speed + s.speed[i] end
-    local tokens = queue.tokens()
-    local cost_s = s.cost[w] + math.max(0, tokens - request.tokens) / speed
-    return { word, queue.waiting(), math.ceil(tokens * 1000 / speed), string.format("%.6f", cost_s), s.matched[w] or 0 }
+  local queue = fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
+  local flow, own_s, slots = queue.flow(request.priority, request.tenant), nil, {}
+  local function answer(word, turn_s, matched)
+    local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
+    return { word, queue.waiting(), work_ms, string.format("%.6f", turn_s or 0), matched or 0 }
   end
   -- The room of all engines. Returns it, and the room of this request's candidates: seconds, by candidate.
   local function room()
     local all = everybody()
-    local left, slots, own = room_left(all, capacity_of(all, limit_s, block_sizes)), {}, {}
+    local left, own = room_left(all, capacity_of(all, limit_s, block_sizes)), {}
     for i = 1, all.count do slots[all.slots[i]] = i end
     return left, function()
       for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end
       return own
     end
+  end
+  -- The least price of all candidates, before tickets take their turns, and what its worker holds of the prompt.
+  local function price(left)
+    local least, nearest = math.huge, 0
+    for i = 1, s.count do
+      local seconds = (left.ahead[slots[s.slots[i]]] or 0) + own_s[i]
+      if seconds < least then least, nearest = seconds, i end
+    end
+    local others_s = math.max(0, queue.work_us() - request.size_us) / 1e6 / s.count
+    return least + left.wait_price * others_s, s.matched[nearest]
   end
 
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
@@ -59,7 +68,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     queue.leave(id)
     return answer("DISPLACED")
   end
-  request.prices, request.named, request.size_us = prices(s)
+  request.prices, request.named, request.size_us, own_s = prices(s)
   request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
   if ticket then
     queue.renew(id)
@@ -78,15 +87,16 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     queue.enter(id, flow, request)
   end
   local left, own = room()
-  if not with_room(s, w, own()) then return answer("QUEUED") end
+  local turn_s, matched = price(left)
+  if not with_room(s, w, own()) then return answer("QUEUED", turn_s, matched) end
   local mine = queue.turns(left, MAX_TURNS, id)[id]
-  if not mine then return answer("QUEUED") end
+  if not mine then return answer("QUEUED", turn_s, matched) end
   local free = own()
   s.room = free
   for i = 1, s.count do
     if s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken
   end
   local chosen = with_room(s, w, free)
-  if not chosen then return answer("QUEUED") end
+  if not chosen then return answer("QUEUED", turn_s, matched) end
   return nil, chosen, function(work) queue.leave(id, math.max(work, 1)) end
 end

@@ -21,7 +21,7 @@ Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> pric
 named workers (decide/prices), slots of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms),
 :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets),
 :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it
-stands; `tokens` -> prompt tokens of all tickets).
+stands; `work_us` -> the sizes of all tickets in us).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
@@ -43,7 +43,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
 
   function queue.flow(priority, tenant) return string.char(FIRST_CLASS + priority) .. tenant end
   function queue.waiting() return call("ZCARD", queue_key) end
-  function queue.tokens() return tonumber(call("HGET", clock, "tokens")) or 0 end
+  function queue.work_us() return math.max(0, tonumber(call("HGET", clock, "work_us")) or 0) end
   function queue.find(id) return call("HGET", tickets, id) end
   -- The client of a ticket, nil if it has no limits.
   local function client_of(id) return #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil end
@@ -79,10 +79,10 @@ return function(queue_key, now_us, ticket_ms, prefix)
 
   function queue.enter(id, flow, wish)
     local before = place_of(flow)
-    local time, tokens = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0, wish.tokens
+    local time = before and call("ZSCORE", flows, before) or call("ZSCORE", served, flow) or 0
     write(id, flow, now_us - wish.waited_ms * 1000, wish)
     call("ZADD", leases, exact(now + ticket_ms), id)
-    call("HINCRBY", clock, "tokens", tokens)
+    call("HINCRBY", clock, "work_us", wish.size_us)
     if not before then
       time = math.max(floor_of(flow), tonumber(time))
       call("ZREM", served, flow)
@@ -93,7 +93,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
     local client = client_of(id)
     if client then
       client.hold(now + ticket_ms)
-      client.spend(tokens, wish.per_minute)
+      client.spend(wish.tokens, wish.per_minute)
     end
   end
 
@@ -104,6 +104,8 @@ return function(queue_key, now_us, ticket_ms, prefix)
     local time = before and call("ZSCORE", flows, before)
     if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a part of the queue is lost, and this ticket with it
     call("ZREM", queue_key, member_of(id, ticket))
+    local _, size_us = unpack_from(TICKET_SIZE, ticket)
+    if size_us ~= wish.size_us then call("HINCRBY", clock, "work_us", exact(wish.size_us - size_us)) end
     write(id, flow, sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1), wish)
     move(flow, before, tonumber(time))
   end
@@ -130,7 +132,8 @@ return function(queue_key, now_us, ticket_ms, prefix)
       call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
     end
     call("ZREM", queue_key, member_of(id, ticket))
-    call("HINCRBY", clock, "tokens", -unpack_from(TICKET_TOKENS, ticket))
+    local _, size_us = unpack_from(TICKET_SIZE, ticket)
+    call("HINCRBY", clock, "work_us", exact(-size_us))
     call("ZINCRBY", lengths, -1, flow)
     if not move(flow, before, time) then
       call("ZREM", lengths, flow)

@@ -4,7 +4,7 @@ itself are given back.
 
 Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
 Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns six functions: add (see
-shared/row_load), load(lease), which returns the worker's row as it was, forget(id), speculation(id, lease) (see
+shared/row_load), load(lease, unsent), which returns the worker's row as it was, forget(id), speculation(id, lease) (see
 shared/release_speculation), client(id), which returns what its client uses (shared/client_use) after this request, nil
 if it has no limits, and reap(ids), which does the last four for leases that have expired.
 --]]
@@ -15,10 +15,10 @@ return function(load_key, leases_key, lease_key, prefix, now)
   local release = { add = (include "shared/row_load")(load_key, now) }
   release.speculation = (include "shared/release_speculation")(prefix)
 
-  function release.load(lease)
+  function release.load(lease, unsent)
     local epoch, _, prefill, decode, _, _, stage, length, at = struct.unpack(LEASE, lease)
     if stage > STAGE_STARTED then return end
-    return select(3, release.add(lease:sub(at, at + length - 1), epoch, -prefill, -decode, -1))
+    return select(3, release.add(lease:sub(at, at + length - 1), epoch, -prefill, -decode, -1, unsent))
   end
 
   function release.forget(id)

@@ -9,8 +9,8 @@ An engine that should have ended its prefill long ago is as much dearer: nobody 
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
-that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; room:
-seconds that are left, and slots, by candidate.
+that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; by
+candidate room (seconds that are left), slots, and ahead (seconds that the wait for it counts); wait_price.
 --]]
 local unpack_from, sub, huge = struct.unpack, string.sub, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
@@ -33,7 +33,7 @@ return function(s, room_of, overdue_s)
     room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i] + overdue_s(i), i
   end
   look()
-  left.room, left.slots = room, s.slots
+  left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, WAIT_PRICE
 
   function left.any() return first ~= nil end
 

@@ -1,9 +1,10 @@
 --[[
 shared/row_load: what a lease books on its worker's load row, or gives back.
 
-Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count), which adds these
-to the row and returns the epoch and the slot of the row, and the row as it was. It does nothing and returns nothing if
-the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes a row.
+Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count, unsent), which
+adds these to the row and returns the epoch and the slot of the row, and the row as it was. It does nothing and returns
+nothing if the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes
+a row. unsent: the load is that of a request which never got to the engine, so no prefill ended there.
 When no request is in flight any more, nothing is booked: whatever an older script left on the row ends then.
 The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
 worker; later of no more than the prefill that ended last, nor than what is left. At the same moments the share of time
@@ -15,7 +16,7 @@ local ROW_BUSY_SHARE_TO_SINCE_MS = ">I2I2I4I4"
 local SLOT_AT, BUSY_SHARE_AT, WORKER_ID_AT, U32 = 17, 47, 59, 2 ^ 32 -- of a packed row
 
 return function(load_key, now)
-  return function(worker, epoch, prefill, decode, count)
+  return function(worker, epoch, prefill, decode, count, unsent)
     local row = call("HGET", load_key, worker)
     if not row then return end
     local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(ROW_EPOCH_TO_SLOT, row)
@@ -24,7 +25,10 @@ return function(load_key, now)
     decode, count = row_decode + decode, row_count + count
     if count == 0 then left, decode = 0, 0 end
     local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, decode, count)
-    if prefill < 0 or row_prefill <= 0 then
+    if unsent and left > 0 then
+      local share, evicted, tokens, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
+      work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, share, evicted, math.min(tokens, left), since)
+    elseif prefill < 0 or row_prefill <= 0 then
       local tokens = math.max(0, math.min(math.abs(prefill), left))
       local share, evicted, _, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
       local _, now_share = (include "shared/busy_share")(share, row_prefill > 0, since, now)

@@ -80,7 +80,7 @@ def test_loopback_has_several_spellings(host: str) -> None:
 
 
 async def line_of_one(_fleet: Fleet) -> Line:
-    return Line(1, FIRST.prompt_tokens, 0.1, {}, next=FIRST)
+    return Line(1, 0.1, {}, next=FIRST)
 
 
 async def asked(router: Replica, path: str, **headers: str) -> tuple[int, dict[str, Any]]:

@@ -263,7 +263,7 @@ async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: py
         return Truth()
 
     pool: Any = SimpleNamespace(view=SimpleNamespace(workers=()), fleet=SimpleNamespace(truth=never))
-    assert await snapshot.read(pool) == snapshot.Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {}))
+    assert await snapshot.read(pool) == snapshot.Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
 
 async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: str) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 ANSWERS: dict[str, Any] = {
-    "queue": [0, 0, 0, -1, [], [], 0, 1],
+    "queue": [0, 0, -1, [], [], 0, 1],
     "settle": [b"SETTLED"],
     "renew": [1, 0, 0],
     "tick": [1, 0, 0, 0, 0],

@@ -296,7 +296,7 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
 
     async def foretold(waiting: Any = (), leaving: Any = ()) -> Line:
         asked.append(time.monotonic())
-        return Line(2, 0, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.06)
+        return Line(2, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.06)
 
     monkeypatch.setattr(pool.fleet, "poll", foretold)
     polls = TicketPolls(pool)
@@ -321,7 +321,7 @@ async def test_a_long_line_is_named_by_and_by_and_every_turn_is_told(
     async def told(waiting: Any = (), leaving: Any = ()) -> Line:
         asked.append(tuple(waiting))
         turns = frozenset([names[-1]]) if len(asked) == 1 else frozenset(names if len(asked) == 10 else ())
-        return Line(300, 0, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.0, turns)
+        return Line(300, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.0, turns)
 
     monkeypatch.setattr(pool.fleet, "poll", told)
     polls = TicketPolls(pool)

@@ -63,7 +63,9 @@ class Store:
 
     def __init__(self, tag: str) -> None:
         self.words: list[Word] = []
-        self.cost_s = 1.0
+        self.cost_s = 1.0  # of a worker that is booked at once
+        self.turn_s = 1.0  # price of a turn
+        self.ahead = 0  # tokens of prefill at a worker that is booked at once
         self.matched = 0
         self.work_s = 0.1
         self.slow_s = 0.0
@@ -101,13 +103,14 @@ class Store:
             raise RateLimited("limited", {})
         if word in ("queue", "full"):
             outcome: Literal["queued", "full"] = "queued" if word == "queue" else "full"
-            return Queued(outcome, len(self.tickets), self.work_s, self.cost_s, self.matched)
+            return Queued(outcome, len(self.tickets), self.work_s, self.turn_s, self.matched)
         worker = f"{self.tag}.w"
-        return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s, 0,
-                        False, 100 - self.matched, 110)  # fmt: skip
+        own = 100 - self.matched
+        return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s,
+                        self.ahead, False, own, 110)  # fmt: skip
 
     def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *_more: Any) -> None:
-        assert outcome in ("finished", "cancelled", "failed")
+        assert outcome in ("finished", "cancelled", "failed", "unsent")
 
         def take() -> None:
             self.booked.discard(reservation)
@@ -120,7 +123,7 @@ class Store:
         if self.away:
             raise FleetUnavailable("away")
         known = {name: Standing.TURN if name in self.tickets else Standing.UNKNOWN for name in waiting}
-        return Line(len(self.tickets), 0, self.work_s, known)
+        return Line(len(self.tickets), self.work_s, known)
 
     async def workers(self) -> list[WorkerView]:
         return []
@@ -252,23 +255,30 @@ async def test_a_pool_that_is_away_is_not_asked_again_by_every_request() -> None
     assert (first <= 2, second, first + third) == (True, 5, 5), "another pool takes its place"
 
 
-async def test_what_an_answer_is_predicted_to_cost_counts_the_wait_included() -> None:
+async def test_the_price_of_a_turn_counts_the_wait_included() -> None:
     fixture = Fixture()
     first, second = fixture.stores["m#1"], fixture.stores["m#2"]
-    second.cost_s = 0.5
+    first.cost_s, second.turn_s = 0.3, 0.5
     fixture.script("book", "queue book")
-    assert (await fixture.admit())[0] == "m#2", "it waits for the worker that holds its beginning"
-    fixture.script("queue queue queue book", "queue queue queue queue")
-    second.cost_s = 2.0
+    assert (await fixture.admit())[0] == "m#2", "it waits for the worker that holds its beginning: 100 tokens take 1 s"
+    first.ahead, second.turn_s = 90, 1.4
+    fixture.script("book", "queue book")
+    assert (await fixture.admit())[0] == "m#2", "what is ahead in the first counts half: 1.45 s"
+    second.turn_s = 1.5
+    fixture.script("book", "queue")
     assert (await fixture.admit())[0] == "m#1"
-    second.cost_s = 0.5
+    first.ahead = 0
+    fixture.script("queue queue queue book", "queue queue queue queue")
+    second.turn_s = 2.0
+    assert (await fixture.admit())[0] == "m#1"
+    second.turn_s = 0.5
     fixture.script("book " * 400, "queue " * 400)
     asked = second.asked
 
     async def changes() -> None:
         while second.asked < asked + 2:  # noqa: ASYNC110  a stand-in counts its questions, it tells nobody
             await asyncio.sleep(0.001)
-        first.cost_s, second.cost_s = 0.2, 3.0
+        first.matched, second.turn_s = 80, 3.0
 
     (tag, _), _ = await asyncio.gather(fixture.admit(), changes())
     assert tag == "m#1", "it waits in the second, and the first is cheaper meanwhile"
@@ -322,7 +332,7 @@ async def test_a_draining_pool_is_asked_only_if_no_other_can_serve() -> None:
 
 async def test_a_limit_in_the_other_pool_refuses_no_request_that_waits() -> None:
     fixture = Fixture()
-    fixture.stores["m#1"].cost_s = 0.1
+    fixture.stores["m#1"].turn_s = 0.1
     fixture.script("queue queue queue book", "queue limited limited limited")
     assert (await fixture.admit())[0] == "m#1"
 
@@ -345,7 +355,7 @@ async def test_whatever_the_pools_answer_and_whenever_it_ends_nothing_is_left(se
     for store in fixture.stores.values():
         store.words = rng.choices(words, k=rng.randint(0, 6))
         store.slow_s = rng.choice((0.0, 0.0, 0.002, 0.06))
-        store.cost_s = rng.choice((0.1, 0.5, 1.0, 9.0))
+        store.cost_s, store.turn_s = rng.choices((0.1, 0.5, 1.0, 9.0), k=2)
     job = fixture.job(hints=Hints(explain=rng.random() < 0.2), patience_s=rng.choice((0.05, 1.0)))
     task = asyncio.create_task(fixture.admit(job))
     if rng.random() < 0.5:

@@ -46,7 +46,7 @@ async def read(pool: Pool) -> Reading:
             truth = await pool.fleet.truth(pool.view.workers)
             return Reading(True, truth, await pool.fleet.memory(), await pool.fleet.poll())
     except (TimeoutError, WarmfleetError):
-        return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0, 0.0, {}))
+        return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
 
 def figures(pool: Pool, found: Reading) -> dict[str, Any]:

@@ -4,8 +4,8 @@ The two home pools of the prompt are asked at once. Each decides exactly, among 
 booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
 passed over. A worker is chosen without Redis only if no pool can be asked.
 
-A pool may let the request wait for the worker that holds its beginning: what counts is what each answer is predicted to
-cost, the wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
+A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
+wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Queued
-from warmfleet.pools.homes.prices import HOMES, Offer, prices
+from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.explain_header import with_pools
@@ -100,8 +100,13 @@ class _Asked:
     @property
     def offer(self) -> Offer | None:
         """What it costs here; None if the request got neither a worker nor a ticket."""
-        answer = self.answer if isinstance(self.answer, Decision) else self.line
-        return None if answer is None else Offer(answer.cost_s, answer.matched_tokens, self.job.pool.view.token_s)
+        answer, view = self.answer, self.job.pool.view
+        if isinstance(answer, Decision):
+            token_s = view.token_s_of(answer.worker_id)
+            turn = turn_s(token_s * answer.wait_tokens, token_s * answer.prefill_tokens)
+            return Offer(answer.cost_s, turn, answer.matched_tokens, view.token_s)
+        line = self.line
+        return None if line is None else Offer(None, line.turn_s, line.matched_tokens, view.token_s)
 
 
 class _Choosing:
@@ -333,7 +338,7 @@ def _told(asked: _Asked) -> dict[str, object]:
     if isinstance(answer, Decision):
         told |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
     elif answer is not None:
-        told |= {"answer": answer.outcome, "matched": answer.matched_tokens, "cost": answer.cost_s}
+        told |= {"answer": answer.outcome, "matched": answer.matched_tokens, "turn": answer.turn_s}
     elif asked.error is not None:
         told["answer"] = asked.error.code
     return told
