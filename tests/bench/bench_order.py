@@ -20,10 +20,11 @@ Tables go to standard error. The last line of standard output is one JSON object
 load and fleet (means over seeds, trace seconds). Its bounds are `hot_mean_over_oracle` and `hot_p99_over_oracle`
 (conversation, worst of the loads from .8 on), `mid_mean_over_oracle` (worst of those from .4 to .6),
 `agents_mean_over_best` and `agents_p99_over_best` (over the better of oracle and sticky, worst of all agents' loads),
-`starved_worst_over_bound` (the worst wait over its bound) and `tenants_work_ratio`. A bound whose loads were not played
-is missing. `idle_while_waiting` of a row is the share of time in which engines have nothing to do while a request waits
-that they could serve. A request is on its way to its engine for DISPATCH_S, which the TTFT leaves out: the rivals ask
-over no network.
+`starved_worst_over_bound` (the worst wait over its bound) and `tenants_work_ratio`. The latter is told for four pools,
+too: with `_spread` at its end if no prompts begin alike, with `_alike` if all of the tenant that wants less do. A bound
+whose loads were not played is missing. `idle_while_waiting` of a row is the share of time in which engines have
+nothing to do while a request waits that they could serve. A request is on its way to its engine for DISPATCH_S, which
+the TTFT leaves out: the rivals ask over no network.
 """
 
 from __future__ import annotations
@@ -205,7 +206,11 @@ def fairness(seed: int) -> dict[str, float]:
     """Return the figures of the case ``starve``."""
     queue = _with(QueueLimits(), NEW)
     with private_server() as url:
-        return uvloop.run(starve(url, queue, seed=seed)) | uvloop.run(tenants(url, queue, seed=seed))
+        told = uvloop.run(starve(url, queue, seed=seed)) | uvloop.run(tenants(url, queue, seed=seed))
+        for name, alike in (("spread", False), ("alike", True)):
+            found = uvloop.run(tenants(url, queue, pools=4, alike=alike, seconds=30.0, seed=seed))
+            told |= {f"{figure}_{name}": value for figure, value in found.items()}
+        return told
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ async def test_nobody_starves_and_tenants_get_the_same(url: str) -> None:
     fair = await starve(url, queue, long=20_000, busy=1.8, seconds=15.0)
     assert fair["starved_worst_over_bound"] < 1
     assert 0.9 < (await tenants(url, queue, seconds=12.0))["tenants_work_ratio"] < 1.1
+    over_pools = await tenants(url, queue, pools=2, seconds=7.0)
+    assert 0.8 < over_pools["tenants_work_ratio"] < 1.25, "a pool in which it has no line would serve only the other"
 
 
 def test_a_bound_follows_from_those_who_may_overtake() -> None:

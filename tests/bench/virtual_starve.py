@@ -34,23 +34,29 @@ LONG, SHORT = 100_000, 1_000  # tokens; of SHORT the mean
 LONG_SHARE = 0.5  # of the work
 LITTLE, MUCH = 1.3, 13.0  # demand of two tenants over the half of what the engines can do
 TENANT_TOKENS = 2_000  # of each of their prompts
-PLACES = 64  # in the queue of these tenants
+PLACES = 64  # in the queue of these tenants, in each pool
+HEAD_TOKENS = 64  # with which a tenant's prompts begin where its home pools are to be the same: twice the depth
 
 
-def _engines() -> tuple[EngineConfig, ...]:
+def _engines(count: int = ENGINES) -> tuple[EngineConfig, ...]:
     limits = Limits(max_model_len=131_072)
-    return (EngineConfig(SCHEME, limits, 16_384, StepCosts(0.0, 1 / SPEED_TPS), "fcfs", 0.01),) * ENGINES
+    return (EngineConfig(SCHEME, limits, 16_384, StepCosts(0.0, 1 / SPEED_TPS), "fcfs", 0.01),) * count
 
 
-def _arrivals(rate: float, seconds: float, seed: int, first: int, sizes: tuple[int, float]) -> Trace:
-    """Return Poisson arrivals. sizes: mean tokens of a prompt, and sigma of the lognormal distribution."""
+def _arrivals(
+    rate: float, seconds: float, seed: int, first: int, sizes: tuple[int, float], head: Sequence[int] = ()
+) -> Trace:
+    """Return Poisson arrivals. sizes: mean tokens of a prompt, and sigma of the lognormal distribution. head: with
+    which all prompts begin.
+    """
     generator, made = random.Random(seed), list[Arrival]()
     mean, sigma = sizes
     now = generator.expovariate(rate)
     while now < seconds:
         session = first + len(made)
         size = round(mean * generator.lognormvariate(-sigma * sigma / 2, sigma)) if sigma else mean
-        prompt = [256 + session // 4_096, 256 + session % 4_096] + [300] * max(30, size)
+        own = [256 + session // 4_096, 256 + session % 4_096]
+        prompt = [*head, *own, *[300] * (max(30, size) - len(head))]
         made.append(Arrival(now, session, prompt, 8))
         now += generator.expovariate(rate)
     return Trace("steady", tuple(made))
@@ -128,17 +134,22 @@ async def starve(
 # ---------------------------------------------------------------- two tenants
 
 
-async def tenants(url: str, queue: QueueLimits, *, seconds: float = 120.0, seed: int = 0) -> dict[str, float]:
-    """Return ``tenants_work_ratio``: the work done for a tenant with ten times the other's demand, over the other's.
+async def tenants(
+    url: str, queue: QueueLimits, *, pools: int = 1, alike: bool = False, seconds: float = 120.0, seed: int = 0
+) -> dict[str, float]:
+    """Return what two tenants got of which one wants ten times as much as the other.
 
-    Either of them alone has more than half of what the engines can do. The first sixth of the time is not counted.
+    ``tenants_work_ratio``: the work done for it, over the other's. Either of them alone has more than half of what the
+    engines can do. The first sixth of the time is not counted. pools: of the model; several have two engines each.
+    alike: all prompts of the tenant with less demand begin alike, so it has two home pools.
     """
-    half = ENGINES * SPEED_TPS / 2 / TENANT_TOKENS
-    little = _arrivals(LITTLE * half, seconds, seed, 0, (TENANT_TOKENS, 0.0))
-    much = _arrivals(MUCH * half, seconds, seed + 1, len(little.arrivals), (TENANT_TOKENS, 0.0))
+    engines = _engines(ENGINES if pools == 1 else 2 * pools)
+    half, size = len(engines) * SPEED_TPS / 2 / TENANT_TOKENS, (TENANT_TOKENS, 0.0)
+    little = _arrivals(LITTLE * half, seconds, seed, 0, size, [7] * HEAD_TOKENS if alike else ())
+    much = _arrivals(MUCH * half, seconds, seed + 1, len(little.arrivals), size)
     of_much = {one.session for one in much.arrivals}
-    plan = Plan(_engines(), replicas=REPLICAS, speed=1.0, seed=seed, queue=replace(queue, tickets=PLACES))
-    plan = replace(plan, tenants=dict.fromkeys(of_much, b"another "))
+    plan = Plan(engines, replicas=REPLICAS, speed=1.0, seed=seed, queue=replace(queue, tickets=PLACES))
+    plan = replace(plan, tenants=dict.fromkeys(of_much, b"another "), pools=(2,) * pools if pools > 1 else ())
     played = await play(url, merged(little, much), plan)
     done = {True: 0, False: 0}
     for one in played.served:

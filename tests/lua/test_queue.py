@@ -406,6 +406,20 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: Queueing) -> None:
     assert again.work_s == pytest.approx(0.006)
 
 
+async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(q: Queueing) -> None:
+    """So of two pools it takes the one where less of its own work waits, however much a busy tenant has in both."""
+    q.world.fleet.limits = QueueLimits(0.1, 64)
+    for number in range(12):
+        last = await q.decide(ticket(f"much{number}"))
+    assert isinstance(last, Queued)
+    assert last.turn_s == pytest.approx(turn_s(0.1 + 11 * 0.01, 0.01)), "behind all others of its tenant"
+    for number in range(3):
+        little = await q.decide(ticket(f"little{number}", OTHER))
+        assert isinstance(little, Queued)
+        before = 2 * (number + 1) - 1  # its own, and as many of the other tenant's
+        assert little.turn_s == pytest.approx(turn_s(0.1 + before * 0.01, 0.01))
+
+
 async def test_a_poll_foretells_when_an_engine_has_room(q: Queueing) -> None:
     """1,500 tokens at 10,000 a second are 50 ms too many; of them 900 are under way, or only 100."""
     await booked(q, waiting := ticket("a"))

@@ -14,8 +14,8 @@ Sets s.room (seconds of room by candidate) if the request is not to wait.
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, price of the turn in seconds, tokens of the
 prompt that the worker of this price holds}; or nil, the candidate (another than the choice if that has no room), and a
 function to call when the request is booked, with the tokens of work that it makes. The price of the turn is that by
-which a ticket finds its worker (shared/room_left), with this request's share of the other tickets' work; 0 if it got no
-ticket. By it a router compares two pools.
+which a ticket finds its worker (shared/room_left), with this request's share of the work that is served before its
+ticket; 0 if it got none. By it a router compares two pools.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
@@ -57,7 +57,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       local seconds = (left.ahead[slots[s.slots[i]]] or 0) + own_s[i]
       if seconds < least then least, nearest = seconds, i end
     end
-    local others_s = math.max(0, queue.work_us() - request.size_us) / 1e6 / s.count
+    local others_s = queue.ahead_us(flow, request.size_us) / 1e6 / s.count
     return least + left.wait_price * others_s, s.matched[nearest]
   end
 
