@@ -96,7 +96,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         )
     for home in answer.get("pools", ()):
         worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
-        parts.append(f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, {cost}")
+        waits = " (it would wait for its turn)" if home.get("waits") else ""
+        parts.append(f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, {cost}{waits}")
     if answer["moved"]:
         parts.append(f"It moves: {answer['moved']}.")
     if not answer["blocks"] and answer["identity"] == "exact":
