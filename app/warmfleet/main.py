@@ -354,7 +354,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
     prober = Prober(pools, engine_client, settings, metrics)
     hung = HungEngines(pools, engine_client, settings, metrics)
     rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
-        ("view", settings.view_interval_s, partial(_look, reader, prober, Waiting(pools))),
+        ("view", settings.view_interval_s, partial(_look, reader.round, prober, Waiting(pools))),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
@@ -425,23 +425,28 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
     await pool.fleet.suspected.wait()
     pool.fleet.suspected.clear()
-    await _look(reader, prober)
+    await _look(reader.refresh, prober)
 
 
 async def _check(static: StockEngines, reader: ViewReader, prober: Prober) -> None:
     """Check engines without the plugin. One that was found takes requests at once, and not after the next reading."""
     if await static.round():
-        await _look(reader, prober)
+        await _look(reader.refresh, prober)
 
 
-async def _look(reader: ViewReader, prober: Prober, waiting: Waiting | None = None) -> None:
-    """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round."""
+async def _look(read: Callable[[], Awaitable[bool | None]], prober: Prober, waiting: Waiting | None = None) -> None:
+    """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round.
+
+    read: returns False if nothing was read, as all is at rest.
+    """
+    anything: bool | None = True
     try:
-        await reader.refresh()
+        anything = await read()
     finally:  # a model that cannot be read keeps no probe of another model waiting
-        if waiting is not None:
-            waiting.look()
-        await prober.round()
+        if anything is not False:
+            if waiting is not None:
+                waiting.look()
+            await prober.round()
 
 
 async def _close_pools(pools: Pools) -> None:

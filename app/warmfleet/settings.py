@@ -333,7 +333,11 @@ class Settings:
     expected_output_tokens: int = _setting(
         256, "length of an answer that a decision books, where the request itself asks for no less"
     )
-    view_interval_s: float = _setting(1.0, "time between two readings of the fleet's workers, at most 2")
+    view_interval_s: float = _setting(
+        1.0,
+        "time between two readings of the fleet's workers, at most 2; twice as long, but at most 2, for a pool of "
+        "which nothing but heartbeats came for 10 s",
+    )
     probe_interval_s: float = _setting(
         600.0,
         "time between two probes of a proven worker by any replica, at least 40; 0 = on suspicion only",

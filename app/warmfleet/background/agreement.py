@@ -46,6 +46,11 @@ class Agreement:
         elif len(before) > 1 >= len(now):
             logger.info("%s: its workers agree on their %s again", tag, matter)
 
+    def forget(self, tag: str) -> None:
+        """The pool has ended: its workers count no longer."""
+        self._last = {key: groups for key, groups in self._last.items() if key[0] != tag}
+        self._unhashed.pop(tag, None)
+
     def unhashed(self, tag: str, workers: Sequence[str]) -> None:
         """Take the workers of one model whose scheme is not used: a decision takes the chains of 4 schemes at most."""
         before, now = self._unhashed.get(tag, ()), tuple(workers)

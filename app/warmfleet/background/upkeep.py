@@ -109,7 +109,7 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
         await pools.ask_each(lambda pool: pool.fleet.approved(), read_model)
     finally:
         # All models at once: no revocation waits until another model's template is compiled.
-        await templates.approve(approved)
+        await templates.approve(approved, {pool.tag for pool in pools.all})
 
 
 async def apply(pool: Pool, metrics: Metrics) -> None:

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.background import announced
 from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
+from warmfleet.background.vouching import ASK_AFTER_S
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
+from warmfleet.pools.pool import all_of, as_answered
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
 from warmfleet.protocol.wire import Scheme, WireError
+from warmfleet.settings import MAX_VIEW_INTERVAL_S
 from warmfleet.untrusted.tokenizer_trial import Refused
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ class ViewReader:
         self._pools = pools
         self._identities = identities
         self._settings = settings
+        #: Between two readings of a pool at rest.
+        self._rest_s = min(2 * settings.view_interval_s, MAX_VIEW_INTERVAL_S)
         self._metrics = metrics
         self._agreement = Agreement(metrics)
         self._groupings: dict[str, announced.Grouping] = {}
@@ -64,26 +69,49 @@ class ViewReader:
         #: views whose identity is the one that their workers announce: another one may be loaded by the next reading.
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
-    async def refresh(self) -> None:
-        """Read the workers of every model once. Raises FleetUnavailable if a model cannot be read."""
-        turns = {pool.tag: number // AT_ONCE for number, pool in enumerate(self._pools.all)}
+    async def round(self) -> bool:
+        """Read the workers of every pool once, but not of those at rest that were read lately; whether any was read.
 
-        async def in_turn(pool: Pool) -> None:
-            if turn := turns.get(pool.tag, 0):
-                await asyncio.sleep(turn * TURN_S)
-            await self._refresh(pool)
+        Raises FleetUnavailable if a pool cannot be read.
+        """
+        pools = [pool for pool in self._pools.all if not self._may_rest(pool)]
+        if pools:
+            await self._read(pools)
+        return bool(pools)
+
+    def _may_rest(self, pool: Pool) -> bool:
+        """Whether the reading of a pool at rest is good enough for another interval.
+
+        A worker that misses heartbeats is looked at as often as ever: it is to be asked before it expires.
+        """
+        until_s = self._rest_s - self._settings.view_interval_s / 2
+        return pool.rest.lasts and pool.view_age_s < until_s and pool.fleet.quiet_s < ASK_AFTER_S - self._rest_s
+
+    async def refresh(self) -> None:
+        """Read the workers of every pool once. Raises FleetUnavailable if a pool cannot be read."""
+        await self._read(self._pools.all)
+
+    async def _read(self, pools: Sequence[Pool]) -> None:
+        turns = [pools[start : start + AT_ONCE] for start in range(0, len(pools), AT_ONCE)]
+
+        async def read(turn: int) -> None:
+            await asyncio.sleep(turn * TURN_S)
+            await as_answered({pool.fleet.reading(): pool for pool in turns[turn]}, self._refresh)
 
         try:
-            await self._pools.each(in_turn)
+            await all_of(map(read, range(len(turns))))
         finally:
-            views = [pool.view for pool in self._pools.all]
-            self._derived = {pool.tag: self._derived[pool.tag] for pool in self._pools.all if pool.tag in self._derived}
+            views, tags = [pool.view for pool in self._pools.all], {pool.tag for pool in self._pools.all}
+            for gone in (self._derived.keys() | self._groupings.keys()) - tags:
+                self._derived.pop(gone, None)
+                self._groupings.pop(gone, None)
+                self._agreement.forget(gone)
             self._identities.keep({view.identity.key for view in views if view.identity is not None})
             self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
             self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
 
-    async def _refresh(self, pool: Pool) -> None:
-        workers = await pool.fleet.look()
+    async def _refresh(self, pool: Pool, reading: list[Any]) -> None:
+        workers = await pool.fleet.look(reading)
         standing = [_standing(worker) for worker in workers]
         before, view = self._derived.get(pool.tag, ([], None))
         if view is None or view is not pool.view or standing != before:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.exceptions import RedisError
 
+from warmfleet.fleet.connection.masters import SlotLine
 from warmfleet.fleet.connection.packing import Argument, PackedScript, pack_command
 from warmfleet.fleet.connection.redis_connections import CONNECT_S, UPKEEP_S, RedisConnections, RouterRedis
 from warmfleet.fleet.connection.reply_errors import failure
@@ -190,8 +191,9 @@ class ScriptClient:
 
     @property
     def line(self) -> object:
-        """The connection of the scripts. Models that share it are on one server."""
-        return self._multiplexed
+        """The connection of the scripts, or the master that it leads to: models of the same are on one server."""
+        line = self._multiplexed
+        return line.master if isinstance(line, SlotLine) else line
 
     def _keys_of(self, name: str) -> list[str]:
         return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.client import ScriptClient, argv
 from warmfleet.fleet.codes import Next
-from warmfleet.fleet.connection.packing import pack_command
+from warmfleet.fleet.connection.packing import pack_bytes, pack_command, pack_int, pack_text
 from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 
@@ -103,21 +103,15 @@ class Upkeep(ScriptClient):
     busy = True  # the last step left work behind, or applied blocks, so that more will come soon
     stirred = True  # the last step found more than heartbeats
     _may_wait = True
+    _ticking: tuple[object, bytes] = (None, b"")  # of what the command of the last tick was made, and the command
     _wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams and seconds of the last wait, and its command
 
     async def tick(self, *, rest: bool = False) -> Tick:
         """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
-        pace = self.pace
-        answer = await self._upkeep(
-            "tick",
-            min_gap_ms=pace.rest_gap_ms if rest else pace.min_gap_ms,
-            ttl_ms=pace.ttl_ms,
-            forget_ms=pace.forget_ms,
-            max_streams=pace.max_streams,
-            used_permille=self.used_permille,
-            short_ms=pace.short_ms,
-            share_permille=pace.share_permille,
-        )
+        now = (self.pace, rest, self.used_permille)
+        if self._ticking[0] != now:
+            self._ticking = now, self._tick_command(rest=rest)
+        answer = await self.call("tick", self._ticking[1], self.timeouts.upkeep_s)
         ran, grace, retired, short, granted_us, *names = answer
         self.short, self.grace = bool(short), bool(grace)
         kinds: dict[str, list[str]] = {"events": [], "server": [], "snapshot": [], "forget": []}
@@ -136,6 +130,21 @@ class Upkeep(ScriptClient):
             granted_us=granted_us,
             snapshots=tuple(snapshots),
         )
+
+    def _tick_command(self, *, rest: bool) -> bytes:
+        pace = self.pace
+        args = argv(
+            "tick",
+            prefix=self._prefix,
+            min_gap_ms=pace.rest_gap_ms if rest else pace.min_gap_ms,
+            ttl_ms=pace.ttl_ms,
+            forget_ms=pace.forget_ms,
+            max_streams=pace.max_streams,
+            used_permille=self.used_permille,
+            short_ms=pace.short_ms,
+            share_permille=pace.share_permille,
+        )
+        return self.packed["tick"].call(args)
 
     async def apply(self, worker_id: str) -> Applied:
         """Apply the next entries of an engine core's stream."""
@@ -284,12 +293,11 @@ class Upkeep(ScriptClient):
     def _apply_call(self, stream: str) -> tuple[str, bytes]:
         """The script that applies the next entries of a stream, and its packed call."""
         pace, (kind, _, name) = self.pace, stream.partition(":")
-        if kind == "events":
-            args = argv("apply", prefix=self._prefix, worker_id=name, max_blocks=pace.max_blocks)
-            return "apply", self.packed["apply"].call(args)
-        limits = {"max_entries": pace.max_entries, "ttl_ms": pace.ttl_ms}
-        args = argv("apply_server", prefix=self._prefix, server_id=name, **limits)
-        return "apply_server", self.packed["apply_server"].call(args)
+        script, limits = (
+            ("apply", (pace.max_blocks,)) if kind == "events" else ("apply_server", (pace.max_entries, pace.ttl_ms))
+        )
+        head = self.packed[script].head(2 + len(limits))
+        return script, b"".join((head, pack_bytes(self._prefix), pack_text(name), *map(pack_int, limits)))
 
     def _cost_us(self, calls: int, entries: int, blocks: int) -> float:
         pace = self.pace

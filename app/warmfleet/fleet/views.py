@@ -177,22 +177,27 @@ class Views(ScriptClient):
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
         self._announced: dict[str, dict[str, Any]] = {}  # of the last reading: the records of API servers
+        self.quiet_s = 0.0  # of all that were ever heard and have not said goodbye, the longest silence at that reading
 
     async def workers(self) -> list[WorkerView]:
         """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
-        return await self._workers(fresh=True)
+        return await self._workers(await self.reading(), fresh=True)
 
-    async def look(self) -> list[WorkerView]:
+    def reading(self) -> asyncio.Future[list[Any]]:
+        """What ``look`` is made of, as Redis has it now. Raises FleetUnavailable."""
+        return self.together(self._reading)
+
+    async def look(self, reading: list[Any]) -> list[WorkerView]:
         """As ``workers``, for a caller that asks again and again.
 
         The records of API servers, the largest part of all that a reading reads, are read when a worker comes, goes or
         changes its state, else every SERVERS_S. So a server that joins again before its workers were proved, which
         changes nothing else, is seen so much later.
         """
-        return await self._workers(fresh=False)
+        return await self._workers(reading, fresh=False)
 
-    async def _workers(self, *, fresh: bool) -> list[WorkerView]:
-        records, rows, *scores, servers_known, (seconds, micros) = await self.together(self._reading)
+    async def _workers(self, reading: list[Any], *, fresh: bool) -> list[WorkerView]:
+        records, rows, *scores, servers_known, (seconds, micros) = reading
         loads = self._loads(pairs(rows))
         doubt = servers_known != len(self._servers) or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
@@ -204,6 +209,7 @@ class Views(ScriptClient):
         ages, server_ages = (
             {name.decode(): max(0.0, now - float(ms) / 1000) for name, ms in pairs(one).items()} for one in scores
         )
+        self.quiet_s = max(max(one.values(), default=0.0) for one in (ages, server_ages))
         whole = [(name, raw) for name, raw in sorted(pairs(records).items()) if name in loads]
         told, servers = self.records.read(whole, self._servers.items())
         self._announced = servers

@@ -27,7 +27,7 @@ from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from warmfleet.fleet import ClientLimits, Fleet
     from warmfleet.pools.degraded import DegradedMode
@@ -330,17 +330,23 @@ class Pools:
         if len(self.all) == 1:
             await work(self.all[0])
             return
-        # At once: a pool whose Redis is away keeps no other pool waiting for its time-out.
-        results = await asyncio.gather(*map(work, self.all), return_exceptions=True)
-        for failure in results:
-            if isinstance(failure, BaseException):
-                raise failure
+        await all_of(map(work, self.all))
 
     async def ask_each(
         self, ask: Callable[[Pool], asyncio.Future[Answer]], take: Callable[[Pool, Answer], Awaitable[object]]
     ) -> None:
         """Ask for every pool at once, and ``take`` each answer, even if some fail; then raise the first failure."""
         await as_answered({ask(pool): pool for pool in self.all}, take)
+
+
+async def all_of(works: Iterable[Awaitable[object]]) -> None:
+    """Await all at once, even if some fail; then raise the first failure.
+
+    So a pool whose Redis is away keeps no other pool waiting for its time-out.
+    """
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 async def as_answered(
@@ -354,7 +360,7 @@ async def as_answered(
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for answer in done:
+            for answer in (one for one in asked if one in done):
                 try:
                     await take(asked[answer], answer.result())
                 except Exception as error:  # noqa: BLE001  raised below

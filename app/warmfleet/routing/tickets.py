@@ -47,7 +47,8 @@ class Tickets:
 
     def work_s(self, pool: Pool) -> float:
         """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
-        return self._of(pool).work_s
+        polls = self._polls.get(pool.tag)
+        return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
     def any(self, pool: Pool) -> bool:
         """Whether a request waits in this pool, or a ticket is to be given up."""
@@ -66,6 +67,8 @@ class Tickets:
     def _of(self, pool: Pool) -> TicketPolls:
         polls = self._polls.get(pool.tag)
         if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
+            # Pools come and go: of those without a ticket nothing is kept.
+            self._polls = {tag: one for tag, one in self._polls.items() if one.task is not None}
             polls = self._polls[pool.tag] = TicketPolls(pool)
         return polls
 

@@ -110,9 +110,12 @@ class Templates:
         await self._settle(template)
         return template
 
-    async def approve(self, digests: Mapping[str, frozenset[str]]) -> None:
-        """Take the digests that the operator has approved, by model tag. They replace these models' earlier digests."""
-        self._of_model |= digests
+    async def approve(self, digests: Mapping[str, frozenset[str]], tags: Collection[str]) -> None:
+        """Take the digests that the operator has approved, by pool tag. They replace these pools' earlier digests.
+
+        tags: of all pools that there are. What was approved for others counts no longer.
+        """
+        self._of_model = {tag: kept for tag, kept in self._of_model.items() if tag in tags} | {**digests}
         before, self._approved = self._approved, self._configured.union(*self._of_model.values())
         for template in list(self._held) if before != self._approved else ():
             try:

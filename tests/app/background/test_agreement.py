@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,8 +37,13 @@ class Fixed:
         self.now: list[WorkerView] = []
         self.records = Records("m")
 
-    async def look(self) -> list[WorkerView]:
-        return self.now
+    def reading(self) -> asyncio.Future[list[WorkerView]]:
+        future: asyncio.Future[list[WorkerView]] = asyncio.get_running_loop().create_future()
+        future.set_result(self.now)
+        return future
+
+    async def look(self, reading: list[WorkerView]) -> list[WorkerView]:
+        return reading
 
     def known(self, key: str) -> Any:
         return SimpleNamespace(kind="exact", key=key)

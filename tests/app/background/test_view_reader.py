@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.app.rounds import Replica, one_replica
 from tests.app.test_damage import healthy
+from tests.conftest import PATIENT
 from tests.lua.world import World
 
 from warmfleet import main
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask
+from warmfleet.fleet import Ask, Fleet
+from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.pool import Pool, ServedModel
+from warmfleet.pools.recent import rest
 from warmfleet.prompt import request as prompt
 from warmfleet_worker.protocol import wire
 
@@ -23,8 +28,7 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.background.prober import Prober
-    from warmfleet.background.view_reader import ViewReader
-    from warmfleet.fleet import Decision, Fleet
+    from warmfleet.fleet import Decision
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
 
 
@@ -127,9 +131,60 @@ async def test_workers_are_probed_by_the_reading_that_finds_them(readable: bool)
     async def probes() -> None:
         done.append("probe")
 
-    look = main._look(
-        cast("ViewReader", SimpleNamespace(refresh=refresh)), cast("Prober", SimpleNamespace(round=probes))
-    )
+    look = main._look(refresh, cast("Prober", SimpleNamespace(round=probes)))
     with nullcontext() if readable else pytest.raises(FleetUnavailable):
         await look
     assert done == ["read", "probe"]
+
+
+async def test_a_pool_at_rest_is_read_every_other_round(
+    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(store, fleet)
+    await healthy(world)
+    async with one_replica(fleet) as replica:
+        reader, pool = replica.reader, replica.pool
+        assert await reader.round(), "it was never read"
+        assert await reader.round(), "a start is no rest"
+        monkeypatch.setattr(rest, "AFTER_S", 0.0)
+        assert not await reader.round()
+        pool.view = replace(pool.view, read_at=pool.view.read_at - 1.6)
+        assert await reader.round(), "the next round would come too late"
+        monkeypatch.setattr(rest, "AFTER_S", 10.0)
+        pool.rest.stir()
+        assert await reader.round(), "a request has come"
+
+
+async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(
+    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is to be asked over HTTP 12.5 s after its last heartbeat, before it expires."""
+    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    world = World(store, fleet)
+    await healthy(world)
+    now_ms = 1_000 * int((await store.time())[0])
+    async with one_replica(fleet) as replica:
+        for key, name in ((fleet.keys.alive, "w1.0"), (fleet.keys.alive_servers, "w1")):
+            await replica.reader.refresh()
+            assert not await replica.reader.round()
+            await store.zadd(key, {name: now_ms - 10_600})
+            await replica.reader.refresh()
+            assert await replica.reader.round()
+            await store.zadd(key, {name: now_ms})
+
+
+async def test_nothing_is_kept_of_a_pool_that_has_left(store: aioredis.Redis, fleet: Fleet) -> None:
+    await healthy(World(store, fleet))
+    async with one_replica(fleet) as replica:
+        await replica.look()
+        await replica.loaded()
+        await replica.look()
+        reader = replica.reader
+        kept = (reader._groupings, reader._derived, reader._agreement._last, reader._agreement._unhashed)
+        assert all(kept)
+        other = Pool("another", Fleet(store, "another", timeouts=PATIENT), DegradedMode(1.0))
+        replica.pools.change(ServedModel(replica.pool.name, [other]))
+        replica.pools.forget(replica.pool)
+        await reader.refresh()
+        kept = (reader._groupings, reader._derived, reader._agreement._last, reader._agreement._unhashed)
+        assert not any(replica.pool.tag in str([*held]) for held in kept)

@@ -162,7 +162,7 @@ async def test_every_look_equals_a_whole_reading(
     story, told, most = Story(store, fleet, seed), list[str](), 0
     for _ in range(STEPS):
         told.append(await story.go_on())
-        looked, whole = await reader.look(), await Fleet(fleet.redis, model).workers()
+        looked, whole = await reader.look(await reader.reading()), await Fleet(fleet.redis, model).workers()
         assert ageless(looked) == ageless(whole), told[-8:]
         most = max(most, len(whole))
     assert most >= len(NAMES) - 1, "the story is about some engines"
@@ -176,11 +176,11 @@ async def test_a_server_that_nothing_tells_of_is_seen_within_seconds(
     await story.joined("a")
     for _ in range(3):
         await fleet.step()
-    [before] = await reader.look()
+    [before] = await reader.look(await reader.reading())
     await story.servers["a"].join("s-other", url="http://10.0.0.1:9999")
     for _ in range(3):
         await fleet.step()
-    [same] = await reader.look()
+    [same] = await reader.look(await reader.reading())
     assert same.url == before.url, "or this test shows nothing"
     [asked] = await reader.workers()
     assert asked.url == "http://10.0.0.1:9999", "who asks once gets all"
@@ -189,7 +189,7 @@ async def test_a_server_that_nothing_tells_of_is_seen_within_seconds(
     for _ in range(3):
         await fleet.step()
     reader._servers_until = 0.0
-    [after] = await reader.look()
+    [after] = await reader.look(await reader.reading())
     assert after.url == "http://10.0.0.1:7777"
 
 
@@ -210,8 +210,8 @@ async def test_a_look_reads_servers_seldom_while_nothing_changes(
     for _ in range(5):
         await story.beat("a")
         await fleet.step()
-        await reader.look()
+        await reader.look(await reader.reading())
     assert asked == [("HGETALL", reader.keys.servers)]
     await fleet.drain("a.0", draining=True)
-    await reader.look()
+    await reader.look(await reader.reading())
     assert len(asked) == 2

@@ -11,6 +11,7 @@ from tests.lua.world import World
 
 from warmfleet.background import upkeep
 from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
@@ -85,6 +86,16 @@ async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: ai
     await cores[5].send("cleared")
     await fleet.step(rest=True)
     assert fleet.stirred, "the stream of one worker decides over its slot"
+
+
+async def test_calls_that_go_out_together_are_the_calls_by_name(store: aioredis.Redis, model: str) -> None:
+    fleet = Fleet(store, model)
+    prefix, pace = fleet.keys.prefix.encode(), fleet.pace
+    core = argv("apply", prefix=prefix, worker_id="w.0", max_blocks=pace.max_blocks)
+    limits = {"max_entries": pace.max_entries, "ttl_ms": pace.ttl_ms}
+    server = argv("apply_server", prefix=prefix, server_id="w", **limits)
+    assert fleet._apply_call("events:w.0") == ("apply", fleet.packed["apply"].call(core))
+    assert fleet._apply_call("server:w") == ("apply_server", fleet.packed["apply_server"].call(server))
 
 
 async def test_a_replica_at_rest_leaves_a_fleet_to_the_one_that_ticked(store: aioredis.Redis, model: str) -> None:

@@ -26,7 +26,7 @@ from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.recent.engine_way import EngineWay
-from warmfleet.routing.tickets import PAUSES, POLL_S, TicketPolls
+from warmfleet.routing.tickets import PAUSES, POLL_S, TicketPolls, Tickets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -307,6 +307,35 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
     assert min(later - sooner for sooner, later in itertools.pairwise(asked)) >= 0.05, "not before there is room"
     assert await second is Standing.WAITS
     await poll(lambda: polls.task is None, 5, "nobody waits, nothing runs")
+    await client.aclose()
+
+
+async def test_nothing_is_kept_of_pools_without_tickets(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, tickets = connect(valkey_url), Tickets()
+    turn = asyncio.Event()
+
+    async def told(waiting: Any = (), leaving: Any = ()) -> Line:
+        standing = Standing.TURN if turn.is_set() else Standing.WAITS
+        return Line(1, 3.0, dict.fromkeys(waiting, standing), 0.0)
+
+    async def waits(tag: str) -> asyncio.Task[Standing]:
+        pool = Pool(tag, Fleet(client, tag), DegradedMode(1.0))
+        monkeypatch.setattr(pool.fleet, "poll", told)
+        assert tickets.work_s(pool) == 0.0
+        waiting = asyncio.create_task(tickets.wait(pool, "wf-1"))
+        await poll(lambda: tickets.work_s(pool) == 3.0, 30, "it was asked about")
+        return waiting
+
+    first, second = [await waits(f"{model}#{number}") for number in range(2)]
+    assert len(tickets._polls) == 2, "both have a ticket"
+    turn.set()
+    assert await first is await second is Standing.TURN
+    await tickets.drained()
+    assert await (await waits(f"{model}#2")) is Standing.TURN
+    assert [*tickets._polls] == [f"{model}#2"]
+    await tickets.drained()
     await client.aclose()
 
 

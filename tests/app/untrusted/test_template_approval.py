@@ -197,6 +197,17 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     await templates.close()
 
 
+async def test_what_was_approved_for_a_pool_that_has_left_counts_no_longer(fleet: Fleet) -> None:
+    left = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#left", timeouts=PATIENT)
+    templates = Templates(Metrics())
+    await left.approve([sha256(PLAIN)])
+    await follow_approvals(Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (left, fleet)]), templates)
+    assert templates.is_approved(sha256(PLAIN))
+    await follow_approvals(Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))]), templates)
+    assert not templates.is_approved(sha256(PLAIN))
+    await templates.close()
+
+
 async def test_processes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_approval, "MAX_PROCESSES", 2)
     templates = Templates(Metrics())

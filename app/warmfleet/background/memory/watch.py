@@ -10,8 +10,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import FleetUnavailable
+from warmfleet.pools.pool import all_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from warmfleet.fleet import Memory
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
@@ -39,12 +42,9 @@ class MemoryWatch:
         for pool in self._pools.all:
             sharing.setdefault(pool.fleet.line, []).append(pool)
 
-        async def look_at(pool: Pool) -> None:
-            group = sharing[pool.fleet.line]
-            if group[0] is not pool:
-                return
+        async def look_at(group: Sequence[Pool]) -> None:
             try:
-                memory = await pool.fleet.memory()
+                memory = await group[0].fleet.memory()
             except FleetUnavailable:
                 for one in group:
                     one.fleet.used_permille = -1
@@ -55,7 +55,7 @@ class MemoryWatch:
                 self._warn_of_eviction(one, memory.policy)
                 self._log_shortage(one)
 
-        await self._pools.each(look_at)
+        await all_of(map(look_at, sharing.values()))
         self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in readings) / 1_000)
         self._metrics.memory_used_bytes.set(max(memory.used for memory in readings))
         self._metrics.memory_short.set(len(self._short))

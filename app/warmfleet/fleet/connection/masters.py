@@ -138,6 +138,11 @@ class SlotLine:
         else:
             self._masters.hold(Held(self._slot, script, command, limit_s, on_answer))
 
+    @property
+    def master(self) -> object:
+        """The owner of the slot as the nodes said last; this line while none is known."""
+        return self._masters.owner(self._slot) or self
+
     def leave(self) -> None:
         """No call of this tag comes any more."""
         self._masters.leave(self._tag)
@@ -172,6 +177,9 @@ class Masters:
 
     def knows(self, slot: int) -> bool:
         return slot in self._owners
+
+    def owner(self, slot: int) -> HostPort | None:
+        return self._owners.get(slot)
 
     def hold(self, one: Held) -> None:
         """Send this call when the nodes have told the owner of its slot."""

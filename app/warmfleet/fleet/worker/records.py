@@ -183,7 +183,8 @@ class Records:
         try:
             name.decode("ascii")
             record = orjson.loads(raw)
-            wrong = _wrong(record, checks) if isinstance(record, dict) and not _deep(record) else "itself"
+            deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deep(record)
+            wrong = _wrong(record, checks) if isinstance(record, dict) and not deep else "itself"
         except ValueError as error:
             record, wrong = None, str(error)
         if not wrong:
