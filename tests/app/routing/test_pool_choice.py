@@ -16,7 +16,7 @@ from tests.app.replica import replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
 
-from warmfleet.errors import FleetUnavailable, NoWorker, Overloaded, RateLimited, WarmfleetError
+from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, Overloaded, WarmfleetError
 from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.identifier import Identifier
 
 TAGS = ("m#1", "m#2", "m#3", "m#4")
-Word = (
-    str  # what a pool of the test answers: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``limited``
-)
+Word = str  # what a pool of the test answers: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``ended``
 
 
 class Store:
@@ -99,8 +97,8 @@ class Store:
         self.away = word in ("away", "late")
         if self.away:
             raise FleetUnavailable("away")
-        if word == "limited":
-            raise RateLimited("limited", {})
+        if word == "ended":
+            raise CancelledReservation("ended")
         if word in ("queue", "full"):
             outcome: Literal["queued", "full"] = "queued" if word == "queue" else "full"
             return Queued(outcome, len(self.tickets), self.work_s, self.turn_s, self.matched)
@@ -290,8 +288,8 @@ async def test_full_everywhere_is_refused() -> None:
     with pytest.raises(Overloaded):
         await fixture.admit()
     assert fixture.asked() == [1, 1, 1, 0]
-    fixture.script("book", "limited")
-    with pytest.raises(RateLimited):
+    fixture.script("book", "ended")
+    with pytest.raises(CancelledReservation):
         await fixture.admit()
 
 
@@ -330,10 +328,10 @@ async def test_a_draining_pool_is_asked_only_if_no_other_can_serve() -> None:
     assert (await fixture.admit())[0] == "m#2"
 
 
-async def test_a_limit_in_the_other_pool_refuses_no_request_that_waits() -> None:
+async def test_an_end_in_the_other_pool_refuses_no_request_that_waits() -> None:
     fixture = Fixture()
     fixture.stores["m#1"].turn_s = 0.1
-    fixture.script("queue queue queue book", "queue limited limited limited")
+    fixture.script("queue queue queue book", "queue ended ended ended")
     assert (await fixture.admit())[0] == "m#1"
 
 
@@ -351,7 +349,7 @@ async def test_without_any_redis_a_worker_is_chosen_among_those_known_last() -> 
 async def test_whatever_the_pools_answer_and_whenever_it_ends_nothing_is_left(seed: int) -> None:
     rng = random.Random(seed)
     fixture = Fixture()
-    words = ("book", "queue", "queue", "full", "none", "away", "late", "limited")
+    words = ("book", "queue", "queue", "full", "none", "away", "late", "ended")
     for store in fixture.stores.values():
         store.words = rng.choices(words, k=rng.randint(0, 6))
         store.slow_s = rng.choice((0.0, 0.0, 0.002, 0.06))

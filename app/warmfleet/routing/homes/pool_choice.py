@@ -15,7 +15,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
+from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Queued
 from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
 from warmfleet.pools.identified_prompt import same_in
@@ -40,7 +40,6 @@ logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
 GRACE_S = 0.005  # for answers that have come while this replica itself stood still
-REFUSALS = (RateLimited, CancelledReservation)  # are about the request, not about the pool
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
 
@@ -212,7 +211,7 @@ class _Choosing:
         elif asked:
             await self._at_once(asked, may_wait=may_wait)
         for one in asked:
-            if one.error is not None and not isinstance(one.error, REFUSALS):
+            if one.error is not None and not isinstance(one.error, CancelledReservation):
                 self._pass_over(one.job.pool, one.error)
         return asked
 
@@ -310,10 +309,10 @@ class _Late(FleetUnavailable):
 
 
 def _raise_refusal(asked: Sequence[_Asked]) -> None:
-    """Raise RateLimited or CancelledReservation if a pool did, unless the reservation was decided before in another."""
+    """Raise CancelledReservation if a pool did, unless the reservation was decided before in another."""
     if not any(isinstance(one.answer, Decision) and one.answer.outcome == "known" for one in asked):
         for one in asked:
-            if isinstance(one.error, REFUSALS):
+            if isinstance(one.error, CancelledReservation):
                 raise one.error
 
 
