@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
+import pytest
 import redis
 from tests.app.replica import replica
 from tests.app.simulated import simulated
@@ -19,12 +20,39 @@ from warmfleet_worker import seat as seats
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
-    import pytest
+    from tests.app.replica import Replica
 
 
-async def test_a_fleet_is_split_while_it_serves(
-    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+class Clients:
+    """Clients who ask one request after another. ``served``: the pools of the answers; ``statuses``: of all answers."""
+
+    def __init__(self, router: Replica, model: str, count: int) -> None:
+        self.served: set[str] = set()
+        self.statuses: list[int] = []
+        self._router = router
+        self._model = model
+        self._ended = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._client(number)) for number in range(count)]
+
+    async def _client(self, first: int) -> None:
+        for number in itertools.count():
+            if self._ended.is_set():
+                return
+            prompt = [3 + first, *range(10, 200), 3 + number % 5]
+            asked = {"model": self._model, "prompt": prompt, "max_tokens": 2}
+            status, headers, _ = await self._router.post(asked)
+            self.statuses.append(status)
+            self.served.add(headers.get("x-warmfleet-pool", ""))
+            await asyncio.sleep(0.01)
+
+    async def end(self) -> None:
+        self._ended.set()
+        await asyncio.gather(*self._tasks)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers and engines follow the registry of pools at once."""
     for module, name, seconds in (
         (seats, "ASK_SECONDS", 0.2),
         (seats, "SETTLE_MS", 1_000),
@@ -34,6 +62,12 @@ async def test_a_fleet_is_split_while_it_serves(
         (pool_changes, "LEAVE_S", 1.0),
     ):
         monkeypatch.setattr(module, name, seconds)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_fleet_is_split_while_it_serves(
+    valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     new = (f"{model}#1", f"{model}#2")
 
     async def pools(*words: str) -> bool:
@@ -48,32 +82,17 @@ async def test_a_fleet_is_split_while_it_serves(
         replica(valkey_url, model) as router,
     ):
         await router.routable(3)
-        served: set[str] = set()
-        statuses: list[int] = []
-        ended = asyncio.Event()
-
-        async def client(first: int) -> None:
-            for number in itertools.count():
-                if ended.is_set():
-                    return
-                prompt = [3 + first, *range(10, 200), 3 + number % 5]
-                status, headers, _ = await router.post({"model": model, "prompt": prompt, "max_tokens": 2})
-                statuses.append(status)
-                served.add(headers.get("x-warmfleet-pool", ""))
-                await asyncio.sleep(0.01)
-
-        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        clients = Clients(router, model, 8)
         try:
             assert await pools("add", *new)
             assert await pools("drain", model, "--move")
             await poll(lambda: pools("remove", model), 60, "all engines have moved: the pool may go", every_s=0.3)
-            served.clear()
-            await poll(lambda: served == {*new}, 30, "both new pools serve")
+            clients.served.clear()
+            await poll(lambda: clients.served == {*new}, 30, "both new pools serve")
         finally:
-            ended.set()
-            await asyncio.gather(*clients)
-        assert set(statuses) == {200}
-        with redis.Redis.from_url(valkey_url) as client_of_redis:
+            await clients.end()
+        assert {*clients.statuses} == {200}
+        with redis.Redis.from_url(valkey_url) as store:
             left = {Keys(model).pools.encode(), Keys(model).placement.encode()}
             pattern = Keys(model).prefix + "*"
-            await poll(lambda: {*client_of_redis.scan_iter(pattern, count=1_000)} == left, 20, "no key of it is left")
+            await poll(lambda: {*store.scan_iter(pattern, count=1_000)} == left, 20, "no key of it is left")

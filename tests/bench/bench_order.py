@@ -33,13 +33,13 @@ import argparse
 import json
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from tests.bench.jobs import run_all
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_idle import SAMPLE_S, IdleGaps
 from tests.bench.virtual_plans import arrivals, engine
@@ -52,7 +52,6 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import QueueLimits, Weights
 from warmfleet.settings import Settings
 from warmfleet_loadtest.measuring.figures import markdown, quantile
-from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks.processes import end_on_signals
 
@@ -226,29 +225,14 @@ class Row:
 
 def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
     """Run the jobs of all fleets and seeds; return a row for each case, load and fleet."""
-    places = list(dict.fromkeys((job.case, job.load) for job in wanted))
-    first = {(job.case, job.load): job for job in reversed(wanted)}
-    with ProcessPoolExecutor(processes) as pool:
-        spread: Callable[..., Iterable[Any]] = map if processes == 1 else pool.map
-        found_speeds = _ticked("speeds", len(places), spread(Job.find_speed, [first[place] for place in places]))
-        speeds = dict(zip(places, found_speeds, strict=True))
-        jobs = [replace(job, speed=speeds[job.case, job.load]) for job in wanted]
-        told = list(_ticked("runs", len(jobs), spread(Job.run, jobs)))
-    found: dict[tuple[str, float, str], list[dict[str, float]]] = {}
-    for job, one in zip(jobs, told, strict=True):
-        found.setdefault((job.case, job.load, job.fleet), []).append(one)
-    return [Row(*key, speeds[key[:2]], _mean(runs)) for key, runs in found.items()]
+    found: dict[tuple[str, float, str, float], list[dict[str, float]]] = {}
+    for job, one in run_all(wanted, processes):
+        found.setdefault((job.case, job.load, job.fleet, job.speed), []).append(one)
+    return [Row(*key, _mean(runs)) for key, runs in found.items()]
 
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
-
-
-def _ticked(label: str, total: int, answers: Iterable[Any]) -> Iterable[Any]:
-    progress = Progress(label, total)
-    for answer in answers:
-        progress.tick(failed=False)
-        yield answer
 
 
 def over(rows: Iterable[Row], figure: str, fleet: str, rivals: Sequence[str]) -> dict[tuple[str, float], float]:

@@ -27,16 +27,16 @@ import argparse
 import json
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 from tests.bench import bench_rest
 from tests.bench.bench_order import CASES, NEW, SKIP, figures
 from tests.bench.bench_order import Job as OrderJob
 from tests.bench.exact_pools import Served, Setup, simulate
+from tests.bench.jobs import run_all
 from tests.bench.overlays import Blocks, copies, overlaid
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import arrivals, engine
@@ -46,12 +46,11 @@ from tests.bench.virtual_store import private_server
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import QueueLimits
 from warmfleet_loadtest.measuring.figures import markdown, quantile
-from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from warmfleet_loadtest.traces.trace import Trace
 
@@ -143,22 +142,7 @@ class Row:
 
 def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
     """Run the jobs; return a row for each. The longest are begun first."""
-    places = list(dict.fromkeys((job.case, job.load) for job in wanted))
-    first = {(job.case, job.load): job for job in reversed(wanted)}
-    with ProcessPoolExecutor(processes) as pool:
-        spread: Callable[..., Iterable[Any]] = map if processes == 1 else pool.map
-        found = _ticked("speeds", len(places), spread(Job.find_speed, [first[place] for place in places]))
-        speeds = dict(zip(places, found, strict=True))
-        jobs = [replace(job, speed=speeds[job.case, job.load]) for job in wanted]
-        told = list(_ticked("runs", len(jobs), spread(Job.run, jobs)))
-    return [Row(job, one) for job, one in zip(jobs, told, strict=True)]
-
-
-def _ticked(label: str, total: int, answers: Iterable[Any]) -> Iterable[Any]:
-    progress = Progress(label, total)
-    for answer in answers:
-        progress.tick(failed=False)
-        yield answer
+    return [Row(job, one) for job, one in run_all(wanted, processes)]
 
 
 def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> dict[tuple[str, float], float]:

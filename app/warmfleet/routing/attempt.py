@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.attempt")
 
 
-#: What an attempt in another pool hands over to the one that it was made beside.
-CARRIED = ("pool", "never", "avoided", "_before", "state", "asked_at", "decision", "explanation", "record")
-
-
 class AttemptState(Enum):
     """What Redis may hold of an attempt.
 
@@ -141,25 +137,45 @@ class Attempts:
         await self.tickets.drained()
 
 
-class Attempt:
-    """One worker's chance to serve a job, from before it is chosen until everything is given back.
+class InPool:
+    """What an attempt is in one pool. All of these fields, and no others, change when another pool gets the request.
 
     ``asked_at``: when its last decision was asked for (``time.perf_counter``). ``decision`` is None until a worker is
-    chosen. ``never`` are workers that must not be chosen at all; ``avoided``
-    are other workers that failed a request a moment ago, which the last decision passed over. ``explanation`` explains
-    the decision as JSON; empty if the client asked for none. ``record``: of the decision, for the decision log; None if
-    it does not belong to the sample. ``several``: whether the model has several pools; ``pool``
-    is then the chosen one. ``on_first_byte`` is called before the client is answered;
-    None unless two attempts race. ``output`` counts the tokens of the answer, for a client with limits only.
-    ``counted``: the request as it counts for a client with limits, where the model has several pools.
+    chosen. ``never`` are workers that must not be chosen at all; ``avoided`` are other workers that failed a request a
+    moment ago, which the last decision passed over. ``explanation`` explains the decision as JSON; empty if the client
+    asked for none. ``record``: of the decision, for the decision log; None if it does not belong to the sample.
+    """
+
+    __slots__ = ("_before", "asked_at", "avoided", "decision", "explanation", "never", "pool", "record", "state")
+
+    def __init__(self, pool: Pool, never: tuple[str, ...]) -> None:
+        self.pool = pool
+        self.never = never
+        self.avoided: tuple[str, ...] = ()
+        self._before = self.state = AttemptState.NEW
+        self.asked_at = 0.0
+        self.decision: Decision | None = None
+        self.explanation = b""
+        self.record: dict[str, Any] | None = None
+
+    def _become(self, other: InPool) -> None:
+        for name in InPool.__slots__:
+            setattr(self, name, getattr(other, name))
+
+
+class Attempt(InPool):
+    """One worker's chance to serve a job, from before it is chosen until everything is given back.
+
+    ``several``: whether the model has several pools; ``pool`` is then the chosen one. ``on_first_byte`` is called
+    before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
+    client with limits only. ``counted``: the request as it counts for such a client, where the model has several pools.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
     ``span``: of this attempt in the request's trace; None unless that is traced.
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_before", "_beside", "asked_at", "avoided", "counted", "decision",
-        "explanation", "never", "on_first_byte", "output", "pool", "record", "reservation", "several", "shortfall",
-        "span", "state", "tail",
+        "_attempts", "_avoids_failing", "_beside", "counted", "on_first_byte", "output", "reservation", "several",
+        "shortfall", "span", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -171,17 +187,10 @@ class Attempt:
         *,
         avoids_failing: bool = False,
     ) -> None:
+        super().__init__(pool, never)
         self._attempts = attempts
         self._avoids_failing = avoids_failing
-        self.pool = pool
         self.reservation = reservation
-        self.never = never
-        self.avoided: tuple[str, ...] = ()
-        self._before = self.state = AttemptState.NEW
-        self.asked_at = 0.0
-        self.decision: Decision | None = None
-        self.explanation = b""
-        self.record: dict[str, Any] | None = None
         self.on_first_byte: Callable[[Attempt], None] | None = None
         self.output: OutputTokens | None = None
         self.tail: AnswerTail | None = None
@@ -208,8 +217,7 @@ class Attempt:
         """Become an attempt that was made ``beside`` this one; give back what this one and all others hold."""
         if self.state is not AttemptState.NEW:
             self.give_back("unsent", unserved=True)
-        for name in CARRIED:
-            setattr(self, name, getattr(other, name))
+        self._become(other)
         other.state, other.decision = AttemptState.RELEASED, None
         self.withdraw_others()
 

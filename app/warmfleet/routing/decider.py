@@ -74,50 +74,56 @@ class Decider:
         if alone and not pool.degraded.asks_redis:
             return await self.without_redis(job, attempt, "open")
         counted, started = self._of_model(pool.tag), time.perf_counter()
-        waited_ms = round(1_000 * (started - call.received_at))
-        place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
-        order = pool.policy.order(pool.view, job.request, call.hints.session)
-        rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-        limits = None if job.homes else call.limits  # of several pools one counts: routing/clients/counting
-        ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, limits)
+        ask, place, rings = _question(job, attempt, exclude, started, may_wait=may_wait)
         tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         attempt.asks()
         try:
-            decision = await pool.fleet.decide_in_turn(ask, place, tell=tell)
-        except NoWorker as error:  # Redis may have come back empty
-            attempt.not_booked()
-            return await self._instead(job, attempt, "no_worker", error, alone=alone)
-        except CancelledReservation:  # only under a gateway's key: Redis is well, and books nothing for it
-            attempt.not_booked()
-            raise
-        except RateLimited as error:
-            pool.degraded.succeeded()
-            attempt.limited()
-            if call.limits is not None:
-                self._metrics.client_limits.labels(call.limits.name, error.type).inc()
-            raise
-        except WarmfleetError as error:  # Redis is away or slow, or a script refuses: no reason to fail a request
-            pool.degraded.failed(f"{error.code}: {error}")
-            if attempt.waits and isinstance(error, FleetUnavailable) and pool.degraded.asks_redis:
+            answer = await pool.fleet.decide_in_turn(ask, place, tell=tell)
+        except WarmfleetError as error:
+            reason = self._unanswered(job, attempt, error)
+            if not reason:
                 return STILL_QUEUED
-            attempt.unanswered()
-            reason = "away" if isinstance(error, FleetUnavailable) else error.code
-            return await self._instead(job, attempt, reason, error, alone=alone)
+            if not alone:
+                raise
+            return await self.without_redis(job, attempt, reason)
         finally:
             counted.seconds.observe(time.perf_counter() - started)
         pool.degraded.succeeded()
-        if isinstance(decision, Queued):
-            if decision.outcome == "queued":
-                attempt.queued()
-            else:
-                attempt.refused()
-            return decision
-        attempt.booked(decision)
-        if decision.seen is not None:
-            self._explain(job, attempt, ask, decision, rings)
+        if isinstance(answer, Queued):
+            attempt.queued() if answer.outcome == "queued" else attempt.refused()
+            return answer
+        attempt.booked(answer)
+        if answer.seen is not None:
+            self._explain(job, attempt, ask, answer, rings)
         if alone:
-            self.keep(job, attempt, decision, ask.policy)
-        return decision
+            self.keep(job, attempt, answer, ask.policy)
+        return answer
+
+    def _unanswered(self, job: Job, attempt: Attempt, error: WarmfleetError) -> str:
+        """Why a worker is to be chosen without Redis; empty if the request goes on waiting.
+
+        Raises the error if it is about the request: CancelledReservation, RateLimited.
+        """
+        pool = job.pool
+        if isinstance(error, NoWorker):  # Redis may have come back empty
+            attempt.not_booked()
+            return "no_worker"
+        if isinstance(error, CancelledReservation):  # only under a gateway's key: Redis is well, and books nothing
+            attempt.not_booked()
+            raise error
+        if isinstance(error, RateLimited):
+            pool.degraded.succeeded()
+            attempt.limited()
+            if job.call.limits is not None:
+                self._metrics.client_limits.labels(job.call.limits.name, error.type).inc()
+            raise error
+        # Redis is away or slow, or a script refuses: no reason to fail a request.
+        pool.degraded.failed(f"{error.code}: {error}")
+        away = isinstance(error, FleetUnavailable)
+        if attempt.waits and away and pool.degraded.asks_redis:
+            return ""
+        attempt.unanswered()
+        return "away" if away else error.code
 
     def keep(self, job: Job, attempt: Attempt, decision: Decision, policy: str) -> None:
         """Count a decision of Redis that stands, and keep it for people who look."""
@@ -141,14 +147,6 @@ class Decider:
             attempt.record = record(pool.tag, ask, pool.fleet.weights, decision, rings)
         if job.call.hints.explain:
             attempt.explanation = explanation(ask, pool.fleet.weights, decision)
-
-    async def _instead(
-        self, job: Job, attempt: Attempt, reason: str, error: WarmfleetError, *, alone: bool
-    ) -> Decision:
-        """A choice without Redis, unless another pool may serve the job: then the error is raised."""
-        if not alone:
-            raise error
-        return await self.without_redis(job, attempt, reason)
 
     async def without_redis(self, job: Job, attempt: Attempt, reason: str) -> Decision:
         """Choose among the workers of the last reading. reason: for the metrics, why Redis did not choose.
@@ -176,6 +174,20 @@ class Decider:
             attempt.span.decided(decision, "", reason)
         pool.recent.note(job.call.request_id, job.call.path.name, job.prompt.kind, "", decision, reason)
         return decision
+
+
+def _question(
+    job: Job, attempt: Attempt, exclude: tuple[str, ...], now: float, *, may_wait: bool
+) -> tuple[Ask, Place, Mapping[str, tuple[str, ...]] | None]:
+    """What Redis is asked, where the request may wait, and the hash rings for a decision that is logged."""
+    pool, call = job.pool, job.call
+    waited_ms = round(1_000 * (now - call.received_at))
+    place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
+    order = pool.policy.order(pool.view, job.request, call.hints.session)
+    rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
+    limits = None if job.homes else call.limits  # of several pools one counts: routing/clients/counting
+    ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, limits)
+    return ask, place, rings
 
 
 def _nobody(pool: Pool) -> str:
