@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet.client import Timeouts
+    from warmfleet.fleet.connection.packing import Argument
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
 PIECE_ASKED_OF = 16  # servers that announce it
@@ -298,7 +299,7 @@ class Views(ScriptClient):
 
     async def piece_sizes(self, server_id: str, digests: Sequence[str]) -> list[int]:
         """The bytes of each of these pieces of a server's files; 0 for one that is empty or not there."""
-        return list(await self._of_pieces("strlen", server_id, digests))
+        return await self._of_pieces(server_id, digests, "STRLEN")
 
     async def empty_pieces(self, server_id: str, digests: Sequence[str]) -> None:
         """Let a server's pieces take no memory. Their keys stay, so that the server does not store them again.
@@ -306,24 +307,18 @@ class Views(ScriptClient):
         Pieces that do not expire are left as they are: their server does not look after them, and would never notice
         that they are wanted again.
         """
-        if all(await self._of_pieces("expire", server_id, digests, time=EMPTY_EXPIRES_S, xx=True)):
-            await self._of_pieces("set", server_id, digests, value=b"", xx=True, keepttl=True)
+        if all(await self._of_pieces(server_id, digests, "EXPIRE", EMPTY_EXPIRES_S, "XX")):
+            await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")
 
     async def want_pieces(self, server_id: str, digests: Sequence[str]) -> None:
         """Delete the empty ones of a server's pieces: it stores them again when it looks after its files next."""
         sizes = await self.piece_sizes(server_id, digests)
-        await self._of_pieces(
-            "unlink", server_id, [digest for digest, size in zip(digests, sizes, strict=True) if not size]
-        )
+        empty = [digest for digest, size in zip(digests, sizes, strict=True) if not size]
+        await self._of_pieces(server_id, empty, "UNLINK")
 
-    async def _of_pieces(self, command: str, server_id: str, digests: Sequence[str], **options: Any) -> list[Any]:
-        if not digests:
-            return []
-        with redis_errors():
-            async with self.redis.pipeline(transaction=False) as pipe:
-                for digest in digests:
-                    getattr(pipe, command)(self.keys.artifact(server_id, digest), **options)
-                return list(await pipe.execute())
+    async def _of_pieces(self, server_id: str, digests: Sequence[str], command: str, *options: Argument) -> list[Any]:
+        keys = [self.keys.artifact(server_id, digest) for digest in digests]
+        return await self.together([("", pack_command(command, key, *options)) for key in keys]) if keys else []
 
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
         """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.
