@@ -14,12 +14,16 @@ from tests.conftest import PATIENT
 from tests.lua.world import World
 
 from warmfleet import main
+from warmfleet.background.view_reader import ViewReader
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet
+from warmfleet.fleet.views import BadArtifact
+from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool, ServedModel
 from warmfleet.pools.recent import rest
 from warmfleet.prompt import request as prompt
+from warmfleet.settings import Settings
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.background.prober import Prober
-    from warmfleet.fleet import Decision
+    from warmfleet.fleet import Decision, WorkerView
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.pools.identities import Identities
+    from warmfleet.pools.pool import Pools
 
 
 @pytest.fixture
@@ -188,3 +194,28 @@ async def test_nothing_is_kept_of_a_pool_that_has_left(store: aioredis.Redis, fl
         await reader.refresh()
         kept = (reader._groupings, reader._derived, reader._agreement._last, reader._agreement._unhashed)
         assert not any(replica.pool.tag in str([*held]) for held in kept)
+
+
+async def test_a_server_whose_files_are_not_what_it_announced_is_passed_over_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = {"artifacts": {"tokenizer.json": {"sha256": "aa", "bytes": 1, "chunks": ["bb"]}}}
+    workers = [SimpleNamespace(record={"server_id": name}, server=server) for name in ("liar", "honest")]
+    built: list[object] = []
+
+    async def artifact(server_id: str, _entry: object) -> bytes:
+        if server_id == "liar":
+            raise BadArtifact("artifact aa of liar: other digests")
+        return b"text"
+
+    async def build(_key: str, files: object, _facts: object) -> None:
+        built.append(files)
+
+    pool = SimpleNamespace(tag="m", fleet=SimpleNamespace(artifact=artifact))
+    identities = SimpleNamespace(build=build)
+    reader = ViewReader(cast("Pools", None), cast("Identities", identities), Settings(models=("m",)), Metrics())
+    await reader._from_workers(cast("Pool", pool), "key", cast("list[WorkerView]", workers))
+    assert built == [{"tokenizer.json": b"text"}]
+    assert [line.getMessage() for line in caplog.records] == [
+        "m: the files of liar cannot be used, another server is asked: artifact aa of liar: other digests"
+    ]
