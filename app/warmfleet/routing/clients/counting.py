@@ -55,7 +55,7 @@ class Counting:
         counted.pool = self.pool_of(model, limits.tag)
         self.open[counted.name] = counted
         if counted.pool is None:
-            counted.told(None, None)
+            counted.told(None)
         else:
             counted.pool.fleet.admit(counted.name, limits, prompt_tokens, counted.told)
         return counted
@@ -68,8 +68,10 @@ class Counting:
     async def keep(self) -> None:
         """Let the requests of this replica count on. Raises the first failure of a pool, once all were asked."""
         kept: dict[Pool, list[str]] = {}
+        clients = {(counted.model, counted.limits.tag) for counted in self.open.values()}
+        pools = {client: self.pool_of(*client) for client in clients}
         for counted in self.open.values():
-            pool = self.pool_of(counted.model, counted.limits.tag)
+            pool = pools[counted.model, counted.limits.tag]
             if pool is None:
                 continue
             if counted.pool is not None and counted.pool is not pool:
@@ -142,8 +144,7 @@ class Counted:
 
     def __init__(self, counting: Counting, model: str, name: str, limits: ClientLimits, prompt_tokens: int) -> None:
         self._counting = counting
-        self._answer: asyncio.Future[tuple[Any, WarmfleetError | None]] | None
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
         self._ended = False
         self.model = model
         self.name = name
@@ -153,12 +154,10 @@ class Counted:
         self.first = False
         self.use: ClientUse | None = None
 
-    def told(self, answer: Any, error: WarmfleetError | None) -> None:
-        """The answer of the pool that counts, which may come late."""
-        if error is not None and self.pool is not None:
-            self.pool.degraded.failed(f"{error.code}: {error}")
+    def told(self, answer: Any, error: WarmfleetError | None = None) -> None:
+        """The answer of the pool that counts, which may come late; None: there is none."""
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result((answer, error))
+            self._answer.set_result(None if error is not None else answer)
 
     async def check(self) -> None:
         """Return when the request is counted, or is to pass unchecked. Raises RateLimited. Later calls do nothing."""
@@ -168,8 +167,8 @@ class Counted:
         if not future.done():
             await asyncio.wait((future,), timeout=LATE_S)
         self._answer = None
-        answer, error = future.result() if future.done() else (None, None)
-        if answer is None or error is not None:
+        answer = future.result() if future.done() else None
+        if answer is None:
             self._counting.unchecked(self)
         elif answer[0] == b"LIMITED":
             refusal = self.limits.refusal(answer, self.prompt_tokens)
