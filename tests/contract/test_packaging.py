@@ -167,7 +167,7 @@ def python(interpreter: Path, *arguments: str) -> subprocess.CompletedProcess[st
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
     return subprocess.run(
         [interpreter, "-I", *arguments],
-        cwd=interpreter.parent, env=environment, capture_output=True, text=True, timeout=60, check=False,
+        cwd=interpreter.parent, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -13,6 +13,9 @@ from tests.loadtest.engines import config, identity, running
 
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.step_costs import StepCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 SLOW = StepCosts(base_s=0.02, prefill_token_s=0.0)
@@ -244,30 +247,42 @@ async def test_a_client_that_hangs_up_frees_its_request() -> None:
         await poll(lambda: not scheduler.busy and scheduler.pool.free == scheduler.pool.blocks - 1)
 
 
+async def quickest(ask: Callable[[], Awaitable[object]], limit_s: float) -> float:
+    """Seconds that ``ask`` took when it took the least of some times: a busy machine makes single ones late."""
+    loop, took = asyncio.get_running_loop(), list[float]()
+    while not took or (min(took) >= limit_s and len(took) < 10):
+        began = loop.time()
+        await ask()
+        took.append(loop.time() - began)
+    return min(took)
+
+
 @pytest.mark.parametrize("mode", ["step", "fcfs"])
 async def test_time_passes_as_the_model_says(mode: str) -> None:
     """100 steps of 5 ms, or 0.2 s of prefill and 100 tokens of 1 ms. Single timers may be late, but not their sum."""
     costs = StepCosts(base_s=0.005, prefill_token_s=0.0) if mode == "step" else StepCosts(0.2, 0.0)
     expected = 0.5 if mode == "step" else 0.299
-    loop = asyncio.get_running_loop()
+    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
     async with running(config(costs, mode=mode)) as up, httpx.AsyncClient(base_url=up.url) as http:
+
+        async def ask() -> None:
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 100
+
         await http.get("/health")
-        began = loop.time()
-        answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "ignore_eos": True})
-        took = loop.time() - began
-    assert answer.json()["usage"]["completion_tokens"] == 100
-    assert expected <= took < expected + 0.4  # the machine may be busy
+        assert expected <= await quickest(ask, expected + 0.4) < expected + 0.4
 
 
 async def test_the_api_servers_thread_is_one() -> None:
     """Requests wait for each other in one thread, so 10 requests of 20 ms each take 200 ms."""
     costs = StepCosts(base_s=0.0001, prefill_token_s=0.0, request_s=0.02, first_token_s=0.05)
-    loop = asyncio.get_running_loop()
     async with running(config(costs)) as up, httpx.AsyncClient(base_url=up.url) as http:
-        began = loop.time()
         body = {"prompt": "a", "max_tokens": 1}
-        await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
-        assert 0.25 <= loop.time() - began < 1.0
+
+        async def ask() -> None:
+            await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(10)))
+
+        assert 0.25 <= await quickest(ask, 1.0) < 1.0
 
 
 async def test_a_path_that_is_not_imitated_gets_an_error_in_json() -> None:

@@ -42,7 +42,7 @@ async def test_a_redis_that_hangs_is_given_up_in_time(tmp_path: Path, model: str
     started = time.monotonic()
     with pytest.raises(FleetUnavailable, match="slow"):
         await fleet.decide(ASK)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     await fleet.close()
     server.close()
 
@@ -52,7 +52,7 @@ async def test_a_call_that_was_given_up_does_not_answer_the_next_one(valkey_url:
     fleet = Fleet(client, model, timeouts=Timeouts(request_s=5))
     other = aioredis.Redis.from_url(valkey_url)
     await fleet.settle("wf-warm", "finished")
-    await other.client_pause(300)  # every command waits
+    await other.client_pause(60_000, all=False)  # every script waits
     with pytest.raises(FleetUnavailable):
         await fleet.run("settle", fleet.keys.prefix, "wf-a", "failed", 60_000, 0, timeout_s=0.05)
     await other.client_unpause()
