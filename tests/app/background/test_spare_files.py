@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from warmfleet.background.announced import MAX_SERVERS
+from warmfleet.background.memory import spare_files
 from warmfleet.background.memory.spare_files import KEPT, SpareFiles
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet_worker.protocol import artifacts
@@ -95,8 +96,34 @@ async def test_what_a_server_does_not_look_after_stays(fleet: Fleet, store: aior
     assert await servers.look() == servers.names, "older plugins, and older rights: they would never store it again"
 
 
-async def test_small_pools_are_not_looked_at(fleet: Fleet, store: aioredis.Redis) -> None:
-    servers = Servers(fleet, store, KEPT)
-    asked: list[Any] = []
-    servers.pool.fleet = SimpleNamespace(piece_sizes=asked.append)
-    assert (await servers.look(), asked) == ([], [])
+async def test_few_that_are_left_store_their_files_again_whichever_replica_emptied_them(servers: Servers) -> None:
+    await servers.look()
+    servers.names, gone = servers.names[KEPT:], servers.names[:KEPT]
+    another = Servers(servers.fleet, servers.store, 0)
+    another.names = servers.names
+    for replica in (servers, another):
+        assert await replica.look() == []
+        assert not await servers.store.exists(*map(servers.key, servers.names)), "their servers notice that"
+    await servers.write(servers.names)
+    assert await another.look() == servers.names
+    assert await servers.store.exists(*map(servers.key, gone)) == KEPT, "`forget` deletes theirs"
+
+
+async def test_what_was_looked_at_is_not_looked_at_again_for_a_while(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    sizes = servers.fleet.piece_sizes
+
+    async def counted(server_id: str, digests: Sequence[str]) -> list[int]:
+        asked.append(server_id)
+        return await sizes(server_id, digests)
+
+    monkeypatch.setattr(servers.fleet, "piece_sizes", counted)
+    for _ in range(3):
+        await servers.look()
+    assert asked == servers.names
+    monkeypatch.setattr(spare_files, "FORGET_S", 0.0)
+    servers.files._forgets_at = 0.0
+    await servers.look()
+    assert asked == servers.names * 2, "another replica may have changed something"

@@ -8,6 +8,7 @@ again. No server's files depend on another server's: each has its own keys, and 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet, WorkerView
     from warmfleet.pools.pool import Pool, Pools
 
+    Incarnation = tuple[str, str]  # a server's id and its nonce
+
 LOOK_S = 30.0  # between two looks; until then a server that has just joined keeps its copy
+FORGET_S = 600.0  # between two looks at copies that were looked at before: another replica may have changed them
 KEPT = announced.MAX_SERVERS  # whole copies of equal files: no router, of this version or the last, asks more servers
 MOST_EMPTIED = 128  # servers in one look at a pool, so that it takes a tenth of a second
 
@@ -30,23 +34,24 @@ class SpareFiles:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._groupings: dict[str, announced.Grouping] = {}
-        self._done: dict[str, set[tuple[str, str]]] = {}  # by tag: servers behind the first, with their incarnations
+        self._whole: dict[str, dict[Incarnation, bool]] = {}  # by tag: whether the copy was whole at the last look
+        self._forgets_at = 0.0
 
     async def look(self) -> None:
         """Look at every pool once. Raises FleetUnavailable."""
+        if time.monotonic() >= self._forgets_at:
+            self._forgets_at = time.monotonic() + FORGET_S
+            self._whole.clear()
         await self._pools.each(self._look_at)
         tags = {pool.tag for pool in self._pools.all}
         self._groupings = {tag: kept for tag, kept in self._groupings.items() if tag in tags}
-        self._done = {tag: kept for tag, kept in self._done.items() if tag in tags}
+        self._whole = {tag: kept for tag, kept in self._whole.items() if tag in tags}
 
     async def _look_at(self, pool: Pool) -> None:
         workers = [worker for worker in pool.view.workers if worker.heard and worker.server]
-        if len(workers) <= KEPT:
-            return
-        done = set[tuple[str, str]]()
+        known, self._whole[pool.tag] = self._whole.get(pool.tag, {}), {}
         for group in self._groupings.setdefault(pool.tag, announced.Grouping()).by_identity(workers).values():
-            done |= await _empty(pool.fleet, _servers(group), self._done.get(pool.tag, set()))
-        self._done[pool.tag] = done
+            self._whole[pool.tag] |= await _empty(pool.fleet, _servers(group), known)
 
 
 def _servers(group: Sequence[WorkerView]) -> dict[str, Mapping[str, Any]]:
@@ -55,31 +60,30 @@ def _servers(group: Sequence[WorkerView]) -> dict[str, Mapping[str, Any]]:
 
 
 async def _empty(
-    fleet: Fleet, servers: Mapping[str, Mapping[str, Any]], known: set[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Empty the copies of all of these servers behind the first KEPT whole ones; returns those that are done.
+    fleet: Fleet, servers: Mapping[str, Mapping[str, Any]], known: Mapping[Incarnation, bool]
+) -> dict[Incarnation, bool]:
+    """Empty the copies of all of these servers behind the first KEPT whole ones; returns which are whole.
 
-    known: those that were done at the last look.
+    known: the same at the last look. A server whose copy changes now is looked at again next time.
     """
-    whole, emptied, wanted, done = 0, 0, 0, set[tuple[str, str]]()
+    found: dict[Incarnation, bool] = {}
+    whole, emptied, wanted = 0, 0, 0
     for server_id, server in servers.items():
-        incarnation = server_id, str(server.get("nonce"))
-        if whole == KEPT and incarnation in known:
-            done.add(incarnation)
-            continue
-        pieces = announced.pieces(server)
-        if all(await fleet.piece_sizes(server_id, pieces)):
-            if whole < KEPT:
-                whole += 1
-            elif emptied < MOST_EMPTIED:
+        incarnation, pieces = (server_id, str(server.get("nonce"))), announced.pieces(server)
+        is_whole = known.get(incarnation)
+        if is_whole is not (whole < KEPT):  # it is not known to be as it should be
+            is_whole = all(await fleet.piece_sizes(server_id, pieces))
+        if is_whole is (whole < KEPT):
+            found[incarnation] = is_whole
+            whole += is_whole
+        elif is_whole:
+            if emptied < MOST_EMPTIED:
                 emptied += 1
+                found[incarnation] = False
                 await fleet.empty_pieces(server_id, pieces)
-                done.add(incarnation)
-        elif whole == KEPT:
-            done.add(incarnation)
         elif wanted < KEPT:
             wanted += 1
             await fleet.want_pieces(server_id, pieces)
         else:
             break  # until these have stored theirs again, all others keep what they have
-    return done
+    return found
