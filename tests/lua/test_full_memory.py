@@ -14,7 +14,7 @@ from tests.lua.stream import Core, blocks, digest_of, held
 from tests.lua.world import READY, World
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Proof, Renewal, connect
+from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Proof, Renewal, connect, new_reservation
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -82,6 +82,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "queue": fleet.poll,
         "settle": lambda: fleet.settle(gone.reservation, "failed"),
         "renew": lambda: fleet.renew([renewal]),
+        "client": lambda: fleet.run("client", fleet.keys.prefix, "keep", 30_000, new_reservation(1, client="c" * 11)),
         "tick": fleet.tick,
         "apply": lambda: fleet.apply("s.0"),
         "apply_control": lambda: fleet.apply("t.0"),
