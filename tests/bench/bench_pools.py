@@ -4,6 +4,7 @@
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
     make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand --no-rest"
     make -s bench NAME=pools ARGS="--case generated --no-thousand --no-rest"    # needs no trace
+    make -s bench NAME=pools ARGS="--sizes 2,2,4,8,8,8,16,16 --rows 400"        # pools of unequal size only
 
 64 simulated engines are one pool, or 2, 4 or 8 pools of equal size. They get the same arrivals: a trace laid over
 itself eight times, in which system prompts are the same in all copies and all other text differs (`overlays`).
@@ -17,8 +18,9 @@ rule, and takes the queue into account.
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every
 case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
 eight pools over that with one, `thousand_over_one_mean` that of 16 pools of 64 over one of 1,024; each is the worst
-of all cases and loads. `idle_core_share_8` and `idle_core_share_1000` are those of bench
-`rest`. A figure whose runs were not made is missing.
+of all cases and loads. With --sizes, `sizes_over_one_mean` and `sizes_over_one_p99` are those of pools of these
+sizes over one of all their engines, by the exact simulation. `idle_core_share_8` and `idle_core_share_1000` are
+those of bench `rest`. A figure whose runs were not made is missing.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ OF_THOUSAND = ("conversation", "generated")
 class Job:
     """One run, as plain values that another process can read. speed: 0 while it is not known.
 
-    exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all.
+    exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all. unequal: engines
+    of each pool; empty: all have as many.
     """
 
     case: str
@@ -78,10 +81,11 @@ class Job:
     engines: int = ENGINES
     exact: bool = False
     speed: float = 0.0
+    unequal: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.engines // self.pools,) * self.pools
+        return self.unequal or (self.engines // self.pools,) * self.pools
 
     def trace(self) -> Trace:
         case = CASES[self.case]
@@ -161,6 +165,8 @@ def bounds(rows: Sequence[Row]) -> dict[str, float]:
         "eight_over_one_p99": over_one(rows, "p99", 8, exact=False),
         "thousand_over_one_mean": over_one(rows, "mean", THOUSAND_POOLS, exact=True),
     }
+    if unequal := next((row.job.pools for row in rows if row.job.unequal), 0):
+        wanted = {f"sizes_over_one_{name}": over_one(rows, name, unequal, exact=True) for name in ("mean", "p99")}
     return {name: round(max(ratios.values()), 4) for name, ratios in wanted.items() if ratios}
 
 
@@ -202,6 +208,14 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    """Parse engines of pools. Raises ValueError unless they are eight for each whole copy of the trace."""
+    sizes = tuple(int(value) for value in text.split(","))
+    if min(sizes) < 1 or sum(sizes) % 8:
+        raise ValueError(text)
+    return sizes
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="make -s bench NAME=pools", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--case", type=_names, help=f"of {','.join(CASES_OF_POOLS)} (default: {','.join(PUBLIC)})")
     made.add_argument("--loads", type=_loads, help="shares of time (default: .5, .7 and .85; with --quick .7)")
     made.add_argument("--pools", type=_counts, help="numbers of pools (default: 1, 2, 4 and 8; with --quick 1 and 8)")
+    made.add_argument("--sizes", type=_sizes, metavar="N,N,…", help="only pools of so many engines against one of all")
     made.add_argument("--rows", type=int, help="first so many requests of a copy (default: all; with --quick 300)")
     made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
     made.add_argument(
@@ -224,6 +239,9 @@ def every(args: argparse.Namespace) -> list[Job]:
     """Return the jobs of the command line."""
     rows = args.rows or (300 if args.quick else None)
     loads = args.loads or ((0.7,) if args.quick else LOADS)
+    if args.sizes:
+        one = [Job(case, load, 1, rows, sum(args.sizes), True) for case in args.case or PUBLIC for load in loads]
+        return [each for job in one for each in (job, replace(job, pools=len(args.sizes), unequal=args.sizes))]
     counts = args.pools or ((1, 8) if args.quick else POOLS)
     jobs = [Job(case, load, count, rows) for case in args.case or PUBLIC for load in loads for count in counts]
     if args.thousand and not args.quick:
@@ -248,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in wanted:
             job.trace()
         rows = measured(wanted, args.jobs)
-        rest = at_rest() if args.rest and not args.quick else {}
+        rest = at_rest() if args.rest and not args.quick and not args.sizes else {}
     except (OSError, ValueError, WarmfleetError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

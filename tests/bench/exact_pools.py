@@ -222,6 +222,7 @@ class ExactPools:
         self._pools = [slice(first, end) for first, end in pairwise(edges)]
         self._pool_of = [pool for pool, size in enumerate(setup.sizes) for _ in range(size)]
         self._number = {f"m#{pool + 1}": pool for pool in range(len(setup.sizes))}
+        self._weights = {tag: setup.sizes[pool] for tag, pool in self._number.items()}
         self._lines: list[list[Job]] = [[] for _ in setup.sizes]  # requests that wait for an engine with room
         self._beginnings = Beginnings()
         self._random = random.Random(setup.seed)
@@ -296,7 +297,7 @@ class ExactPools:
         packed = struct.pack(f">{job.matchable}Q", *job.chain[: job.matchable])
         chain = (Chain(0, BLOCK_TOKENS, packed),)
         key = self._beginnings.key(chain, self._setup.depth_tokens, len(self._pools)) or self._random.randbytes(8)
-        return [self._number[tag] for tag in in_order(key, self._number)]
+        return [self._number[tag] for tag in in_order(key, self._weights)]
 
     # ------------------------------------------------ inside a pool
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import string
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,7 +128,8 @@ class Cluster:
         self.replicas = [{pool: store.fleet(pool, plan.weights) for pool in plan.tags} for _ in range(plan.replicas)]
         token_s = plan.engines[0].costs.prefill_token_s
         self._homes = {
-            next(iter(pools.values())): HomePools(pools, plan.depth_tokens, token_s) for pools in self.replicas
+            next(iter(pools.values())): HomePools(pools, Counter(self._pools), plan.depth_tokens, token_s)
+            for pools in self.replicas
         }
         self.fleets = [fleet for replica in self.replicas for fleet in replica.values()]
         self.virtual = VirtualFleet([worker.engine for worker in self.workers], self, plan.speed, store.clock)

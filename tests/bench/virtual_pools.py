@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 
 class HomePools:
-    """What one replica knows of a model's pools. depth_tokens: of a prompt's beginning; token_s: of prefill."""
+    """What one replica knows of a model's pools.
 
-    def __init__(self, pools: Mapping[str, Fleet], depth_tokens: int, token_s: float) -> None:
+    sizes: engines of each pool. depth_tokens: of a prompt's beginning; token_s: of prefill.
+    """
+
+    def __init__(self, pools: Mapping[str, Fleet], sizes: Mapping[str, int], depth_tokens: int, token_s: float) -> None:
         self._pools = pools
+        self._sizes = sizes
         self._depth_tokens = depth_tokens
         self._token_s = token_s
         self._beginnings = Beginnings()
@@ -29,7 +33,7 @@ class HomePools:
     def order(self, ask: Ask) -> list[Fleet]:
         """The pools in the order in which the request would be asked for there."""
         key = self._beginnings.key(ask.chains, self._depth_tokens, len(self._pools)) or os.urandom(8)
-        return [self._pools[tag] for tag in in_order(key, list(self._pools))]
+        return [self._pools[tag] for tag in in_order(key, self._sizes)]
 
     async def decide(self, ask: Ask, tenant: bytes) -> tuple[Fleet, Decision | Queued, list[Fleet]]:
         """Ask the home pools, keep the cheapest answer, and give back what the others hold.

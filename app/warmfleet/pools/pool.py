@@ -95,6 +95,14 @@ class Pool:
         return identifiable and any(worker.routable for worker in view.workers)
 
     @property
+    def weight(self) -> int:
+        """The pool's part of a model's beginnings: its workers, also those that are away, until they are forgotten.
+
+        So an engine that is started again moves no conversation to other pools. At least 1, for a pool that is new.
+        """
+        return max(1, len(self.view.workers))
+
+    @property
     def view_age_s(self) -> float:
         """Seconds since the last reading; infinite before the first."""
         return time.monotonic() - self.view.read_at if self.contacted else float("inf")
@@ -203,7 +211,7 @@ class ServedModel:
             able = tuple(pool for pool in able if pool.servers_of(model)) or able
         key = self._beginnings.key(prompt.chains, depth_tokens, len(self.pools)) or os.urandom(RANDOM_BYTES)
         by_tag = {pool.tag: pool for pool in able}
-        ordered = [by_tag[tag] for tag in in_order(key, by_tag)]
+        ordered = [by_tag[tag] for tag in in_order(key, {pool.tag: pool.weight for pool in able})]
         if self.draining:
             ordered.sort(key=lambda pool: pool.draining)
         return tuple(ordered)

@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -402,10 +404,34 @@ def test_what_a_model_knows_of_beginnings_outlives_a_change_of_its_pools(served:
 
 def test_a_pool_that_joins_moves_only_what_it_gets() -> None:
     keys = [random.Random(seed).randbytes(8) for seed in range(500)]
-    before, after = ([in_order(key, TAGS[:count])[:2] for key in keys] for count in (3, 4))
+    before, after = ([in_order(key, dict.fromkeys(TAGS[:count], 8))[:2] for key in keys] for count in (3, 4))
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert all("m#4" in new for new in moved)
     assert 0.4 < len(moved) / len(keys) < 0.6, "two of four home pools are the new one's"
+
+
+def test_a_pool_gets_its_share_of_the_beginnings_and_a_change_moves_only_that() -> None:
+    keys = [random.Random(seed).randbytes(8) for seed in range(2_000)]
+    weights = {"m#1": 16, "m#2": 8, "m#3": 4, "m#4": 4}
+    first = [in_order(key, weights)[0] for key in keys]
+    for tag, weight in weights.items():
+        assert first.count(tag) / len(keys) == pytest.approx(weight / 32, abs=0.03)
+    grown = [in_order(key, weights | {"m#4": 8})[0] for key in keys]
+    moved = [new for old, new in zip(first, grown, strict=True) if old != new]
+    assert {*moved} == {"m#4"}
+    assert len(moved) / len(keys) == pytest.approx(8 / 36 - 4 / 32, abs=0.02)
+    assert [in_order(key, dict.fromkeys(weights, 3)) for key in keys] == [
+        sorted(weights, key=lambda tag: sha256(key + tag.encode()).digest(), reverse=True) for key in keys
+    ], "pools of one size are in the order that routers of before have"
+
+
+def test_a_pool_counts_by_its_workers(served: ServedModel) -> None:
+    first, second, *_ = served.pools
+    first.show(View(tuple(worker("m#1") for _ in range(3)), read_at=1.0))
+    assert [pool.weight for pool in (first, second)] == [3, 1], "a pool without workers is asked about, too"
+    keys = [IdentifiedPrompt((chain(64, seed),), 1_025, 1_100, "exact") for seed in range(400)]
+    found = Counter(served.order_for(prompt, "m", 1_024)[0].tag for prompt in keys)
+    assert found["m#1"] / 400 == pytest.approx(3 / 6, abs=0.08)
 
 
 async def test_pools_come_and_go_while_a_replica_runs(served: ServedModel) -> None:

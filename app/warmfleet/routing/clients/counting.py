@@ -195,4 +195,4 @@ class Counted:
 
 @lru_cache(maxsize=4_096)
 def _order(tag: str, pools: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(in_order(tag.encode(), pools))
+    return tuple(in_order(tag.encode(), dict.fromkeys(pools, 1)))
