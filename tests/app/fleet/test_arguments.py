@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -47,6 +48,7 @@ ANSWERS: dict[str, Any] = {
     "queue": [0, 0, -1, [], [], 0, 1],
     "settle": [b"SETTLED"],
     "renew": [1, 0, 0],
+    "client": [1, 0],
     "tick": [1, 0, 0, 0, 0],
     "apply": [0, 0, 2, 0],
     "apply_control": [0, 0, 0],
@@ -187,6 +189,9 @@ async def call_the_other_scripts(recorder: Recorder) -> None:
     await recorder.poll(["w1", "w2"], ["l1"])
     await recorder.settle("wf-1", "failed")
     await recorder.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])
+    recorder.admit("wf-3", ClientLimits("team-a", 47, 48, admitted=True), 58, lambda *_: None)
+    await recorder.keep_counted(["wf-3", "wf-4"])
+    recorder.end_counted("wf-3", -59, lambda *_: None)
     await recorder.tick()
     await recorder.apply("w.0")
     await recorder.apply_server("w")
@@ -206,6 +211,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
     prefix = recorder.keys.prefix.encode()
     await call_the_other_scripts(recorder)
     prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
+    client = {"prefix": prefix, "lease_ms": b"11"}
     assert recorder.calls == [
         ("queue", {"prefix": prefix, "constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
         (
@@ -214,10 +220,13 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
             (),
         ),
         ("renew", {"prefix": prefix, "lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),
+        ("client", client | {"verb": b"admit"}, (b"wf-3", struct.pack(">II", 47, 48) + b"+", b"58")),
+        ("client", {"prefix": prefix, "verb": "keep", "lease_ms": 11}, ("wf-3", "wf-4")),
+        ("client", client | {"verb": b"end"}, (b"wf-3", b"-59")),
         (
             "tick",
-            {"prefix": prefix, "min_gap_ms": 21, "ttl_ms": 22, "forget_ms": 23, "max_streams": 24}
-            | {"used_permille": 31, "short_ms": 25, "share_permille": 28},
+            {"prefix": prefix, "min_gap_ms": b"21", "ttl_ms": b"22", "forget_ms": b"23", "max_streams": b"24"}
+            | {"used_permille": b"31", "short_ms": b"25", "share_permille": b"28"},
             (),
         ),
         ("apply", {"prefix": prefix, "worker_id": "w.0", "max_blocks": 26}, ()),
