@@ -192,7 +192,7 @@ async def test_a_stop_signal_drains_first() -> None:
     made.handle_exit(signal.SIGTERM, None)
     assert health.draining
     assert not made.should_exit
-    await poll(lambda: made.should_exit, 5, "it stops after the drain")
+    await poll(lambda: made.should_exit, 30, "it stops after the drain")
     other = server(Settings(models=("m",), drain_s=60.0), Sockets([]))
     other.handle_exit(signal.SIGTERM, None)
     other.handle_exit(signal.SIGTERM, None)
@@ -217,8 +217,8 @@ async def test_of_several_signals_one_is_raised_again() -> None:
 async def test_after_a_second_sigint_the_background_tasks_still_end_in_order() -> None:
     made = server(Settings(models=("m",), redis_url="redis://127.0.0.1:1/0"), Sockets([]))
     serving = asyncio.create_task(made._serve())
-    await poll(lambda: made.started, 5, "it serves")
+    await poll(lambda: made.started, 30, "it serves")
     for _ in range(2):
         made.handle_exit(signal.SIGINT, None)
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, 30)
     assert made.lifespan.shutdown_event.is_set()

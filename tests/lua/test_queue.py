@@ -179,7 +179,7 @@ async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: Que
     async def told() -> bool:
         return waits.reservation in (await q.world.fleet.poll()).turns
 
-    await poll(told, 5, "by one of some polls")
+    await poll(told, 30, "by one of some polls")
     assert not await booked(q, comes), "there is room for one, and not for the last"
     assert await booked(q, waits)
 

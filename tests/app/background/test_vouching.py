@@ -163,7 +163,7 @@ async def test_heartbeats_end_it(quiet: Quiet, caplog: pytest.LogCaptureFixture)
         await quiet.worker(1, made[0], silent_s=40.0)
         await quiet.round()
         await quiet.worker(1, made[0], silent_s=0.0)
-        await poll(lambda: _heard(quiet), 5, "the tick of the next second sees both halves")
+        await poll(lambda: _heard(quiet), 30, "the tick of the next second sees both halves")
         with caplog.at_level(logging.WARNING, "warmfleet"):
             await quiet.round()
         assert quiet.count("vouched_workers", "renewed") == 0
