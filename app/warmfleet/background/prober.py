@@ -56,7 +56,7 @@ class Prober:
         self._metrics = metrics
         self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Per incarnation (see ``_incarnation``): when the next probe may begin, and the pause after that one.
+        #: Per incarnation (see ``round``): when the next probe may begin, and the pause after that one.
         self._next: dict[str, tuple[float, float]] = {}
         self._first_seen: dict[str, float] = {}  # per incarnation, monotonic seconds
         self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
@@ -70,8 +70,10 @@ class Prober:
         now, seen, names = time.monotonic(), set[str](), set[tuple[str, str]]()
         due: list[tuple[int, float, float, str, Pool, WorkerView]] = []
         for pool in self._pools.all:
+            identity = pool.view.identity.key if pool.view.identity else ""
             for worker in pool.view.workers:
-                name = _incarnation(pool, worker)
+                # One incarnation of a worker under one identity: a new identity means a new probe.
+                name = f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
                 seen.add(name)
                 names.add((pool.tag, worker.worker_id))
                 self._first_seen.setdefault(name, now)
@@ -178,12 +180,6 @@ class Prober:
         logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
         if answer == "DOWNGRADED":
             self._metrics.downgrades.labels(cause).inc()
-
-
-def _incarnation(pool: Pool, worker: WorkerView) -> str:
-    """A key for one incarnation of a worker under one identity: a new identity means a new probe."""
-    identity = pool.view.identity.key if pool.view.identity else ""
-    return f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
 
 
 def _identity_ready(view: View) -> bool:
