@@ -471,7 +471,7 @@ async def test_a_slow_body_ends_its_connection_at_once(clock: Callable[[str, flo
 
 
 async def test_a_body_has_a_least_rate(clock: Callable[[str, float], None]) -> None:
-    clock("BODY_LOOK_S", 0.05)
+    clock("BODY_LOOK_S", 0.3)
     server = Server()
     quick, quick_wire = server.connect()
     slow, slow_wire = server.connect()
@@ -520,7 +520,7 @@ async def test_a_client_that_never_reads_is_cut_off(clock: Callable[[str, float]
 
 
 async def test_a_client_that_reads_slowly_is_served(clock: Callable[[str, float], None]) -> None:
-    clock("WRITE_TIMEOUT_S", 0.05)
+    clock("WRITE_TIMEOUT_S", 0.25)
     server = Server()
     server.app.pieces = [b"x" * 100] * 3
     connection, wire = server.connect()
@@ -530,7 +530,7 @@ async def test_a_client_that_reads_slowly_is_served(clock: Callable[[str, float]
     connection.data_received(GET)
     for _ in range(20):
         wire.waits -= 10
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.03)
     assert not wire.closed
     wire.accepts, wire.waits, wire.written = True, 0, wire.written[1_000:]
     connection.resume_writing()

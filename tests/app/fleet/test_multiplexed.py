@@ -244,11 +244,11 @@ async def test_the_late_answer_to_a_call_that_was_given_up_is_dropped(
 
 
 async def test_time_in_which_the_loop_was_late_does_not_count(valkey_url: str, model: str) -> None:
-    async with fleet_at(valkey_url, model, Timeouts(request_s=0.1, upkeep_s=0.1)) as fleet:
+    async with fleet_at(valkey_url, model, Timeouts(request_s=0.4, upkeep_s=0.4)) as fleet:
         await fleet.settle("wf-warm", "finished")
         for _ in range(3):
             answers = tell_all(fleet, ["wf-1"])
-            time.sleep(0.3)  # noqa: ASYNC251  a large prompt, say: what was told in this turn leaves only after it
+            time.sleep(0.6)  # noqa: ASYNC251  a large prompt, say: what was told in this turn leaves only after it
             await poll(lambda answers=answers: answers)  # type: ignore[misc]
             assert answers[0][1] is None
 
