@@ -44,8 +44,8 @@ return function(queue_key, now_us, ticket_ms, prefix)
   function queue.flow(priority, tenant) return string.char(FIRST_CLASS + priority) .. tenant end
   function queue.waiting() return call("ZCARD", queue_key) end
   function queue.work_us() return math.max(0, tonumber(call("HGET", clock, "work_us")) or 0) end
-  -- us of work that is served before a ticket of this flow and size, about. While the tickets of a flow are served, each
-  -- other flow of its class gets as much: a tenant's own line counts, and not how many requests of others wait.
+  -- us of work that is served before a ticket of this flow and size, about. While the tickets of a flow are served,
+  -- each other flow of its class gets as much: a tenant's own line counts, and not how many requests of others wait.
   function queue.ahead_us(flow, size_us)
     local others_us, others, class = queue.work_us() - size_us, queue.waiting() - 1, class_of(flow)
     if others_us <= 0 or others < 1 then return 0 end
