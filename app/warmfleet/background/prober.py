@@ -72,7 +72,7 @@ class Prober:
         for pool in self._pools.all:
             identity = pool.view.identity.key if pool.view.identity else ""
             for worker in pool.view.workers:
-                # One incarnation of a worker under one identity: a new identity means a new probe.
+                # The name holds the identity, because a new identity means a new probe.
                 name = f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
                 seen.add(name)
                 names.add((pool.tag, worker.worker_id))

@@ -138,7 +138,7 @@ class Attempts:
 
 
 class InPool:
-    """What an attempt is in one pool. All of these fields, and no others, change when another pool gets the request.
+    """The state of an attempt in a pool. All of these fields, and no others, change when another pool gets the request.
 
     ``asked_at``: when its last decision was asked for (``time.perf_counter``). ``decision`` is None until a worker is
     chosen. ``never`` are workers that must not be chosen at all; ``avoided`` are other workers that failed a request a
@@ -164,7 +164,7 @@ class InPool:
 
 
 class Attempt(InPool):
-    """One worker's chance to serve a job, from before it is chosen until everything is given back.
+    """A worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``several``: whether the model has several pools; ``pool`` is then the chosen one. ``on_first_byte`` is called
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a

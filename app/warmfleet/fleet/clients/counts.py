@@ -17,7 +17,7 @@ KEEP_AT_ONCE = 200  # requests; lua/client.lua takes no more in one call
 
 
 class ClientCounts(ScriptClient):
-    """What one pool counts for the clients that it counts for, wherever their requests are placed.
+    """Calls of the pool that counts for a client, wherever the client's requests are placed.
 
     An id is that of a reservation with the tag of its client at the end.
     """

@@ -1,1 +1,1 @@
-"""What a request has of its client: its tenant, and its count where a model has several pools."""
+"""A request's tenant, and how a request counts for its client where a model has several pools."""

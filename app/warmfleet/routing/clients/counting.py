@@ -36,7 +36,7 @@ MAX_REFUSED = 1_024  # clients that are remembered for it
 
 
 class Counting:
-    """What pools count for the clients of this replica's requests. ``open``: the requests that count, by their ids."""
+    """Lets pools count this replica's requests for clients with limits. ``open``: the requests that count, by id."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self.open: dict[str, Counted] = {}
@@ -134,7 +134,7 @@ class Counting:
 
 
 class Counted:
-    """One request of a client with limits, from the moment at which it is asked about until it ends.
+    """A request of a client with limits, from the moment at which it is asked about until it ends.
 
     ``name``: its reservation with the client's tag behind it. ``pool``: that counts it, None if none can. ``first``:
     await ``check`` before pools are asked. ``use``: of the limits, with this request; None while it is not known.
