@@ -2,6 +2,7 @@
 
     make -s bench NAME=pools                                  # all of it: an hour of two cores
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
+    make -s bench NAME=pools ARGS="--case agents-roomy --pools 1,8 --seeds 3 --no-thousand --no-rest"
     make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand --no-rest"
     make -s bench NAME=pools ARGS="--case generated --no-thousand --no-rest"    # needs no trace
     make -s bench NAME=pools ARGS="--sizes 2,2,4,8,8,8,16,16 --rows 400"        # pools of unequal size only
@@ -15,12 +16,15 @@ The second part, 1,024 engines as one pool and as 16 pools of 64, needs more of 
 It is an exact simulation (`exact_pools`): it knows the caches and the work of all engines, chooses by the cost
 rule, and takes the queue into account.
 
+With --seeds each run is repeated with copies that begin at other places and whose text, hence whose home pools, is
+another. Ratios are those of the means over the seeds: the P99 of a few agents' conversations varies by a tenth.
+
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every
 case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
 eight pools over that with one, `thousand_over_one_mean` that of 16 pools of 64 over one of 1,024; each is the worst
-of all cases and loads. With --sizes, `sizes_over_one_mean` and `sizes_over_one_p99` are those of pools of these
-sizes over one of all their engines, by the exact simulation. `idle_core_share_8` and `idle_core_share_1000` are
-those of bench `rest`. A figure whose runs were not made is missing.
+of all cases and loads. With --sizes, `sizes_over_one_mean` and `sizes_over_one_p99` are those of pools of these sizes
+over one of all their engines, by the exact simulation. `idle_core_share_8` and `idle_core_share_1000` are those of
+bench `rest`. A figure whose runs were not made is missing.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Job:
     """One run, as plain values that another process can read. speed: 0 while it is not known.
 
     exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all. unequal: engines
-    of each pool; empty: all have as many.
+    of each pool; empty: all have as many. seed: of the copies.
     """
 
     case: str
@@ -82,6 +86,7 @@ class Job:
     exact: bool = False
     speed: float = 0.0
     unequal: tuple[int, ...] = ()
+    seed: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -105,7 +110,7 @@ class Job:
         plan = Plan((config,) * self.engines, queue=limits, speed=self.speed)
         plan = replace(plan, pools=self.sizes, depth_tokens=round(DEPTH_TOKENS / trace.scale))
         with private_server() as url:
-            played = uvloop.run(play(url, overlaid(trace, COPIES * self.engines // ENGINES), plan))
+            played = uvloop.run(play(url, overlaid(trace, COPIES * self.engines // ENGINES, self.seed), plan))
         return figures(played.served, [worker.engine.busy_s for worker in played.cluster.workers], self.speed)
 
     def _simulated(self) -> dict[str, float]:
@@ -119,7 +124,7 @@ class Job:
             room_s=NEW["max_engine_wait_s"] * self.speed,
             patience=NEW["patience"],
         )
-        served, busy = simulate(setup, copies(trace, self.engines // 8), Blocks(trace))
+        served, busy = simulate(setup, copies(trace, self.engines // 8, self.seed), Blocks(trace))
         return told(served, statistics.fmean(busy))
 
 
@@ -150,12 +155,28 @@ def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
 
 
 def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> dict[tuple[str, float], float]:
-    """Return the figure with so many pools over that with one, by case and load, where both were played."""
-    found: dict[tuple[str, float], dict[int, float]] = {}
+    """Return the figure with so many pools over that with one, by case and load, where both were played.
+
+    With several seeds it is the mean over the seeds, over the same mean.
+    """
+    found: dict[tuple[str, float], dict[int, list[float]]] = {}
     for row in rows:
         if row.job.exact == exact:
-            found.setdefault((row.job.case, row.job.load), {})[row.job.pools] = row.figures[figure]
-    return {place: one[pools] / one[1] for place, one in found.items() if one.keys() >= {1, pools}}
+            of_place = found.setdefault((row.job.case, row.job.load), {})
+            of_place.setdefault(row.job.pools, []).append(row.figures[figure])
+    means = {place: {count: statistics.fmean(seeds) for count, seeds in one.items()} for place, one in found.items()}
+    return {place: one[pools] / one[1] for place, one in means.items() if one.keys() >= {1, pools}}
+
+
+def over_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Return a row for all seeds of a job, with the means of their figures."""
+    found: dict[Job, list[Mapping[str, float]]] = {}
+    for row in rows:
+        found.setdefault(replace(row.job, seed=0), []).append(row.figures)
+    return [
+        Row(job, {name: statistics.fmean(one[name] for one in figures) for name in figures[0]})
+        for job, figures in found.items()
+    ]
 
 
 def bounds(rows: Sequence[Row]) -> dict[str, float]:
@@ -171,9 +192,9 @@ def bounds(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table with a row for each run; what is behind a slash is over the figure with one pool."""
+    """Return a Markdown table with a row for all seeds of a run; the number behind a slash is over one pool's."""
     cells = []
-    for row in rows:
+    for row in over_seeds(rows):
         job = row.job
         ratios = {name: over_one(rows, name, job.pools, exact=job.exact) for name in ("mean", "p99")}
         beside = [f"{row.figures[name]:.3f} / {ratios[name].get((job.case, job.load), 0):.3f}" for name in ratios]
@@ -226,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sizes", type=_sizes, metavar="N,N,…", help="only pools of so many engines against one of all")
     made.add_argument("--rows", type=int, help="first so many requests of a copy (default: all; with --quick 300)")
     made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
+    made.add_argument("--seeds", type=int, default=1, help="runs of each, with other copies (default %(default)s)")
     made.add_argument(
         "--rest", action=argparse.BooleanOptionalAction, default=True, help="also replicas at rest (bench `rest`)"
     )
@@ -237,6 +259,10 @@ def parser() -> argparse.ArgumentParser:
 
 def every(args: argparse.Namespace) -> list[Job]:
     """Return the jobs of the command line."""
+    return [replace(job, seed=seed) for seed in range(args.seeds) for job in _of_one_seed(args)]
+
+
+def _of_one_seed(args: argparse.Namespace) -> list[Job]:
     rows = args.rows or (300 if args.quick else None)
     loads = args.loads or ((0.7,) if args.quick else LOADS)
     if args.sizes:
@@ -259,8 +285,8 @@ def at_rest() -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
-    if args.jobs < 1 or (args.rows is not None and args.rows < 1):
-        parser().error("--rows and --jobs from 1 on")
+    if min(args.jobs, args.seeds) < 1 or (args.rows is not None and args.rows < 1):
+        parser().error("--rows, --seeds and --jobs from 1 on")
     try:
         wanted = every(args)
         for job in wanted:
@@ -272,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(table(rows), file=sys.stderr)
     told = [
-        {"case": row.job.case, "load": row.job.load, "engines": row.job.engines, "pools": row.job.pools, **row.figures}
+        {**{name: getattr(row.job, name) for name in ("case", "load", "engines", "pools", "seed")}, **row.figures}
         for row in rows
     ]
     print(json.dumps({**bounds(rows), **rest, "rows": told}), flush=True)

@@ -1,7 +1,8 @@
 """Arrivals for more engines than a trace has requests for: the trace laid over itself, and shapes that traces lack.
 
 Each copy of a trace begins it at another place. What the prompts of three sessions or more begin with is a system
-prompt and the same in all copies; all other text differs from copy to copy.
+prompt and the same in all copies; all other text differs from copy to copy. With another seed the copies begin at other
+places, and their text is another, so that it belongs to other pools.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SYSTEM_PROMPT = 3  # sessions that begin so make it one
 SHIFT = 977  # between the tokens of two copies
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, are spread evenly
 WORDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS))  # one object for each token
 
 
@@ -69,27 +71,30 @@ def _pieces(prompt: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(prompt[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]) for at in range(whole)]
 
 
-def copies(trace: Trace, number: int) -> list[tuple[int, Arrival]]:
-    """Return so many copies of all arrivals in the order of time, each with its copy; prompts are the trace's own."""
+def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]]:
+    """Return so many copies of all arrivals in the order of time, each with its copy; prompts are the trace's own.
+
+    Copies of equal number have the same text, so those of a seed s are numbered from s * number on.
+    """
     sessions = 1 + max(arrival.session for arrival in trace.arrivals)
     made = [
-        (copy, replace(arrival, session=arrival.session + copy * sessions))
+        (copy + seed * number, replace(arrival, session=arrival.session + copy * sessions))
         for copy in range(number)
-        for arrival in rotated(trace, copy / number).arrivals
+        for arrival in rotated(trace, (copy + seed * GOLDEN % 1) / number).arrivals
     ]
     return sorted(made, key=lambda one: one[1].at_s)
 
 
-def overlaid(trace: Trace, number: int) -> Trace:
+def overlaid(trace: Trace, number: int, seed: int = 0) -> Trace:
     """Return the trace with so many copies of it, in each of which the text of sessions is another."""
-    if number == 1:
+    if number == 1 and not seed:
         return trace
     blocks = Blocks(trace)
     arrivals = tuple(
         replace(arrival, prompt=_retold(arrival.prompt, blocks.shared_blocks(arrival.prompt), copy))
         if copy
         else arrival
-        for copy, arrival in copies(trace, number)
+        for copy, arrival in copies(trace, number, seed)
     )
     return replace(trace, name=f"{trace.name} x {number}", arrivals=arrivals)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.bench.bench_pools import Job, Row, bounds, main
+from tests.bench.bench_pools import Job, Row, bounds, main, over_seeds
 from tests.bench.exact_pools import Served, Setup, simulate
 from tests.bench.overlays import SHAPES, Blocks, copies, overlaid, shaped
 from tests.bench.virtual_fleet import Plan, play
@@ -58,6 +58,20 @@ def test_block_numbers_of_copies_tell_what_their_tokens_tell() -> None:
     shared = {number for number, those in seen.items() if len(those) == 2}
     assert shared == set(range(blocks.system))
     assert blocks.system >= 1
+
+
+def test_another_seed_begins_copies_at_other_places_and_has_no_text_in_common_but_system_prompts() -> None:
+    trace = generate(60, 3)
+    system = {tuple(one.prompt[:BLOCK_TOKENS]) for one in trace.arrivals}
+    first, second = overlaid(trace, 3), overlaid(trace, 3, seed=1)
+    assert Counter(len(one.prompt) for one in first.arrivals) == Counter(len(one.prompt) for one in second.arrivals)
+    assert [one.at_s for one in first.arrivals] != [one.at_s for one in second.arrivals]
+    beginnings = [{tuple(one.prompt[: 3 * BLOCK_TOKENS]) for one in each.arrivals} for each in (first, second)]
+    assert {begin for begin in set.intersection(*beginnings) if len(begin) > BLOCK_TOKENS} == set()
+    assert {begin[:BLOCK_TOKENS] for each in beginnings for begin in each if len(begin) > BLOCK_TOKENS} <= system
+    blocks = Blocks(trace)
+    chains = [{n for copy, one in copies(trace, 3, seed) for n in blocks.chain(one.prompt, copy)} for seed in (0, 1)]
+    assert set.intersection(*chains) == set(range(blocks.system))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -119,6 +133,15 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
     assert bounds(rows[:1]) == {}
 
 
+def test_ratios_are_those_of_the_means_over_seeds() -> None:
+    def row(pools: int, seed: int, p99: float) -> Row:
+        return Row(Job("conversation", 0.5, pools, None, seed=seed), {"mean": 1.0, "p99": p99})
+
+    rows = [row(1, 0, 10.0), row(8, 0, 13.0), row(1, 1, 14.0), row(8, 1, 11.0)]
+    assert bounds(rows) == {"eight_over_one_mean": 1.0, "eight_over_one_p99": 1.0}
+    assert [(one.job.pools, one.figures["p99"]) for one in over_seeds(rows)] == [(1, 12.0), (8, 12.0)]
+
+
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--case", "generated", "--rows", "6", "--loads", "0.5", "--pools", "1,8", "--jobs", "1"]
     options += ["--no-thousand", "--no-rest"]
@@ -131,7 +154,7 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--pools", "3"], ["--loads", "1.5"], ["--case", "nosuch"], ["--rows", "0"]):
+    for words in (["--pools", "3"], ["--loads", "1.5"], ["--case", "nosuch"], ["--rows", "0"], ["--seeds", "0"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2

@@ -51,6 +51,16 @@ def pools_of(model: str, count: int) -> dict[str, Any]:
     return {"models": tuple(f"{model}#{number}" for number in range(count)) if count > 1 else (model,)}
 
 
+def says_four_in_flight(headers: dict[str, str], body: Any) -> None:
+    """A 429 in OpenAI's shape, for a client that has four requests in flight."""
+    assert headers["retry-after"] == "1"
+    assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
+    assert {name: body["error"][name] for name in ("type", "code", "param")} == {
+        "type": "requests", "code": "rate_limit_exceeded", "param": None,
+    }  # fmt: skip
+    assert "team-a has 4 requests in flight" in body["error"]["message"]
+
+
 @pytest.mark.parametrize("pools", [1, 3])
 async def test_two_replicas_let_as_many_requests_through_as_the_limit_is(
     valkey_url: str, model: str, tmp_path: Path, pools: int
@@ -82,12 +92,7 @@ async def test_two_replicas_let_as_many_requests_through_as_the_limit_is(
         assert most == 4
         assert sorted(status for status, _, _ in answers) == [200] * 4 + [429] * 36
         for _, headers, body in refused:
-            assert headers["retry-after"] == "1"
-            assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
-            assert {name: body["error"][name] for name in ("type", "code", "param")} == {
-                "type": "requests", "code": "rate_limit_exceeded", "param": None,
-            }  # fmt: skip
-            assert "team-a has 4 requests in flight" in body["error"]["message"]
+            says_four_in_flight(headers, body)
         for _, headers, _ in (answer for answer in answers if answer[0] == 200):
             assert int(headers["x-ratelimit-remaining-requests"]) in range(4)
 
