@@ -258,6 +258,18 @@ async def test_a_closed_pool_leaves_the_line_of_the_others_open() -> None:
         assert slot_of("alpha") not in router.masters._owners
 
 
+async def test_a_closed_pool_leaves_another_client_of_its_tag_its_slot() -> None:
+    """The registry of a model's pools has the tag of the pool that has the model's name."""
+    async with running() as router:
+        registry = Fleet(router.redis.of("alpha"), "alpha", timeouts=PATIENT)
+        await router.learned()
+        await router.fleets["alpha"].close()
+        await router.fleets["alpha"].close()  # twice closed is left once
+        assert await registry.settle("wf-1", "finished") == "UNKNOWN"
+        await registry.close()
+        assert slot_of("alpha") not in router.masters._owners
+
+
 async def test_a_call_of_a_pool_that_was_let_go_fails_and_no_node_is_asked_again_and_again() -> None:
     async with running() as router:
         await router.learned()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,7 @@ class SlotLine:
         self._masters = masters
         self._tag = tag
         self._slot = masters.follow(tag)
+        self._left = False
 
     def send(
         self,
@@ -144,8 +146,10 @@ class SlotLine:
         return self._masters.owner(self._slot) or self
 
     def leave(self) -> None:
-        """No call of this tag comes any more."""
-        self._masters.leave(self._tag)
+        """No call comes by this line any more. Another line may have the same tag."""
+        if not self._left:
+            self._left = True
+            self._masters.leave(self._tag)
 
 
 class Masters:
@@ -157,6 +161,7 @@ class Masters:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self._slots: dict[str, int] = {}  # by tag
+        self._followers: Counter[str] = Counter()  # of each tag: a pool and its model's registry may share one
         self._owners: dict[int, HostPort] = {}  # by slot, as far as they are known
         self._lines: dict[HostPort, MasterLine] = {}
         self._held: list[Held] = []
@@ -166,13 +171,18 @@ class Masters:
         self._closed = False
 
     def follow(self, tag: str) -> int:
-        """Know the owner of this tag's slot from now on; returns the slot."""
+        """Know the owner of this tag's slot from now on, until ``leave`` was called as often; returns the slot."""
+        self._followers[tag] += 1
         self._slots[tag] = slot = slot_of(tag)
         return slot
 
     def leave(self, tag: str) -> None:
-        slot = self._slots.pop(tag, None)
-        if slot is not None and slot not in self._slots.values():
+        self._followers[tag] -= 1
+        if self._followers[tag]:
+            return
+        del self._followers[tag]
+        slot = self._slots.pop(tag)
+        if slot not in self._slots.values():
             self._owners.pop(slot, None)
 
     def knows(self, slot: int) -> bool:
