@@ -121,7 +121,8 @@ class ViewReader:
             view = replace(view, workers=tuple(workers), read_at=time.monotonic())
             self._derived[pool.tag] = standing, view
             pool.show(view)
-        self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter()))
+        others = [other.view.workers for other in self._pools.named(pool.name) if other is not pool]
+        self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter(), others))
 
     def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
         """The view of these workers, whole."""

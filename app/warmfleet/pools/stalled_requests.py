@@ -5,7 +5,8 @@ No request has a timer: all of them are looked at in rounds. There are three gro
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
 no byte from a lost worker for QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no
-worker is lost until the fleet was readable for a whole TTL without a gap.
+worker is lost until the fleet was readable for a whole TTL without a gap. A worker that moved to another pool of its
+model works on what it had begun: it is lost only if it is not alive there either.
 
 *A hung worker* is heard, but does not work: its API server does not answer ``/health`` (``background/hung_engines``),
 or it stands still: for STILL_S it sent no byte at all, though an answer had begun. An engine that works sends each
@@ -24,7 +25,7 @@ from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.fleet import WorkerView
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
 GRACE_S = WORKER_TTL_SECONDS
+#: The halves of a server that moves to another pool part for so long at most (``ASK_SECONDS`` of the plugin's seat);
+#: meanwhile its worker is alive in neither pool.
+PARTED_S = 15.0
 GAP_S = WORKER_TTL_SECONDS / 2  # a shorter outage is no gap: heartbeats come every third of a TTL
 STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from its running streams for seconds
 QUIET_S = 3.0  # a worker that lost only its way to Redis still streams: its requests go on
@@ -73,10 +77,11 @@ class Tries:
     def end(self, reservation: str) -> None:
         self._open.pop(reservation, None)
 
-    def look(self, workers: Sequence[WorkerView], now: float) -> int:
+    def look(self, workers: Sequence[WorkerView], now: float, others: Sequence[Iterable[WorkerView]] = ()) -> int:
         """Give up the requests that wait for a lost worker; returns how many they were.
 
-        workers: as they were just read. now: by ``time.perf_counter``.
+        workers: as they were just read. now: by ``time.perf_counter``. others: the workers of each other pool of the
+        model, as they were read last.
         """
         if now - self._looked_at > GAP_S:
             self._steady_since = now
@@ -85,7 +90,10 @@ class Tries:
         self._out_since = {worker.worker_id: self._out_since.get(worker.worker_id, now) for worker in out}
         if len(out) == len(workers) or now - self._steady_since < GRACE_S:
             return 0
-        lost = {w.worker_id for w in out if _expired(w) or now - self._out_since[w.worker_id] > GRACE_S}
+        out_s = GRACE_S + (PARTED_S if others else 0.0)
+        lost = {w.worker_id for w in out if _expired(w) or now - self._out_since[w.worker_id] > out_s}
+        if lost:
+            lost -= {worker.worker_id for some in others for worker in some if worker.state.alive}
         if not lost:
             return 0
         return self._give_up([request for request in self._open.values() if request.worker_id in lost], now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, reset
@@ -16,14 +16,17 @@ from tests.conftest import poll
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines.engine_connection import EngineResponse
 from warmfleet.errors import EngineTimeout, UpstreamGone
-from warmfleet.fleet import Flag, LoadRow, WorkerView
+from warmfleet.fleet import Flag, Fleet, LoadRow, WorkerView, connect
+from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.fleet.worker.state import state_of
 from warmfleet.pools import stalled_requests
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, STILL_S, Tries, Try
+from warmfleet.protocol.pools import weight
 from warmfleet_worker import load
+from warmfleet_worker.seat import ASK_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 BODY = {"prompt": "a prompt with blocks of its own " * 20, "stream": True}
 FROZEN, LEFT, WELL = 20.0, None, 1.0  # seconds since the last heartbeat
@@ -41,11 +44,13 @@ def waiting_at(tries: Tries, worker_id: str) -> tuple[EngineResponse, asyncio.Ta
     return response, asyncio.create_task(response.head())
 
 
-async def looks(tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float) -> int:
-    """Look once a second; returns how many requests were given up."""
+async def looks(
+    tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float, *others: list[WorkerView]
+) -> int:
+    """Look once a second; returns how many requests were given up. others: the workers of each other pool."""
     given_up = 0
     for second in range(int(seconds) + 1):
-        given_up += tries.look(workers, begin_s + second)
+        given_up += tries.look(workers, begin_s + second, others)
         for _ in range(3):
             await asyncio.sleep(0)  # requests that were given up wake
     return given_up
@@ -81,6 +86,34 @@ async def test_requests_to_a_lost_worker_are_given_up(workers: list[WorkerView],
     assert await looks(tries, workers, began + 30, 60) == 0
 
 
+@pytest.mark.parametrize("here", [worker("a", LEFT), worker("a", FROZEN)], ids=["with the plugin", "stock engine"])
+async def test_a_worker_that_moved_to_another_pool_is_not_lost(here: WorkerView) -> None:
+    tries, well = Tries(), worker("b", WELL)
+    await looks(tries, [worker("a", WELL), well], 0, GRACE_S, [])
+    _, waiting = waiting_at(tries, "a")
+    await asyncio.sleep(0)
+    assert await looks(tries, [here, well], 20, 3 * GRACE_S, [], [worker("a", WELL)]) == 0
+    assert await looks(tries, [here, well], 70, QUIET_S, [], [worker("a", FROZEN)]) == 1, "it died there"
+    with pytest.raises(UpstreamGone):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [([worker("a", LEFT)], [worker("a", WELL, flags=0)]), ([worker("a", WELL, flags=0)], [])],
+    ids=["core first", "server first"],
+)
+async def test_the_halves_of_a_worker_that_moves_may_part(here: list[WorkerView], there: list[WorkerView]) -> None:
+    tries, well, began = Tries(), worker("b", WELL), GRACE_S + 1
+    await looks(tries, [worker("a", WELL), well], 0, GRACE_S, [])
+    _, waiting = waiting_at(tries, "a")
+    await asyncio.sleep(0)
+    assert await looks(tries, [*here, well], began, ASK_SECONDS + GRACE_S, there) == 0
+    assert await looks(tries, [*here, well], began + ASK_SECONDS + GRACE_S + 1, QUIET_S, there) == 1, "one half is dead"
+    with pytest.raises(UpstreamGone):
+        await waiting
+
+
 async def test_a_failed_try_that_is_not_settled_yet_has_nothing_to_give_up() -> None:
     tries = Tries()
     frozen = [worker("a", FROZEN), worker("b", WELL)]
@@ -107,13 +140,14 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalled_requests, "GRACE_S", 0.3)
+    monkeypatch.setattr(stalled_requests, "PARTED_S", 0.0)
     monkeypatch.setattr(stalled_requests, "QUIET_S", 0.3)
 
 
-async def let_expire(router: Replica, one: Engine) -> None:
+async def let_expire(fleet: Fleet, one: Engine) -> None:
     """Make its last heartbeat a minute old."""
-    (seconds, _) = await router.fleet.redis.time()
-    await router.fleet.redis.zadd(router.fleet.keys.alive, {worker_id(one.url): (seconds - 60) * 1000})
+    (seconds, _) = await fleet.redis.time()
+    await fleet.redis.zadd(fleet.keys.alive, {worker_id(one.url): (seconds - 60) * 1000})
 
 
 @asynccontextmanager
@@ -126,7 +160,7 @@ async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterato
     ):
         asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
         await poll(lambda: frozen.seen, what="one of two goes to the frozen engine")
-        await let_expire(router, frozen)
+        await let_expire(router.fleet, frozen)
         async with asyncio.timeout(10):
             answers = await asyncio.gather(*asked)
         assert [status for status, _, _ in answers] == [200, 200]
@@ -167,7 +201,7 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
         request = asyncio.create_task(router.post(BODY | {"model": model}))
         for number in range(1 if second == "dies" else 2):
             await poll(lambda number=number: len(asked) > number, what="it is sent")  # type: ignore[misc]
-            await let_expire(router, asked[number])
+            await let_expire(router.fleet, asked[number])
         async with asyncio.timeout(10):
             status, _, answer = await request
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
@@ -203,9 +237,59 @@ async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: 
     ):
         asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
         await poll(lambda: one.seen, what="each has a request")
-        await let_expire(router, one)
+        await let_expire(router.fleet, one)
         assert all(body.endswith(b"[DONE]\n\n") for _, _, body in await asyncio.gather(*asked))
         assert await router.metric("warmfleet_given_up_requests_total") == 0
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = PoolRegistry(connect(valkey_url, model, timeout_s=5), model)
+    first, second = f"{model}#1", f"{model}#2"
+    await registry.write([PoolEntry(first)])
+    seen_lost: list[float] = []  # when the view of the first pool showed an engine that is silent there
+    look, answer_now = Tries.look, asyncio.Event()
+
+    def noting(tries: Tries, workers: Sequence[WorkerView], now: float, *others: Any) -> int:
+        if tries._open and any(not worker.state.alive for worker in workers):
+            seen_lost.append(now)
+        return look(tries, workers, now, *others)
+
+    async def slow(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await answer_now.wait()
+        await answer_well(one, seen, writer)
+
+    monkeypatch.setattr(Tries, "look", noting)
+    async with AsyncExitStack() as stack:
+        moves: list[Engine] = []
+        stays: list[Engine] = []
+        while not (moves and stays):
+            one = await stack.enter_async_context(engine(model, slow))
+            (moves if weight(second, one.url) > weight(first, one.url) else stays).append(one)
+        engines = [one.url for one in (*moves, *stays)]
+        settings: dict[str, Any] = {"models": (first,), "policy": "round_robin", "pools_interval_s": 0.1}
+        router = await stack.enter_async_context(replica(valkey_url, model, *engines, **settings))
+        asked = [asyncio.create_task(router.post({"model": model, "prompt": "x", "stream": False})) for _ in engines]
+        await poll(lambda: all(one.seen for one in (*moves, *stays)), 20, "each has a request")
+        await registry.write([PoolEntry(second)])
+        fleets = [Fleet(connect(valkey_url, timeout_s=5), tag) for tag in (first, second)]
+        for fleet in fleets:
+            stack.push_async_callback(fleet.close)
+
+        async def moved() -> bool:
+            return len(await fleets[1].workers()) == len(moves)
+
+        await poll(moved, 20, "the new pool has its engines")
+        for one in moves:
+            await let_expire(fleets[0], one)
+        await poll(lambda: seen_lost and seen_lost[-1] - seen_lost[0] > 1.0, 20, "they are silent in the first pool")
+        answer_now.set()
+        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * len(engines)
+        assert await router.metric("warmfleet_given_up_requests_total") == 0
+        assert sum(len(one.seen) for one in (*moves, *stays)) == len(engines)
+    await registry.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -223,7 +307,7 @@ async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, m
         replica(valkey_url, model, one.url, two.url, health_interval_s=60.0) as router,
     ):
         async with router.client.post(f"{router.url}/v1/completions", json=BODY | {"model": model}) as answer:
-            await let_expire(router, one if one.seen else two)
+            await let_expire(router.fleet, one if one.seen else two)
             await asyncio.sleep(1.5)
             assert len(await answer.read()) == whole
         assert await router.metric("warmfleet_given_up_requests_total") == 0
