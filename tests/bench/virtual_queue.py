@@ -1,4 +1,7 @@
-"""The tickets of one replica on the virtual clock: polls as ``routing/tickets`` makes them, in virtual time."""
+"""The tickets of one replica on the virtual clock: polls as ``routing/tickets`` makes them, in virtual time.
+
+Two things are simpler: each poll names all tickets, and pauses do not grow while Redis is busy.
+"""
 
 from __future__ import annotations
 
