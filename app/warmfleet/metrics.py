@@ -149,13 +149,16 @@ class Metrics:
             for reason in reasons:
                 counter.labels(reason, model)
 
-    def zero(self, model: str) -> None:
-        """Nothing is left of this pool: whatever is told of it as it is now is 0. model: its tag."""
+    def forget_pool(self, model: str) -> None:
+        """Nothing is left of this pool: drop whatever is told of it as it is now; counters stay. model: its tag.
+
+        Samples that stayed at 0 would tell of a pool without workers.
+        """
         for metric in vars(self).values():
             for family in metric.collect() if isinstance(metric, Gauge) else ():
                 for sample in family.samples:
                     if sample.labels.get("model") == model:
-                        metric.labels(**sample.labels).set(0)
+                        metric.remove(*sample.labels.values())
 
     def _of_requests(self) -> None:
         """Requests and their engines."""

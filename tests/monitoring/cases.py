@@ -51,12 +51,12 @@ BUILT = {'warmfleet_build_info{job="router",instance="a"}': steady(1)}
 DAY = 24 * MINUTES
 
 
-def workers(routable: int) -> dict[str, str]:
-    """Both replicas see this number of proven workers, and one that is not routable."""
+def workers(routable: int, pool: str = "m") -> dict[str, str]:
+    """Both replicas see this number of proven workers of the pool, and one that is not routable."""
     series: dict[str, str] = {}
     for instance in "ab":
         series |= {
-            f'warmfleet_workers{{{M},instance="{instance}",state="{state}"}}': steady(count)
+            f'warmfleet_workers{{model="{pool}",instance="{instance}",state="{state}"}}': steady(count)
             for state, count in (("proven", routable), ("identity", 0), ("unheard", 0), ("unroutable", 1))
         }
     return series
@@ -105,6 +105,7 @@ CASES = (
     Case("WarmfleetFewReplicas", BUILT, BUILT | {'warmfleet_build_info{job="router",instance="b"}': steady(1)}),
     Case("WarmfleetFewReplicas", {"up": steady(0)}, BUILT | {"warmfleet_build_info": steady(1)}),
     Case("WarmfleetNoWorker", workers(0), workers(1), MODEL),
+    Case("WarmfleetNoWorker", workers(0, "m#1") | workers(0, "m#2"), workers(0, "m") | workers(1, "m#2"), MODEL),
     Case("WarmfleetErrors", answers(60), answers(40), MODEL),
     Case(
         "WarmfleetStreamsBreak",

@@ -117,7 +117,7 @@ class PoolChanges:
             if held or now - self._since.get(pool.tag, now) < LEAVE_S:
                 continue
             self._pools.forget(pool)
-            self._metrics.zero(pool.tag)
+            self._metrics.forget_pool(pool.tag)
             del self._since[pool.tag]
             await stop(self._tasks.pop(pool.tag))
             await _clear(pool)

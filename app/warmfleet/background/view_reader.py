@@ -233,6 +233,8 @@ class ViewReader:
             raise failure
 
     def _count_workers(self, pool: Pool) -> None:
+        if self._pools.tagged(pool.tag) is not pool:
+            return  # it was let go while its workers were read
         counted = Counter(METRIC_LABELS.get(worker.state, UNROUTABLE) for worker in pool.view.workers)
         for label in {*METRIC_LABELS.values(), UNROUTABLE}:
             self._metrics.workers.labels(label, pool.tag).set(counted[label])

@@ -113,6 +113,7 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
     pool = fixture.pools.served["m"].pools[0]
     pool.reservations.add(Renewal("wf-1", "w", 1, 1))
     fixture.metrics.queued.labels("m").set(3)
+    fixture.metrics.workers.labels("proven", "m").set(4)
     await fixture.follow(PoolEntry("m#1"))
     assert (fixture.closed, [*fixture.pools.leaving]) == ([], [pool])
     assert await fixture.follow(PoolEntry("m#1"), PoolEntry("m")) == ["m#1", "m"]
@@ -127,7 +128,9 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
     assert (fixture.closed, [*fixture.pools.leaving]) == (["m"], [])
     assert fixture.running["m"].cancelled()
     assert cleared == [("m", True)], "its keys are deleted, but for those of the model as a whole"
-    assert fixture.metrics.queued.labels("m")._value.get() == 0
+    told = [line for line in fixture.metrics.render().decode().splitlines() if 'model="m"' in line]
+    assert [line for line in told if "queued" in line or "warmfleet_workers" in line] == []
+    assert any("warmfleet_stream_errors_total" in line for line in told), "counters never go back"
     await fixture.changes.close()
 
 

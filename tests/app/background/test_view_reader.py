@@ -190,7 +190,13 @@ async def test_nothing_is_kept_of_a_pool_that_has_left(store: aioredis.Redis, fl
         assert all(kept)
         other = Pool("another", Fleet(store, "another", timeouts=PATIENT), DegradedMode(1.0))
         replica.pools.change(ServedModel(replica.pool.name, [other]))
+        late = await replica.pool.fleet.reading()
         replica.pools.forget(replica.pool)
+        reader._metrics.forget_pool(replica.pool.tag)
+        reader._derived.clear()  # as if a worker had changed
+        await reader._refresh(replica.pool, late)
+        page = reader._metrics.render().decode()
+        assert f'warmfleet_workers{{model="{replica.pool.tag}"' not in page, "a late reading tells of it again"
         await reader.refresh()
         kept = (reader._groupings, reader._derived, reader._agreement._last, reader._agreement._unhashed)
         assert not any(replica.pool.tag in str([*held]) for held in kept)
