@@ -186,6 +186,11 @@ class ServedModel:
         self._beginnings = before._beginnings
 
     @property
+    def ready(self) -> bool:
+        """Whether every pool that gets new requests is usable."""
+        return all(pool.usable for pool in self.pools if not pool.draining or len(self.draining) == len(self.pools))
+
+    @property
     def reference(self) -> Pool:
         """The pool by whose workers prompts are identified first: one that is usable, if there is any."""
         return next((pool for pool in self.pools if pool.usable), self.pools[0])
@@ -262,13 +267,13 @@ class Pools:
     def unready(self) -> str:
         """Why this new replica should get no requests yet; "" once it is ready.
 
-        It is ready when every pool is usable. After a worker's TTL it is ready in any case: what is missing then is
-        missing in the fleet, not in this replica.
+        It is ready when every pool is usable that serves and does not drain. After a worker's TTL it is ready in any
+        case: what is missing then is missing in the fleet, not in this replica.
         """
         if not self.contacted:
             return "no contact with Redis yet"
         now = time.monotonic()
-        wait = 0.0 if all(pool.usable for pool in self.all) else WORKER_TTL_SECONDS
+        wait = 0.0 if all(model.ready for model in self.served.values()) else WORKER_TTL_SECONDS
         self._ready_at = min(self._ready_at, now + wait)
         return "" if self._ready_at <= now else "no worker is routable yet, or its tokenizer is not loaded"
 

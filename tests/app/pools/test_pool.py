@@ -17,7 +17,7 @@ from warmfleet.pools import pool as pool_module
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
 from warmfleet.pools.lora_adapters import Adapter, adapters_of
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool, Pools, ServedModel
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.prompt.request import parse
@@ -103,6 +103,23 @@ def test_ready_after_a_ttl_even_if_the_fleet_lacks_something(monkeypatch: pytest
     assert fleet.unready()
     time.sleep(0.03)
     assert fleet.unready() == ""
+
+
+def test_pools_that_leave_or_drain_keep_no_replica_waiting() -> None:
+    fleet, now = pools(), time.monotonic()
+    taking, drained = (Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2"))
+    fleet.change(ServedModel("m", [taking, drained], frozenset(["m#2"])))
+    taking.show(View((), read_at=now))
+    assert "no worker is routable" in fleet.unready()
+    taking.show(View((worker(True),), text=True, read_at=now))
+    assert fleet.unready() == ""
+
+    alone, last = pools(), pools().all[0]
+    alone.change(ServedModel("m", [last], frozenset(["m"])))
+    last.show(View((), read_at=now))
+    assert alone.unready(), "a drained pool serves while there is no other"
+    last.show(View((worker(True),), text=True, read_at=now))
+    assert alone.unready() == ""
 
 
 def test_every_model_counts() -> None:
