@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.routing.test_pool_choice import TAGS, Fixture
 from tests.conftest import PATIENT
 
-from warmfleet.errors import RateLimited, WarmfleetError
-from warmfleet.fleet import ClientLimits, Fleet, connect
+from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
+from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.clients import counting
+from warmfleet.routing.router import Router
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from warmfleet.fleet import Decision
     from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
 
 LIMITS = ClientLimits("team-a", 3, 1_000_000)
@@ -210,13 +213,13 @@ async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
     monkeypatch.setattr(counting, "LATE_S", 0.01)
     (replica,) = replicas(1)
     late: list[OnAnswer] = []
-    pool = replica.counting.pool_of("m", LIMITS.tag)
-    assert pool is not None
-    monkeypatch.setattr(replica.stores[pool.tag], "admit", lambda *given: late.append(given[-1]))
+    for store in replica.stores.values():
+        monkeypatch.setattr(store, "admit", lambda *given: late.append(given[-1]))
     attempt, decision = await begin(replica)
     assert (attempt.state, decision.use) == (AttemptState.BOOKED, None)
     assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 1
-    late.pop()([1, 100], None)
+    while late:
+        late.pop()([1, 100], None)
     attempt.release("finished")
     for each in replica.pools:
         for _ in range(2):
@@ -226,6 +229,131 @@ async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
         attempt.release("finished")
     assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 2
     await replica.counting.drained()
+
+
+def loses(replica: Fixture, *, answers: bool = True) -> Pool:
+    """The pool that counts for the client, whose Redis is away from now on. answers: calls fail at once."""
+    pool = replica.counting.pool_of("m", LIMITS.tag)
+    assert pool is not None
+    error = FleetUnavailable("away")
+
+    def call(*given: Any) -> None:
+        if answers:
+            given[-1](None, error)
+
+    async def keep(_names: object) -> None:
+        raise error
+
+    for name, does in (("admit", call), ("end_counted", lambda *given: given[-1](None, error)), ("keep_counted", keep)):
+        setattr(replica.stores[pool.tag], name, does)
+    return pool
+
+
+async def as_many_as_pass(replica: Fixture, homes: tuple[Pool, ...] = ()) -> list[Attempt]:
+    """Requests in flight, begun one after another until one is refused; 12 at most."""
+    held: list[Attempt] = []
+    for _ in range(12):
+        job = replica.job(limits=LIMITS)
+        attempt = replica.attempts.begin(job._replace(homes=homes or job.homes), (), avoids_failing=True)
+        try:
+            await replica.choice.admit(job._replace(homes=homes or job.homes), attempt)
+        except RateLimited:
+            attempt.release("failed")
+            break
+        held.append(attempt)
+    return held
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_while_a_pool_is_away_the_next_one_counts_whoever_else_asks_it(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch, *, answers: bool
+) -> None:
+    """No prompt has the pool as its home, so nothing but the counting finds out that it is away."""
+    if not answers:
+        monkeypatch.setattr(counting, "LATE_S", 0.2)
+    (replica,) = replicas(1)
+    pool = loses(replica, answers=answers)
+    homes = (*(one for one in replica.pools if one is not pool), pool)
+    held = await as_many_as_pass(replica, homes)
+    assert len(held) == LIMITS.concurrency
+    assert not pool.degraded.asks_redis
+    assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 0
+    for attempt in held:
+        attempt.release("finished")
+    await quiet(replica)
+
+
+async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas: Any) -> None:
+    (replica,) = replicas(1)
+    pool = loses(replica)
+    held: list[Attempt] = []
+    other = replica.counting.pool_of("m", LIMITS.tag, [pool])
+    assert other is not None
+    store, kept = replica.stores[other.tag], list[str]()
+    keep = store.keep_counted
+
+    async def keeps(names: list[str]) -> None:
+        kept[:] = names
+        await keep(names)
+
+    store.keep_counted = keeps
+    for _ in range(4):
+        for _ in range(2):
+            pool.degraded.failed("away")
+        held += await as_many_as_pass(replica)
+        replica.counting._refused_until.clear()
+        pool.degraded._asks_again_at = 0.0  # a second has passed in which no request had it as its home
+        with pytest.raises(FleetUnavailable):
+            await replica.counting.keep()
+        await replica.counting.drained()
+        assert {*kept} == {*replica.counting.open}, "they count on in the next pool"
+    assert len(held) == LIMITS.concurrency
+    for attempt in held:
+        attempt.release("finished")
+    await quiet(replica)
+
+
+async def test_what_was_not_charged_is_not_refunded(replicas: Any) -> None:
+    """A request that passed unchecked counts within a renewal, but not its prompt."""
+    (replica,) = replicas(1)
+    slow = ClientLimits("team-a", 3, 1_000)
+    admits = {tag: store.admit for tag, store in replica.stores.items()}
+    for store in replica.stores.values():
+        store.admit = lambda *given: given[-1](None, FleetUnavailable("away"))
+    unchecked, decision = await begin(replica, slow)
+    assert decision.use is None
+    for tag, store in replica.stores.items():
+        store.admit = admits[tag]
+    await replica.counting.keep()
+    charged, decision = await begin(replica, slow)
+    assert decision.use == ClientUse(2, 100)
+    unchecked.release("failed")
+    await replica.counting.drained()
+    third, decision = await begin(replica, slow)
+    assert decision.use is not None
+    assert abs((decision.use.tokens or 0) - 200) < 5
+    for attempt in (charged, third):
+        attempt.release("finished")
+    await quiet(replica)
+
+
+async def test_an_end_while_a_request_changes_its_pool_reaches_both(replicas: Any, valkey_url: str, model: str) -> None:
+    (replica,) = replicas(1)
+    attempt, _ = await begin(replica)
+    (before,) = await keys(valkey_url, model)
+    for _ in range(2):
+        next(pool for pool in replica.pools if pool.tag[-1] == before).degraded.failed("away")
+    store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
+    keep = store.keep_counted
+
+    async def ends_meanwhile(names: list[str]) -> None:
+        await keep(names)
+        attempt.release("finished")
+
+    store.keep_counted = ends_meanwhile
+    await replica.counting.keep()
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
 
 
 async def test_a_gateway_keeps_and_ends_what_it_was_given(replicas: Any, valkey_url: str, model: str) -> None:
@@ -254,3 +382,38 @@ async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
     first.release("finished")
     await quiet(replica)
     assert await keys(valkey_url, model) == {}
+
+
+def as_router(replica: Fixture, attempt: Attempt) -> Router:
+    """What ``settle`` and ``renew`` of a router need of it, for the reservation of this attempt."""
+
+    async def booked(_model: str, _reservation: str) -> tuple[Pool, str]:
+        return attempt.pool, attempt.reservation
+
+    attempts = SimpleNamespace(gateway_settled=lambda *_: None)
+    made = SimpleNamespace(_booked=booked, counting=replica.counting, _attempts=attempts)
+    return cast("Router", made)
+
+
+@pytest.mark.parametrize("all_away", [False, True])
+async def test_a_gateways_renewal_that_redis_took_fails_for_no_pool_that_counts(
+    replicas: Any, valkey_url: str, model: str, *, all_away: bool
+) -> None:
+    (replica,) = replicas(1)
+    attempt, _ = await begin(replica)
+    name = attempt.hand_over()
+    assert name is not None
+    ((before, _),) = (await keys(valkey_url, model)).items()
+
+    async def renew(_renewals: object) -> tuple[int, int, int]:
+        return 1, 0, 0
+
+    store: Any = replica.stores[attempt.pool.tag]
+    store.renew = renew
+    loses(replica)
+    while all_away and replica.counting.pool_of("m", LIMITS.tag) is not None:
+        for _ in range(2):
+            loses(replica).degraded.failed("away")
+    assert await Router.renew(as_router(replica, attempt), attempt.pool.tag, name) == 30.0
+    assert len(await keys(valkey_url, model)) == (1 if all_away else 2), f"{before} keeps it until it expires"
+    store.booked.discard(attempt.reservation)

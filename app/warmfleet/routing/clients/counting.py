@@ -5,8 +5,9 @@ without asking anybody. A request is counted there while its home pools are aske
 and the home pools count nothing. Only a client that was refused a moment ago is asked about first: else each of its
 refused requests would cost two decisions, and book load for a moment.
 
-Where that pool does not answer, requests pass unchecked. When it changes (a pool comes or goes, or is away), requests
-that run count in the new one within a renewal.
+Where that pool does not answer, the next one is asked; a request passes unchecked if none answers. When the pool
+changes (a pool comes or goes, or is away), requests that run count in the new one within a renewal, and in the old one
+until then. So a pool that does not come back takes no count from another one.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.errors import WarmfleetError
+from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import KEEP_AT_ONCE, ClientUse
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.protocol.wire import RESERVATION_LENGTH
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from warmfleet.errors import RateLimited
     from warmfleet.fleet import ClientLimits
     from warmfleet.metrics import Metrics
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.clients.counting")
 
 LATE_S = 0.05  # longest wait for the answer once a pool has answered; counting takes a tenth of a decision
+GRACE_S = 0.005  # for answers that have come while this replica itself stood still
 REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
 MAX_REFUSED = 1_024  # clients that are remembered for it
 
@@ -52,49 +56,83 @@ class Counting:
         counted = Counted(self, model, name, limits, prompt_tokens)
         until = self._refused_until.get(limits.tag)
         counted.first = until is not None and time.monotonic() < until
-        counted.pool = self.pool_of(model, limits.tag)
         self.open[counted.name] = counted
-        if counted.pool is None:
-            counted.told(None)
-        else:
-            counted.pool.fleet.admit(counted.name, limits, prompt_tokens, counted.told)
+        counted.ask()
         return counted
 
-    def pool_of(self, model: str, tag: str) -> Pool | None:
-        """The pool that counts for the client with this tag; None if all pools of the model are away."""
+    def pool_of(self, model: str, tag: str, but: Collection[Pool] = ()) -> Pool | None:
+        """The pool that counts for the client with this tag; None if all pools of the model are away.
+
+        but: pools that have just failed.
+        """
         pools = {pool.tag: pool for pool in self._pools.served[model].pools}
-        return next((pools[name] for name in _order(tag, tuple(pools)) if pools[name].degraded.asks_redis), None)
+        found = (pools[name] for name in _order(tag, tuple(pools)))
+        return next((pool for pool in found if pool not in but and pool.degraded.asks_redis), None)
 
     async def keep(self) -> None:
-        """Let the requests of this replica count on. Raises the first failure of a pool, once all were asked."""
-        kept: dict[Pool, list[str]] = {}
-        clients = {(counted.model, counted.limits.tag) for counted in self.open.values()}
-        pools = {client: self.pool_of(*client) for client in clients}
-        for counted in self.open.values():
-            pool = pools[counted.model, counted.limits.tag]
-            if pool is None:
-                continue
-            if counted.pool is not None and counted.pool is not pool:
-                self.end_in(counted.pool, counted.name, 0)
-            counted.pool = pool
-            kept.setdefault(pool, []).append(counted.name)
-        failures: list[WarmfleetError] = []
-        for pool, names in kept.items():
-            for start in range(0, len(names), KEEP_AT_ONCE):
-                # Those that ended meanwhile are left out: nobody would end them again.
-                batch = [name for name in names[start : start + KEEP_AT_ONCE] if name in self.open]
-                try:
-                    await pool.fleet.keep_counted(batch) if batch else None
-                except WarmfleetError as error:
-                    failures.append(error)
-        for failure in failures:
+        """Let the requests of this replica count on, each in the first pool of its client that answers.
+
+        Raises the first failure of a pool, once all were asked.
+        """
+        left = [counted for counted in self.open.values() if counted.answered]
+        failures: dict[Pool, WarmfleetError] = {}
+        while left:
+            kept: dict[Pool, list[Counted]] = {}
+            clients = {(counted.model, counted.limits.tag) for counted in left}
+            pools = {client: self.pool_of(*client, failures) for client in clients}
+            for counted in left:
+                pool = pools[counted.model, counted.limits.tag]
+                if pool is not None:
+                    kept.setdefault(pool, []).append(counted)
+            left = []
+            for pool, requests in kept.items():
+                left += await self._keep_in(pool, requests, failures)
+        for failure in failures.values():
             raise failure
 
+    async def _keep_in(
+        self, pool: Pool, requests: Sequence[Counted], failures: dict[Pool, WarmfleetError]
+    ) -> Sequence[Counted]:
+        """Let these requests count on in this pool; returns those that it did not take, because it failed."""
+        for start in range(0, len(requests), KEEP_AT_ONCE):
+            # Those that ended meanwhile are left out: nobody would end them again.
+            batch = [counted for counted in requests[start : start + KEEP_AT_ONCE] if counted.name in self.open]
+            if not batch:
+                continue
+            for counted in batch:
+                counted.joins(pool)
+            try:
+                await pool.fleet.keep_counted([counted.name for counted in batch])
+            except WarmfleetError as error:
+                self.failed(pool, error)
+                failures[pool] = error
+                for counted in batch:
+                    counted.stays()
+                return requests[start:]
+            for counted in batch:
+                counted.joined()
+        return ()
+
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request count on. name: the reservation as the gateway has it. Raises FleetUnavailable."""
-        pool = self.pool_of(model, name[RESERVATION_LENGTH:])
-        if pool is not None:
-            await pool.fleet.keep_counted([name])
+        """Let a gateway's request count on, in the first pool that answers. Never raises: the reservation is kept.
+
+        name: the reservation as the gateway has it.
+        """
+        failed: list[Pool] = []
+        while (pool := self.pool_of(model, name[RESERVATION_LENGTH:], failed)) is not None:
+            try:
+                await pool.fleet.keep_counted([name])
+            except WarmfleetError as error:
+                self.failed(pool, error)
+                failed.append(pool)
+            else:
+                return
+        logger.warning("%s: a gateway's request of a client with limits counts only until it expires", model)
+
+    def failed(self, pool: Pool, error: WarmfleetError) -> None:
+        """A pool did not count: after two failures in a row it is away, for decisions as well."""
+        if isinstance(error, FleetUnavailable):
+            pool.degraded.failed(f"limits of clients: {error}")
 
     def end_one(self, model: str, name: str, tokens: int) -> None:
         """A gateway's request counts no longer. tokens: that it has used besides its prompt."""
@@ -140,12 +178,18 @@ class Counted:
     await ``check`` before pools are asked. ``use``: of the limits, with this request; None while it is not known.
     """
 
-    __slots__ = ("_answer", "_counting", "_ended", "first", "limits", "model", "name", "pool", "prompt_tokens", "use")
+    __slots__ = (
+        "_answer", "_charged", "_counting", "_ended", "_joining", "_tried", "first", "limits", "model", "name", "pool",
+        "prompt_tokens", "use",
+    )  # fmt: skip
 
     def __init__(self, counting: Counting, model: str, name: str, limits: ClientLimits, prompt_tokens: int) -> None:
         self._counting = counting
         self._answer: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
         self._ended = False
+        self._tried: tuple[Pool, ...] = ()
+        self._charged = False  # ``pool`` has counted the tokens of the prompt, or may have
+        self._joining: Pool | None = None  # may count the request, too: it has not answered yet
         self.model = model
         self.name = name
         self.limits = limits
@@ -154,18 +198,56 @@ class Counted:
         self.first = False
         self.use: ClientUse | None = None
 
-    def told(self, answer: Any, error: WarmfleetError | None = None) -> None:
-        """The answer of the pool that counts, which may come late; None: there is none."""
+    def ask(self) -> None:
+        """Have the first pool count the request that was not asked yet; what another one counted of it is given back.
+
+        Without such a pool there is no answer.
+        """
+        pool = self._counting.pool_of(self.model, self.limits.tag, self._tried)
+        if pool is None:
+            self._known(None)
+            return
+        if self.pool is not None:
+            self._counting.end_in(self.pool, self.name, -self.prompt_tokens)
+        self._tried = (*self._tried, pool)
+        self.pool, self._charged = pool, True
+        pool.fleet.admit(self.name, self.limits, self.prompt_tokens, partial(self._told, pool))
+
+    def _told(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
+        """The answer of a pool, which may come late."""
+        if error is not None:
+            self._counting.failed(pool, error)
+        if pool is not self.pool:  # it was given up, and told so
+            return
+        if error is not None or answer[0] == b"LIMITED":
+            self._charged = False
+        if self._ended or self.answered:
+            return
+        if error is not None:
+            self.ask()
+        else:
+            pool.degraded.succeeded()
+            self._known(answer)
+
+    @property
+    def answered(self) -> bool:
+        """Whether a pool has answered, or none can."""
+        return self._answer is None or self._answer.done()
+
+    def _known(self, answer: Any) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result(None if error is not None else answer)
+            self._answer.set_result(answer)
 
     async def check(self) -> None:
         """Return when the request is counted, or is to pass unchecked. Raises RateLimited. Later calls do nothing."""
         future = self._answer
         if future is None:
             return
-        if not future.done():
-            await asyncio.wait((future,), timeout=LATE_S)
+        if not await _in_time(future):
+            self._late()
+            self.ask()
+            if not await _in_time(future):
+                self._late()
         self._answer = None
         answer = future.result() if future.done() else None
         if answer is None:
@@ -177,10 +259,37 @@ class Counted:
         else:
             self.use = ClientUse(*answer)
 
+    def _late(self) -> None:
+        if self.pool is not None:
+            self._counting.failed(self.pool, FleetUnavailable(f"no answer within {LATE_S:g} s of another pool's"))
+
+    def joins(self, pool: Pool) -> None:
+        """This pool is told that it counts the request from now on."""
+        self._joining = None if pool is self.pool else pool
+
+    def joined(self) -> None:
+        """That pool counts it, so the one before counts it no longer."""
+        pool, self._joining = self._joining, None
+        if pool is None:
+            return
+        before, self.pool, self._charged = self.pool, pool, False
+        if before is not None:
+            self._counting.end_in(before, self.name, 0)
+
+    def stays(self) -> None:
+        """That pool failed: the request counts where it did."""
+        self._joining = None
+
     def end(self, tokens: int | None) -> None:
         """The request is over. tokens: of its answer; None: it was not served, so its prompt costs nothing, either."""
-        if self._leave() and self.pool is not None:
-            self._counting.end_in(self.pool, self.name, -self.prompt_tokens if tokens is None else tokens)
+        if not self._leave():
+            return
+        if tokens is None:
+            tokens = -self.prompt_tokens if self._charged else 0
+        if self.pool is not None:
+            self._counting.end_in(self.pool, self.name, tokens)
+        if self._joining is not None:
+            self._counting.end_in(self._joining, self.name, 0)
 
     def hand_over(self) -> str:
         """Leave the request to a gateway, so that this replica keeps it no longer; returns the id for the gateway."""
@@ -191,6 +300,15 @@ class Counted:
         ended, self._ended = self._ended, True
         self._counting.open.pop(self.name, None)
         return not ended
+
+
+async def _in_time(answer: asyncio.Future[Any]) -> bool:
+    """Whether the answer comes within LATE_S."""
+    if not answer.done():
+        await asyncio.wait((answer,), timeout=LATE_S)
+    if not answer.done():
+        await asyncio.sleep(GRACE_S)
+    return answer.done()
 
 
 @lru_cache(maxsize=4_096)
