@@ -245,7 +245,7 @@ class Router:
         lease = await pool.fleet.lease(booked)
         word = await pool.fleet.settle(booked, ending.outcome, ending.tokens)
         if booked != reservation and ending.outcome != "started":
-            prompt_tokens = lease.prompt_tokens if lease is not None and ending.outcome == "failed" else 0
+            prompt_tokens = lease.prompt_tokens if lease is not None and ending.outcome in ("failed", "unsent") else 0
             self.counting.end_one(pool.name, reservation, ending.tokens - prompt_tokens)
         if word in ("STARTED", "SETTLED"):
             self._attempts.gateway_settled(pool, ending.outcome)

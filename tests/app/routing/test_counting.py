@@ -15,6 +15,7 @@ from tests.conftest import PATIENT
 from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
 from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect
 from warmfleet.routing.attempt import AttemptState
+from warmfleet.routing.call import Ending
 from warmfleet.routing.clients import counting
 from warmfleet.routing.router import Router
 
@@ -393,6 +394,34 @@ def as_router(replica: Fixture, attempt: Attempt) -> Router:
     attempts = SimpleNamespace(gateway_settled=lambda *_: None)
     made = SimpleNamespace(_booked=booked, counting=replica.counting, _attempts=attempts)
     return cast("Router", made)
+
+
+@pytest.mark.parametrize(("outcome", "used"), [("unsent", 0), ("failed", 0), ("cancelled", 100), ("finished", 100)])
+async def test_a_gateways_outcome_costs_the_client_what_it_would_cost_here(
+    replicas: Any, outcome: Any, used: int
+) -> None:
+    (replica,) = replicas(1)
+    slow = ClientLimits("team-a", 3, 1_000)
+    attempt, _ = await begin(replica, slow)
+    name = attempt.hand_over()
+    assert name is not None
+
+    async def lease(_reservation: str) -> SimpleNamespace:
+        return SimpleNamespace(worker_id="w", prompt_tokens=100)
+
+    async def settle(*_given: object) -> str:
+        replica.stores[attempt.pool.tag].booked.discard(attempt.reservation)
+        return "SAME"
+
+    store: Any = replica.stores[attempt.pool.tag]
+    store.lease, store.settle = lease, settle
+    await Router.settle(as_router(replica, attempt), attempt.pool.tag, name, Ending(outcome))
+    await replica.counting.drained()
+    after, decision = await begin(replica, slow)
+    assert decision.use is not None
+    assert abs((decision.use.tokens or 0) - 100 - used) < 5
+    after.release("failed")
+    await quiet(replica)
 
 
 @pytest.mark.parametrize("all_away", [False, True])
