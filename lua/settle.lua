@@ -7,15 +7,16 @@ is left, so that a decide that arrives later books nothing. The end of an unsent
 which never got it: another pool was cheaper. When a request has finished, the blocks that it computed and
 the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. An approximate
 worker reports nothing: its mirror notes the prompts that it computed. First tokens tell the speed of a worker that does
-not tell it. A call for an id
-that was never booked gives back a few expired leases: a fleet at rest has no decide that does so. If a request with
-limits failed or was never sent, and no tokens are told, its client gets back those of the prompt.
+not tell it; a first token that is only due, by that speed, tells nothing of it. A call for an id that was never booked
+gives back a few expired leases: a fleet at rest has no decide that does so. If a request with limits failed or was
+never sent, and no tokens are told, its client gets back those of the prompt.
 
 KEYS: load leases lease
-ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent), tombstone_ms, linger_ms, then for a client
-      with limits the tokens that it has used besides those of the prompt: those of the answer, or fewer than 0 (empty:
-      not told), then for an approximate worker the blocks of the prompt that it had when the request came, if those
-      were fewer than the decision said, and how long ago it came at the earliest (ms)
+ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent; due: as started, but by a replica's clock, as
+      nobody tells of this first token), tombstone_ms, linger_ms, then for a client with limits the tokens that it has
+      used besides those of the prompt: those of the answer, or fewer than 0 (empty: not told), then for an approximate
+      worker the blocks of the prompt that it had when the request came, if those were fewer than the decision said, and
+      how long ago it came at the earliest (ms)
 Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
@@ -30,7 +31,7 @@ local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 2
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
 local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
 local MAX_EVICTED = 65535 -- as the row can hold
-local OUTCOMES = { started = 1, finished = 1, failed = 1, cancelled = 1, unsent = 1 }
+local OUTCOMES = { started = 1, due = 1, finished = 1, failed = 1, cancelled = 1, unsent = 1 }
 local REFUNDED = { failed = 1, unsent = 1 }
 local call = redis.call
 
@@ -40,6 +41,7 @@ end
 if not OUTCOMES[outcome] then
   return redis.error_reply("BAD_ARGUMENT unknown outcome " .. outcome)
 end
+local starts = outcome == "started" or outcome == "due"
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -49,7 +51,7 @@ local lease = call("HGET", lease_key, id)
 if not lease then
   call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
   release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED))
-  if outcome ~= "started" and outcome ~= "finished" then
+  if not starts and outcome ~= "finished" then
     call("ZADD", leases_key, now + tombstone_ms, id)
     call("HSET", lease_key, id, struct.pack(LEASE, 0, 0, 0, 0, 0, 0, STAGE_TOMBSTONE, 0))
   end
@@ -57,7 +59,7 @@ if not lease then
 end
 
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
-if stage > STAGE_STARTED or (stage == STAGE_STARTED and outcome == "started") then return { "SAME" } end
+if stage > STAGE_STARTED or (stage == STAGE_STARTED and starts) then return { "SAME" } end
 call("HDEL", lease_key, id)
 -- Put these bytes into the worker's row, from one position up to the next field's.
 local function change(worker, from, bytes, to)
@@ -66,10 +68,12 @@ local function change(worker, from, bytes, to)
 end
 
 local worker, row = lease:sub(at, at + length - 1), nil
-if outcome == "started" then
+if starts then
   local _, row_slot, before = release.add(worker, epoch, -prefill, 0, 0)
   local flags, scheme, speed = 0, 0, 1
-  if row_slot == slot then flags, scheme, speed = struct.unpack(ROW_FLAGS_TO_SPEED_TPS, before, FLAGS_AT) end
+  if row_slot == slot and outcome ~= "due" then
+    flags, scheme, speed = struct.unpack(ROW_FLAGS_TO_SPEED_TPS, before, FLAGS_AT)
+  end
   if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
     speed = (include "settle/learn_speed")(before, prefill, now)
     -- An approximate worker never tells its speed, so it needs no flag; older replicas take LEARNED for a trial.
@@ -105,7 +109,7 @@ end
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = not mirrors() and outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0
-local kept_stage = outcome == "started" and STAGE_STARTED or unreported and STAGE_LINGERING
+local kept_stage = starts and STAGE_STARTED or unreported and STAGE_LINGERING
 if kept_stage then
   local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, kept_stage, length)
   call("HSET", lease_key, id, head .. lease:sub(at))

@@ -21,6 +21,7 @@ from tests.loadtest.engines import config, identity, running
 from warmfleet_loadtest.engine import Engine
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.kv_events import KvEvents
+from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -109,6 +110,21 @@ async def test_bridged_engines_are_proven_and_matched_and_a_killed_bridge_costs_
             with bridge(valkey_url, one, two):
                 await equal(router, one, two)
                 await router.routable(2)
+
+
+async def test_a_bridged_engine_answers_many_plain_requests_at_a_time(valkey_url: str, model: str) -> None:
+    """Nobody tells when their prefills end, and their answers take long."""
+    async with publishing(model, blocks=2_048) as engine, replica(valkey_url, model, max_engine_wait_s=0.05) as router:
+        with bridge(valkey_url, engine):
+            await router.routable(1)
+            engine.core.costs = StepCosts(base_s=0.05, prefill_token_s=0.0)
+            bodies = [{"model": model, "prompt": prompt(100 + seed, 600), "max_tokens": 400} for seed in range(6)]
+            sent = [asyncio.create_task(router.post(body | {"ignore_eos": True})) for body in bodies]
+            await poll(lambda: len(engine.core.scheduler.running) == len(sent), 15, "all of them are answered")
+            assert not any(one.done() for one in sent), "at the same time"
+            engine.core.costs = StepCosts(base_s=0.0, prefill_token_s=0.0)
+            assert [(await one)[0] for one in sent] == [200] * len(sent)
+        await router.unloaded()
 
 
 async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model: str) -> None:

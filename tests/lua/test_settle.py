@@ -44,6 +44,23 @@ async def test_from_booked_to_finished(world: World) -> None:
     assert await load(world) == (0, 0, 0)
 
 
+async def test_a_first_token_that_is_only_due_gives_the_prefill_back_and_tells_no_speed(world: World) -> None:
+    """Else the speed would be learned from itself: a replica's clock says by the speed when the token is due."""
+    await world.workers(1, speed_tps=0)
+    ask, streamed = await booked(world), await booked(world)
+    await world.change(1, since_ms=(time.time_ns() // 1_000_000 - 4_000) % 2**32)
+    assert await world.fleet.settle(ask.reservation, "due") == "STARTED"
+    assert await load(world) == (1_601, 4_000, 2)
+    assert (await world.leases())[ask.reservation].stage == Stage.STARTED
+    assert (await world.row(1)).speed_tps == 0
+    for again in ("due", "started"):
+        assert await world.fleet.settle(ask.reservation, again) == "SAME"
+    await world.change(1, since_ms=(time.time_ns() // 1_000_000 - 4_000) % 2**32)
+    assert await world.fleet.settle(streamed.reservation, "started") == "STARTED"
+    assert (await world.row(1)).speed_tps == pytest.approx(400, rel=0.3)
+    assert await world.fleet.settle(ask.reservation, "finished") == "SETTLED"
+
+
 async def test_what_finished_made_lingers_and_then_goes(store: aioredis.Redis, model: str) -> None:
     world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(linger_ms=20_000)))
     await world.workers(2)
@@ -101,7 +118,7 @@ async def test_failed_and_cancelled_end_at_once(world: World, outcome: Any, star
 
 @pytest.mark.parametrize(
     ("outcome", "left"),
-    [("failed", True), ("cancelled", True), ("unsent", True), ("started", False), ("finished", False)],
+    [("failed", True), ("cancelled", True), ("unsent", True), ("started", False), ("due", False), ("finished", False)],
 )
 async def test_an_unknown_id_leaves_a_tombstone_only_if_it_ended(world: World, outcome: Any, left: bool) -> None:
     await world.workers(1)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
+Told = Outcome | Literal["due"]  # due: nobody tells of the first token, which has come by the engine's speed
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits
@@ -256,7 +257,7 @@ class Reservations(ScriptClient):
         self._decide, self._settle = self.packed["decide"], self.packed["settle"]
         self._decide_heads: dict[int, bytes] = {}  # up to the second argument, by the number of chains
         self._outcomes_spans: Spans | None = None  # with which ``_outcomes`` were packed
-        self._outcomes: dict[Outcome, bytes] = {}  # what follows the reservation in a call of settle
+        self._outcomes: dict[Told, bytes] = {}  # what follows the reservation in a call of settle
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
     async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
@@ -296,9 +297,7 @@ class Reservations(ScriptClient):
             use,
         )
 
-    async def settle(
-        self, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
-    ) -> str:
+    async def settle(self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None) -> str:
         """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
 
         tokens: count as used by a client with limits, besides the prompt. shortfall: its worker's mirror is corrected.
@@ -311,7 +310,7 @@ class Reservations(ScriptClient):
     def tell(
         self,
         reservation: str,
-        outcome: Outcome,
+        outcome: Told,
         on_answer: OnAnswer,
         tokens: int = 0,
         shortfall: Shortfall | None = None,
@@ -324,7 +323,7 @@ class Reservations(ScriptClient):
         self.send("settle", command, self.timeouts.upkeep_s, on_answer, patient=True)
 
     def settle_command(
-        self, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
+        self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> bytes:
         """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
         spans = self.spans

@@ -32,9 +32,9 @@ class OpenReservations:
         self._open[renewal.reservation] = renewal
 
     def prefill_done(self, reservation: str) -> bool:
-        """Renew no prefill of this reservation from now on. Returns False if it is not open any more."""
+        """Renew no prefill of this reservation from now on. False if its prefill is done already, or it is not open."""
         renewal = self._open.get(reservation)
-        if renewal is None:
+        if renewal is None or renewal.started:
             return False
         self._open[reservation] = renewal._replace(prefill_tokens=0, started=True)
         return True

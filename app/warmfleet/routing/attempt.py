@@ -10,10 +10,10 @@ import logging
 import time
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from warmfleet.fleet import Renewal, new_reservation
-from warmfleet.fleet.reservations import Outcome
+from warmfleet.fleet.reservations import Outcome, Told
 from warmfleet.pools.stalled_requests import Try
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Attempts:
         return attempt
 
     def tell(
-        self, pool: Pool, reservation: str, outcome: Outcome, tokens: int = 0, shortfall: Shortfall | None = None
+        self, pool: Pool, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> None:
         """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round,
         without the tokens and the shortfall.
@@ -110,9 +110,7 @@ class Attempts:
         self._telling += 1
         pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome), tokens, shortfall)
 
-    def _told(
-        self, pool: Pool, reservation: str, outcome: Outcome, _answer: object, error: WarmfleetError | None
-    ) -> None:
+    def _told(self, pool: Pool, reservation: str, outcome: Told, _answer: object, error: WarmfleetError | None) -> None:
         self._telling -= 1
         if not self._telling:
             self._all_told.set()
@@ -120,7 +118,7 @@ class Attempts:
             self.tickets.room_freed(pool)
             return
         self._settle_failures.inc()
-        if outcome != "started":
+        if outcome != "started" and outcome != "due":
             pool.reservations.keep_outcome(reservation, outcome)
         logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)
 
@@ -174,8 +172,8 @@ class Attempt(InPool):
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_beside", "counted", "on_first_byte", "output", "reservation", "several",
-        "shortfall", "span", "tail",
+        "_attempts", "_avoids_failing", "_beside", "_due", "counted", "on_first_byte", "output", "reservation",
+        "several", "shortfall", "span", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -198,6 +196,7 @@ class Attempt(InPool):
         self.span: TrySpan | None = None
         self.counted: Counted | None = None
         self.several = False
+        self._due: asyncio.TimerHandle | None = None
         self._beside: tuple[Attempt, ...] = ()  # not yet taken over or withdrawn: they belong to this attempt
 
     # ------------------------------------------------ in several pools
@@ -314,10 +313,20 @@ class Attempt(InPool):
         """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
-    def prefill_done(self) -> None:
-        """The first token came: give the booked prefill back. No byte waits for that."""
+    def prefill_due_in(self, seconds: float) -> None:
+        """Nobody will tell of the first token: take it that it comes after so many seconds, if the attempt lasts."""
+        self._stop_clock()
+        self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
+
+    def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
+        """The first token came: give the booked prefill back, once. No byte waits for that."""
         if self.pool.reservations.prefill_done(self.reservation):
-            self._attempts.tell(self.pool, self.reservation, "started")
+            self._attempts.tell(self.pool, self.reservation, word)
+
+    def _stop_clock(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
 
     def failed(self, error: WarmfleetError) -> None:
         """The worker failed, or its answer broke off: its span tells why."""
@@ -368,6 +377,7 @@ class Attempt(InPool):
         state, self.state = self.state, AttemptState.RELEASED
         if state is AttemptState.RELEASED:
             return state
+        self._stop_clock()
         pool, reservation = self.pool, self.reservation
         pool.reservations.remove(reservation)
         pool.tries.end(reservation)

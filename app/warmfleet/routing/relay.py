@@ -36,6 +36,7 @@ PASSED_BACK = frozenset({b"content-type", b"content-encoding", b"retry-after", b
 #: So much of a plain answer is read before its headers go to the client. If the engine dies while that is read, the
 #: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
+UNKNOWN_TOKEN_S = 1e-4  # of prefill, where no worker's speed is known; as lua/parts/shared/alive_workers.lua has it
 EVENTS, JSON = b"text/event-stream", b"application/json"
 ERROR_EVENT = b'data: {"error":'
 
@@ -99,6 +100,10 @@ class Relay:
             headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
         attempt.sent(decision.worker_id, response, call.received_at)
+        view = job.pool.view
+        if not job.request.stream and decision.worker_id in view.unreported:
+            token_s = view.token_s_of(decision.worker_id) or UNKNOWN_TOKEN_S
+            attempt.prefill_due_in(token_s * (decision.wait_tokens + decision.prefill_tokens))
         return response
 
     async def _relay(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Ask, Decision, Place, Queued
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.reservations import Told
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
@@ -73,7 +73,7 @@ class Wire(Fleet):
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         return await self._fated(name, partial(super().call, name, command, limit_s))
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
+    def tell(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
         async def told() -> None:
             try:
                 answer = await self.settle(reservation, outcome, *more, **named)

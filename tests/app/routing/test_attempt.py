@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Decision
@@ -172,6 +173,34 @@ async def test_the_prefill_is_given_back_at_the_first_token_and_not_after_the_en
     attempt.prefill_done()
     await attempts.drained()
     assert store.settled == ["started", "finished"]
+
+
+async def test_a_prefill_of_whose_end_nobody_tells_is_given_back_when_it_is_due() -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    attempt.prefill_due_in(3_600.0)
+    attempt.prefill_due_in(0.0)
+    await poll(lambda: store.settled == ["due"], 5, "its time is over")
+    attempt.prefill_done()
+    attempt.release("finished")
+    await attempts.drained()
+    assert store.settled == ["due", "finished"]
+
+
+@pytest.mark.parametrize("ends", ["first byte", "end"])
+async def test_no_clock_runs_on_for_a_prefill_that_is_done(ends: str) -> None:
+    attempt, attempts, store = begun()
+    booked(attempt)
+    attempt.prefill_due_in(0.0)
+    timer = attempt._due
+    assert timer is not None
+    if ends == "first byte":
+        attempt.prefill_done()
+    attempt.release("finished")
+    assert timer.cancelled()
+    await asyncio.sleep(0)
+    await attempts.drained()
+    assert store.settled == (["started", "finished"] if ends == "first byte" else ["finished"])
 
 
 async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:

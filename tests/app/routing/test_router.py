@@ -32,7 +32,7 @@ from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.reservations import Told
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -318,7 +318,7 @@ class Unwritten:
 class SlowFleet(Fleet):
     """Redis is told as late as over a connection that must be made anew."""
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
+    def tell(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
         late = partial(super().tell, reservation, outcome, on_answer, *more, **named)
         asyncio.get_running_loop().call_later(0.05, late)
 
