@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision
+from warmfleet.fleet.connection.multiplexed import SILENT_S
 from warmfleet.pools.fleet_view import View
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class DegradedMode:
         self.in_flight: Counter[str] = Counter()
         self._retry_s = retry_s
         self._failures = 0
+        self._failing_since = 0.0
         self._asks_again_at = 0.0
 
     def take(self, worker_id: str) -> None:
@@ -134,14 +136,22 @@ class DegradedMode:
         """False for ``retry_s`` after two failures in a row: a dead Redis must not cost every request a time-out."""
         return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
+    @property
+    def silent(self) -> bool:
+        """Whether Redis has answered nothing for SILENT_S. Until then waiting requests keep their places."""
+        return self._failures >= FAILURES_TO_OPEN and time.monotonic() - self._failing_since >= SILENT_S
+
     def succeeded(self) -> None:
         """Redis answered."""
         self._failures = 0
 
     def failed(self, why: str) -> None:
         """Redis did not answer, or refused the decision. why: for the log."""
+        now = time.monotonic()
+        if not self._failures:
+            self._failing_since = now
         self._failures += 1
-        self._asks_again_at = time.monotonic() + self._retry_s
+        self._asks_again_at = now + self._retry_s
         logger.warning("deciding without Redis: %s", why)
 
     def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:

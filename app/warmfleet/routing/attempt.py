@@ -256,6 +256,14 @@ class Attempt(InPool):
         """Whether the decision that was asked for last is about a request that waited already."""
         return self._before in (AttemptState.QUEUED, AttemptState.ASKED)
 
+    @property
+    def keeps_place(self) -> bool:
+        """Whether the request goes on waiting though Redis is not asked at this moment: it has a ticket, and Redis has
+        not been silent for long.
+        """
+        degraded = self.pool.degraded
+        return self.state in (AttemptState.QUEUED, AttemptState.ASKED) and not (degraded.asks_redis or degraded.silent)
+
     def queued(self) -> None:
         """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
         self.state = AttemptState.QUEUED

@@ -32,7 +32,7 @@ NONE_ROUTABLE = (
     "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: `warmfleet workers` "
     "tells the state of each, and `warmfleet doctor` what to do."
 )
-#: A request that waits keeps its ticket when Redis is slow once: it asks again, and learns if it was booked meanwhile.
+#: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
 
 
@@ -62,7 +62,7 @@ class Decider:
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool, alone: bool = True) -> Decision | Queued:
         """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
 
-        A request that waits goes on waiting if Redis does not answer once, and is decided without Redis after that.
+        A request that waits goes on waiting over a short silence of Redis, and is decided without Redis after that.
 
         alone: False if another pool may serve the job. Then nothing is chosen without Redis, the error is raised
         instead, and the caller tells by ``keep`` that the decision stands.
@@ -71,6 +71,8 @@ class Decider:
         """
         pool, call = job.pool, job.call
         exclude = attempt.excluded()
+        if attempt.keeps_place:
+            return STILL_QUEUED
         if alone and not pool.degraded.asks_redis:
             return await self.without_redis(job, attempt, "open")
         counted, started = self._of_model(pool.tag), time.perf_counter()
@@ -120,7 +122,7 @@ class Decider:
         # Redis is away or slow, or a script refuses: no reason to fail a request.
         pool.degraded.failed(f"{error.code}: {error}")
         away = isinstance(error, FleetUnavailable)
-        if attempt.waits and away and pool.degraded.asks_redis:
+        if attempt.waits and away and not pool.degraded.silent:
             return ""
         attempt.unanswered()
         return "away" if away else error.code

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import POLL_AT_ONCE, Standing
+from warmfleet.fleet.connection.multiplexed import SILENT_S
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Line
@@ -93,7 +94,7 @@ class TicketPolls:
         self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
         self._decided_at: dict[str, float] = {}
         self._to_name: dict[str, None] = {}  # the one that was named longest ago, first
-        self._leaving: list[str] = []
+        self._leaving: dict[str, float] = {}  # and since when
 
     async def wait(self, ticket: str) -> Standing:
         """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again."""
@@ -110,8 +111,8 @@ class TicketPolls:
             self._to_name.pop(ticket, None)
 
     def leave(self, ticket: str) -> None:
-        """Give up a ticket at the next poll."""
-        self._leaving.append(ticket)
+        """Give up a ticket at the next poll that Redis answers."""
+        self._leaving[ticket] = time.perf_counter()
         self._soon.set()
         self._run()
 
@@ -142,9 +143,9 @@ class TicketPolls:
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:
-        """Ask whose turn it is. While Redis is away every wait ends, and its request is decided without Redis."""
-        leaving, waiting = self._leaving, self._named()
-        self._leaving = []
+        """Ask whose turn it is. Once Redis is silent every wait ends, and its request is decided without Redis."""
+        left_at, waiting = self._leaving, self._named()
+        leaving, self._leaving = [*left_at], {}
         try:
             for start in range(0, len(leaving), POLL_AT_ONCE):
                 self._take_answer(await self.pool.fleet.poll((), leaving[start : start + POLL_AT_ONCE]))
@@ -152,7 +153,9 @@ class TicketPolls:
                 self._take_answer(await self.pool.fleet.poll(waiting[start : start + POLL_AT_ONCE]))
         except WarmfleetError as error:
             self.pool.degraded.failed(f"queue: {error}")
-            if not self.pool.degraded.asks_redis:
+            now = time.perf_counter()  # a ticket expires after a second anyway
+            self._leaving = {ticket: at for ticket, at in left_at.items() if now - at < SILENT_S} | self._leaving
+            if self.pool.degraded.silent:
                 self._end_all_waits()
         else:
             self.pool.degraded.succeeded()

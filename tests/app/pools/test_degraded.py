@@ -155,6 +155,23 @@ def test_redis_is_asked_again_after_a_while() -> None:
     assert patient.asks_redis
 
 
+def test_a_short_silence_is_no_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallback, now = DegradedMode(1.0), time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("warmfleet.pools.degraded.time", clock)
+    for _ in range(20):
+        fallback.failed("slow")
+        assert (fallback.asks_redis, fallback.silent) in ((True, False), (False, False))
+        now += 0.0499
+    now += 0.1
+    assert fallback.silent
+    fallback.succeeded()
+    assert not fallback.silent
+    fallback.failed("slow")
+    fallback.failed("slow")
+    assert not fallback.silent, "it begins anew"
+
+
 async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None:
     async with engine(model) as one, engine(model) as two, gate(valkey_url) as door:
         url = f"redis://127.0.0.1:{door.port}"

@@ -255,6 +255,61 @@ async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(
         await nothing_left(router)
 
 
+async def test_requests_keep_their_places_when_redis_stands_still_for_a_moment(model: str, lasting: None) -> None:
+    with server(valkey_binary()) as url:
+        async with crowded(url, model, decide_timeout_s=0.05) as router:
+            async with no_room(router):
+                sent = [asyncio.create_task(router.post(body(number))) for number in range(6)]
+                await some_wait(router, 6)
+                redis = router.fleet.redis
+                await redis.client_pause(300, all=True)
+                assert await redis.ping(), "it is answered when the pause is over"
+                await some_wait(router, 6)
+            answers = await asyncio.gather(*sent)
+            assert {(status, headers["x-warmfleet-reservation"]) for status, headers, _ in answers} == {(200, "booked")}
+            assert await router.metric("warmfleet_fallback_requests_total") == 0
+            await nothing_left(router)
+
+
+async def test_a_place_is_given_up_though_a_poll_fails(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(valkey_url)
+    pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
+    asked: list[list[str]] = []
+
+    async def told(_waiting: Any = (), leaving: Any = ()) -> Line:
+        asked.append(list(leaving))
+        if len(asked) == 1:
+            raise FleetUnavailable("slow once")
+        return Line(0, 0.0, {}, 0.0)
+
+    monkeypatch.setattr(pool.fleet, "poll", told)
+    polls = TicketPolls(pool)
+    polls.leave("wf-gone")
+    await poll(lambda: polls.task is None, 30, "nothing is left to give up")
+    assert asked == [["wf-gone"], ["wf-gone"]]
+    await client.aclose()
+
+
+async def test_tickets_that_redis_never_takes_back_are_forgotten(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They expire by themselves. A replica that stops waits for that no longer than for Redis."""
+    monkeypatch.setattr("warmfleet.routing.tickets.SILENT_S", 0.1)
+    client = connect(valkey_url)
+    pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
+
+    async def away(_waiting: Any = (), _leaving: Any = ()) -> Line:
+        raise FleetUnavailable("away")
+
+    monkeypatch.setattr(pool.fleet, "poll", away)
+    polls = TicketPolls(pool)
+    polls.leave("wf-gone")
+    await poll(lambda: polls.task is None, 30, "it is given up on")
+    await client.aclose()
+
+
 async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

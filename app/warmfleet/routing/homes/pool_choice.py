@@ -161,7 +161,7 @@ class _Choosing:
     async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
         """Ask again in the pool where the attempt has a ticket; None if that is lost, or its pool is away."""
         own = _Asked(self.job, attempt)
-        if attempt.pool.degraded.asks_redis:
+        if attempt.pool.degraded.asks_redis or attempt.keeps_place:
             await own.ask(self._choice.decider, may_wait=may_wait)
         if isinstance(own.answer, Decision):
             return self._stands(attempt, own.answer)
