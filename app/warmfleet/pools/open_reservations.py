@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Renewal
     from warmfleet.fleet.reservations import Outcome
 
-MAX_OUTCOMES = 10_000  # kept until Redis takes them; the leases of further outcomes expire by themselves
+MAX_OUTCOMES = 10_000  # kept at most; the leases of further outcomes expire by themselves
+KEPT_S = 30.0  # an outcome is kept as long as a lease lives: after that there is nothing to give back
 
 
 class OpenReservations:
@@ -19,7 +21,7 @@ class OpenReservations:
 
     def __init__(self) -> None:
         self._open: dict[str, Renewal] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, tuple[Outcome, float]] = {}  # and when it is dropped
 
     def __len__(self) -> int:
         return len(self._open)
@@ -52,13 +54,15 @@ class OpenReservations:
         return self._open.get(reservation)
 
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
-        """Remember an outcome that Redis did not take, so that a background round repeats it."""
+        """Remember an outcome that Redis did not take, so that a background round repeats it for KEPT_S."""
         if len(self._outcomes) < MAX_OUTCOMES:
-            self._outcomes[reservation] = outcome
+            self._outcomes[reservation] = outcome, time.monotonic() + KEPT_S
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Outcomes that Redis has not taken yet, by reservation."""
-        return list(self._outcomes.items())
+        """Outcomes that Redis has not taken yet, by reservation, but for those whose leases have expired."""
+        now = time.monotonic()
+        self._outcomes = {name: kept for name, kept in self._outcomes.items() if kept[1] > now}
+        return [(reservation, outcome) for reservation, (outcome, _) in self._outcomes.items()]
 
     def outcome_taken(self, reservation: str) -> None:
         """Redis has the outcome of this reservation now."""

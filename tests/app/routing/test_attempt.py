@@ -12,6 +12,7 @@ from tests.conftest import poll
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Decision
 from warmfleet.metrics import Metrics
+from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.attempt import Attempt, Attempts, AttemptState
@@ -212,6 +213,17 @@ async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:
     await attempts.drained()
     assert attempt.pool.reservations.outcomes() == [(NAME, "failed")]
     attempt.pool.reservations.outcome_taken(NAME)
+    assert attempt.pool.reservations.outcomes() == []
+
+
+async def test_an_outcome_is_kept_no_longer_than_its_lease_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master of a removed pool may never come back: what waits for it would hold the pool for ever."""
+    monkeypatch.setattr(open_reservations, "KEPT_S", 0.0)
+    attempt, attempts, store = begun()
+    booked(attempt)
+    store.away = True
+    attempt.release("failed")
+    await attempts.drained()
     assert attempt.pool.reservations.outcomes() == []
 
 
