@@ -371,8 +371,6 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
         ("files", spare_files.LOOK_S, SpareFiles(pools).look),
     ]
-    if settings.static_workers:
-        rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober)))
 
     contact = asyncio.Event()
 
@@ -385,6 +383,8 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
     make = partial(_pool, settings=settings, redis=replica.redis)
     changes = PoolChanges(pools, registries, make, of_pool, replica.router.waits_in, metrics)
     rounds.append(("pools", pool_changes.FOLLOW_INTERVAL_S, changes.round))
+    if settings.static_workers:
+        rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober, changes)))
     tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:
@@ -428,8 +428,9 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     await _look(reader.refresh, prober)
 
 
-async def _check(static: StockEngines, reader: ViewReader, prober: Prober) -> None:
+async def _check(static: StockEngines, reader: ViewReader, prober: Prober, changes: PoolChanges) -> None:
     """Check engines without the plugin. One that was found takes requests at once, and not after the next reading."""
+    await changes.known()
     if await static.round():
         await _look(reader.refresh, prober)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.supervisor import stop
@@ -26,6 +27,7 @@ logger = logging.getLogger("warmfleet.background.pool_changes")
 
 FOLLOW_INTERVAL_S = 1.0
 LEAVE_S = 30.0  # the life of a lease: a gateway may settle for so long
+FIRST_READING_S = 5.0  # a third of a worker's TTL: stock engines of other models are not kept waiting for longer
 
 
 class PoolChanges:
@@ -54,6 +56,7 @@ class PoolChanges:
         self._since: dict[str, float] = {}  # when a pool that leaves did so
         self._registered: set[str] = set()  # tags that a registry named at some time
         self._unregistered: frozenset[str] = frozenset()  # tags that are served though no registry ever named them
+        self._first_reading = asyncio.Event()
 
     async def round(self) -> None:
         """Look for changes once. Raises FleetUnavailable if a registry cannot be read; others are looked at first."""
@@ -63,8 +66,19 @@ class PoolChanges:
 
         try:
             await as_answered({registry.ask(): registry for registry in self._registries}, follow)
+            self._first_reading.set()
         finally:
             await self._let_go()
+
+    async def known(self) -> None:
+        """Return when every registry was read once; while one cannot be read, FIRST_READING_S after the first call.
+
+        Workers that are registered earlier may get into a pool of the settings that the registry does not have.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_READING_S):
+                await self._first_reading.wait()
+        self._first_reading.set()
 
     def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
         """entries: of the registry; none: the model has the pools that the settings name."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from warmfleet import main
 from warmfleet.background import pool_changes
 from warmfleet.background.pool_changes import PoolChanges
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Renewal
 from warmfleet.fleet.pool_registry import PoolEntry
 from warmfleet.metrics import Metrics
+from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import Pool, Pools
@@ -21,6 +24,7 @@ from warmfleet.pools.pool import Pool, Pools
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from warmfleet.background.stock.checks import StockEngines
     from warmfleet.fleet import Fleet, WorkerView
     from warmfleet.fleet.pool_registry import PoolRegistry
 
@@ -131,6 +135,62 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
     told = [line for line in fixture.metrics.render().decode().splitlines() if 'model="m"' in line]
     assert [line for line in told if "queued" in line or "warmfleet_workers" in line] == []
     assert any("warmfleet_stream_errors_total" in line for line in told), "counters never go back"
+    await fixture.changes.close()
+
+
+async def test_outcomes_that_no_redis_takes_hold_a_removed_pool_as_long_as_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def clear(fleet: Fleet, *, shared: bool) -> None: ...
+
+    monkeypatch.setattr(pool_changes, "LEAVE_S", 0.0)
+    monkeypatch.setattr(pool_changes, "clear", clear)
+    fixture = Fixture()
+    pool = fixture.pools.served["m"].pools[0]
+    pool.reservations.keep_outcome("wf-1", "finished")
+    await fixture.follow(PoolEntry("m#1"))
+    assert [*fixture.pools.leaving] == [pool]
+    now = time.monotonic()
+    monkeypatch.setattr(open_reservations, "time", SimpleNamespace(monotonic=lambda: now + 31))
+    await fixture.follow(PoolEntry("m#1"))
+    assert ([*fixture.pools.leaving], fixture.closed) == ([], ["m"])
+    await fixture.changes.close()
+
+
+async def test_engines_are_registered_in_the_pools_of_the_registry_from_the_first_check_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture, seen = Fixture(), list[list[str]]()
+
+    async def check() -> bool:
+        seen.append([pool.tag for pool in fixture.pools.served["m"].pools])
+        return False
+
+    def checking() -> asyncio.Task[None]:
+        static = cast("StockEngines", SimpleNamespace(round=check))
+        none = cast("Any", None)
+        return asyncio.create_task(main._check(static, none, none, fixture.changes))
+
+    first = checking()
+    await asyncio.sleep(0)
+    fixture.registries[1].away = True
+    with pytest.raises(FleetUnavailable):
+        await fixture.follow(PoolEntry("m#1"))
+    await asyncio.sleep(0)
+    assert seen == [], "one registry is still to be read"
+    fixture.registries[1].away = False
+    await fixture.follow(PoolEntry("m#1"))
+    await first
+    assert seen == [["m#1"]]
+    await fixture.changes.close()
+
+    fixture = Fixture()
+    monkeypatch.setattr(pool_changes, "FIRST_READING_S", 0.01)
+    await checking()
+    assert seen == [["m#1"], ["m"]], "engines of other models wait no longer for a registry that cannot be read"
+    monkeypatch.setattr(pool_changes, "FIRST_READING_S", 60.0)
+    await checking()
+    assert len(seen) == 3, "and only once"
     await fixture.changes.close()
 
 
