@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
 import pytest
 from tests.conftest import server as server_of
 from tests.conftest import valkey_binary
@@ -12,7 +15,10 @@ from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool, Pools, ServedModel
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Memory
 
 
 async def test_memory_figures_reach_the_next_tick_the_metrics_and_the_log(
@@ -43,3 +49,32 @@ async def test_memory_figures_reach_the_next_tick_the_metrics_and_the_log(
         with pytest.raises(FleetUnavailable):
             await MemoryWatch(Pools([Pool(model, fleet, DegradedMode(1.0))]), metrics).look()
         assert fleet.used_permille == -1
+
+
+class Told:
+    """A fleet whose Redis tells these figures. memory: None while it is away."""
+
+    def __init__(self, memory: Memory | None) -> None:
+        self.memory_told, self.line, self.short, self.used_permille = memory, self, False, -1
+
+    async def memory(self) -> Memory:
+        if self.memory_told is None:
+            raise FleetUnavailable("away")
+        return self.memory_told
+
+
+async def test_metrics_tell_of_the_pools_whose_redis_answers() -> None:
+    full = cast("Memory", SimpleNamespace(used_permille=800, used=8_000, policy="noeviction"))
+    here, away, metrics = Told(full), Told(None), Metrics()
+    one, two = (Pool(tag, cast("Any", told), DegradedMode(1.0)) for tag, told in (("m#1", here), ("m#2", away)))
+    pools = Pools([one, two])
+    watch, here.short = MemoryWatch(pools, metrics), True
+    with pytest.raises(FleetUnavailable):
+        await watch.look()
+    told = (metrics.memory_used_ratio, metrics.memory_used_bytes, metrics.memory_short)
+    assert [gauge._value.get() for gauge in told] == [0.8, 8_000, 1]
+    pools.change(ServedModel("m", [two]))
+    pools.forget(one)
+    with pytest.raises(FleetUnavailable):
+        await watch.look()
+    assert metrics.memory_short._value.get() == 0, "the short pool was removed"

@@ -32,7 +32,7 @@ class MemoryWatch:
         self._short: set[str] = set()
 
     async def look(self) -> None:
-        """Read the memory of every model's Redis once.
+        """Read the memory of every model's Redis once. The metrics tell of those that could be read.
 
         Raises FleetUnavailable if a Redis does not tell it. The model's next tick then gets no share, and notices a
         shortage only by refused writes.
@@ -55,10 +55,14 @@ class MemoryWatch:
                 self._warn_of_eviction(one, memory.policy)
                 self._log_shortage(one)
 
-        await all_of(map(look_at, sharing.values()))
-        self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in readings) / 1_000)
-        self._metrics.memory_used_bytes.set(max(memory.used for memory in readings))
-        self._metrics.memory_short.set(len(self._short))
+        try:
+            await all_of(map(look_at, sharing.values()))
+        finally:
+            self._short &= {pool.tag for pool in self._pools.all}
+            self._metrics.memory_short.set(len(self._short))
+            if readings:
+                self._metrics.memory_used_ratio.set(max(memory.used_permille for memory in readings) / 1_000)
+                self._metrics.memory_used_bytes.set(max(memory.used for memory in readings))
 
     def _warn_of_eviction(self, pool: Pool, policy: str) -> None:
         if policy != "noeviction" and (pool.tag, policy) not in self._warned:
