@@ -196,19 +196,30 @@ class ViewReader:
     async def _load(self, key: str, work: Awaitable[None]) -> None:
         try:
             await work
-            await self.refresh()
         except Exception as error:  # noqa: BLE001  a worker's files may raise any exception
-            self._metrics.task_failures.labels("identity").inc()
-            logger.warning("no token identity, requests are routed by load: %s", error)
-            if len(self._not_before) >= MAX_FAILED_LOADS:
-                self._not_before.clear()
-                self._unreadable.clear()
-            if not isinstance(error, WarmfleetError):
-                self._unreadable.add(key)
-            pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
-            self._not_before[key] = time.monotonic() + pause
+            self._load_failed(key, error)
+        else:
+            await self._use_loaded()
         finally:
             del self._loads[key]
+
+    async def _use_loaded(self) -> None:
+        """Read the fleet with an identity that was just loaded; the next round does so where this fails."""
+        try:
+            await self.refresh()
+        except Exception as error:  # noqa: BLE001  the identity is there; that round tells what is wrong
+            logger.info("token identity loaded, but not every pool could be read with it yet: %s", error)
+
+    def _load_failed(self, key: str, error: Exception) -> None:
+        self._metrics.task_failures.labels("identity").inc()
+        logger.warning("no token identity, requests are routed by load: %s", error)
+        if len(self._not_before) >= MAX_FAILED_LOADS:
+            self._not_before.clear()
+            self._unreadable.clear()
+        if not isinstance(error, WarmfleetError):
+            self._unreadable.add(key)
+        pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+        self._not_before[key] = time.monotonic() + pause
 
     async def _override(self) -> None:
         await self._identities.load(self._settings.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from warmfleet.fleet import Ask, Fleet
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, ServedModel
+from warmfleet.pools.pool import Pool, Pools, ServedModel
 from warmfleet.pools.recent import rest
 from warmfleet.prompt import request as prompt
 from warmfleet.settings import Settings
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision, WorkerView
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.identities import Identities
-    from warmfleet.pools.pool import Pools
 
 
 @pytest.fixture
@@ -225,3 +225,24 @@ async def test_a_server_whose_files_are_not_what_it_announced_is_passed_over_and
     assert [line.getMessage() for line in caplog.records] == [
         "m: the files of liar cannot be used, another server is asked: artifact aa of liar: other digests"
     ]
+
+
+async def test_a_pool_that_is_away_makes_no_failed_load_of_an_identity_that_was_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def away() -> list[object]:
+        raise FleetUnavailable("its Redis is away")
+
+    async def loaded() -> None: ...
+
+    fleet = SimpleNamespace(reading=lambda: asyncio.ensure_future(away()), records=SimpleNamespace(unreadable=0))
+    pools = Pools([Pool("m", cast("Fleet", fleet), DegradedMode(1.0))])
+    identities, metrics = SimpleNamespace(keep=lambda _: None), Metrics()
+    reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), metrics)
+    caplog.set_level("INFO", "warmfleet")
+    reader._begin("key", loaded())
+    await reader._loads["key"]
+    assert (reader._loads, reader._not_before) == ({}, {})
+    assert metrics.task_failures.labels("identity")._value.get() == 0
+    assert [line for line in caplog.messages if "routed by load" in line] == []
+    assert len([line for line in caplog.messages if "its Redis is away" in line]) == 1
