@@ -181,6 +181,22 @@ def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(
     assert json.loads(capsys.readouterr().out) == {f"{model}#{number}": "sticky" for number in (1, 2, 3)}
 
 
+@pytest.mark.parametrize("first", ["", "#1"])
+def test_orders_of_the_operator_hold_from_the_first_registry_on(
+    pools: Commands, model: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """first: the pool that routers have served so far, by their settings."""
+    approved = "ab" * 32
+    assert main(["policy", "sticky", "--redis", pools.url, "--model", f"{model}{first}"]) == 0
+    pools.client.sadd(Keys(f"{model}{first}").operator_approved, approved)
+    capsys.readouterr()
+    pools("add", f"{model}#1", f"{model}#2")
+    assert main(["policy", "--json", "--redis", pools.url, "--model", model]) == 0
+    assert json.loads(capsys.readouterr().out) == {f"{model}#{number}": "sticky" for number in (1, 2)}
+    for number in (1, 2):
+        assert pools.client.smembers(Keys(f"{model}#{number}").operator_approved) == {approved.encode()}
+
+
 def test_draining_is_taken_back(pools: Commands, model: str) -> None:
     pools("add", f"{model}#1", f"{model}#2")
     pools("drain", f"{model}#2")

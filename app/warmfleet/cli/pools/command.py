@@ -167,8 +167,8 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
                 print(f"{registry.name} has workers: it stays a pool beside the others")
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    if entries:
-        await _same_orders(url, next(iter(entries)), new)
+    # Without a registry the orders stand where routers have looked so far: `llama`, or a pool that is named here.
+    await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
         print(f"{tag} " + ("serves: new workers join the pool with the least capacity" if tag in new else "is there"))
@@ -185,11 +185,15 @@ async def _new_tag(url: str, registry: PoolRegistry) -> str:
     return next_tag(registry.name, existing, ranges)
 
 
-async def _same_orders(url: str, old: str, new: Iterable[str]) -> None:
-    """Let the operator's policy and approved templates hold in new pools, too."""
-    async with pool_of(url, old) as fleet:
-        policy, approved = await fleet.switched(), await fleet.approved()
-    for tag in new:
+async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:
+    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any."""
+    policy, approved, first = "", frozenset[str](), ""
+    for first in old:
+        async with pool_of(url, first) as fleet:
+            policy, approved = await fleet.switched(), await fleet.approved()
+        if policy or approved:
+            break
+    for tag in [tag for tag in new if tag != first]:
         async with pool_of(url, tag) as fleet:
             if policy:
                 await fleet.switch(policy)
