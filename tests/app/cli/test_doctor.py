@@ -26,7 +26,7 @@ from tests.topology import SLOTS, cluster, sentinels, tls_server
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
-from warmfleet.cli.doctor import cluster_checks, fleet_checks, pool_checks, redis_checks
+from warmfleet.cli.doctor import cluster_checks, fleet_checks, pool_checks, redis_checks, router_checks
 from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.doctor.parity_checks import Subject, handoff
@@ -34,12 +34,14 @@ from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.store import SOCKET_NAME
 from warmfleet.cli.parser import build_parser
+from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Flag, Fleet, Proof, Truth, WorkerState, WorkerTruth, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS
 from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
+from warmfleet.protocol.pools import Placement
 from warmfleet.protocol.redis_address import parse, slot_of, with_ca
 from warmfleet.protocol.wire import Scheme
 from warmfleet.settings import Settings
@@ -131,6 +133,15 @@ async def complete(fleet: Fleet, count: int = 1) -> None:
         return sum(worker.server is not None for worker in await fleet.workers()) == count
 
     await poll(there, 30, f"{count} workers have joined")
+
+
+async def silent(fleet: Fleet) -> None:
+    """Return when no worker is heard any more."""
+
+    async def gone() -> bool:
+        return {worker.state for worker in await fleet.workers()} == {WorkerState.SILENT}
+
+    await poll(gone, 30, "the goodbye is applied")
 
 
 # ---------------------------------------------------------------- all is well
@@ -422,6 +433,68 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
         State.FAULT,
         True,
     )
+
+
+async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: str, model: str) -> None:
+    """The old pool knows them for ten minutes. An empty pool's remedy is the model's name: a tag would pin engines."""
+    old, new, empty = (f"{model}#{number}" for number in (1, 2, 3))
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write(
+        [PoolEntry(old, draining=True, moving=True), PoolEntry(new), PoolEntry(empty)]
+    )
+    await client.aclose()
+    async with applied(valkey_url, old) as left, applied(valkey_url, new) as joined:
+        for pool, fleet in ((old, left), (new, joined)):
+            async with simulated(valkey_url, model, pool=pool):
+                await complete(fleet)
+                if fleet is left:
+                    continue
+                await silent(left)
+                await left.ask("UNLINK", wire.Keys(model).placement)  # not only because it moved just now
+                told = await doctor(valkey_url, model)
+                assert not told.of("worker", State.FAULT), told.printed
+                [moved] = told.of("moved", State.OK)
+                assert moved.detail.startswith(f"eng.0 moved to {new}")
+                told.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model};")
+                told.names("routers", f"the streams of {empty}", f"WARMFLEET_MODELS={model} and this Redis")
+        await silent(joined)
+        await left.ask("UNLINK", wire.Keys(model).placement)
+        told = await doctor(valkey_url, model)
+        assert len(told.of("worker", State.FAULT)) == 2, "gone from both: it is dead"
+
+
+async def test_halves_that_move_one_after_the_other_are_no_fault(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = f"{model}#1", f"{model}#2"
+    monkeypatch.setattr("warmfleet_worker.worker_publisher.WorkerPublisher.start", lambda _self: None)
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(old, draining=True, moving=True), PoolEntry(new)])
+    async with applied(valkey_url, new) as fleet, simulated(valkey_url, model, pool=new):
+        await poll(lambda: fleet.ask("HGET", wire.Keys(new).servers, "eng"), 30, "the API server has joined")
+        for moved_s, count in ((300.0, 1), (5.0, 0)):
+            place = Placement(new, moved_ms=int((time.time() - moved_s) * 1000))
+            await client.hset(wire.Keys(model).placement, "eng", place.encode())
+            assert len((await doctor(valkey_url, model)).of("halves", State.FAULT)) == count
+    await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("serves", "registered", "remedy"),
+    [
+        ("m#1", True, "it does not follow the registry of m's pools"),
+        ("other", True, "add m to its WARMFLEET_MODELS"),
+        ("m#1", False, "add m#2 to its WARMFLEET_MODELS"),
+    ],
+)
+async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: str) -> None:
+    answers = {"/readyz": (200, {}), "/workers": (200, {"models": [{"model": serves, "workers": []}]})}
+    with answering.replica(answers) as (url, _):
+        found = await router_checks.replica(
+            url, {"m#2": []}, "", time.time, engine_tls(""), registered=["m#2"] if registered else []
+        )
+    [told] = [one for one in found if one.check == "models"]
+    assert (told.state, remedy in told.remedy) == (State.FAULT, True)
 
 
 def test_two_busy_pools_on_one_master() -> None:

@@ -98,6 +98,10 @@ class Known:
     workers: dict[str, list[WorkerView]] = field(default_factory=dict)
     fleets: dict[str, Fleet] = field(default_factory=dict)
 
+    def entry(self, tag: str) -> PoolEntry | None:
+        """The pool with this tag."""
+        return next((entry for entry in self.pools if entry.tag == tag), None)
+
     @property
     def everybody(self) -> list[WorkerView]:
         return [worker for workers in self.workers.values() for worker in workers]
@@ -188,10 +192,11 @@ async def examine(plan: Plan, report: Report) -> None:
             report.part(f"Router {fleet_checks.shown(url)}")
             report.progress("asking the router")
             names = {tag: [one.worker_id for one in workers] for tag, workers in known.workers.items()}
-            trusted = engine_tls("")
-            await _checked(
-                report, "router", router_checks.replica(url, names, plan.settings.admin_key, plan.wall, trusted)
+            registered = [entry.tag for entry in known.pools if entry.since_ms]
+            asked = router_checks.replica(
+                url, names, plan.settings.admin_key, plan.wall, engine_tls(""), registered=registered
             )
+            await _checked(report, "router", asked)
 
 
 async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterable[Finding]]) -> list[Finding]:
@@ -281,9 +286,19 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         workers = await fleet.workers()
         known.workers[model] = workers
         look = Inspection(fleet.redis, model, PATIENCE)
-        others = [] if workers else [tag for tag in await look.models() if tag != model]
-        drained = any(entry.tag == model and entry.draining for entry in known.pools)
-        reading = fleet_checks.Fleet(model, workers, await fleet.truth(workers), await look.streams(), others, drained)
+        entry = known.entry(model)
+        streams = await look.streams()
+        alone = streams.servers - {str(worker.record.get("server_id", "")) for worker in workers}
+        reading = fleet_checks.Fleet(
+            model,
+            workers,
+            await fleet.truth(workers),
+            streams,
+            [] if workers else [tag for tag in await look.models() if known.entry(tag) is None],
+            drained=entry is not None and entry.draining,
+            moved=await _moved(plan, known, model) if alone or not all(one.state.alive for one in workers) else {},
+            configured=served_model(model) if entry is not None and entry.since_ms else model,
+        )
         return fleet_checks.all_of(reading)
 
     await _checked(report, "workers", read())
@@ -294,6 +309,20 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
 
     await _checked(report, "names", read_again())
+
+
+async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
+    """Workers that another pool of the model hears, and servers on their way between pools: name -> that pool."""
+    siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
+    found: dict[str, str] = {}
+    for tag in siblings:
+        with suppress(WarmfleetError):  # told where its own workers are checked
+            known.workers[tag] = await known.fleets[tag].workers()
+            found |= {worker.worker_id: tag for worker in known.workers[tag] if worker.heard}
+    if siblings:
+        with suppress(WarmfleetError):
+            found |= await pool_checks.on_their_way(plan.url, model, plan.wall())
+    return found
 
 
 async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report) -> None:
@@ -417,10 +446,10 @@ def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
 
 def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[WorkerView]]:
     """The model tag and the workers that announce this engine's URL."""
-    for tag, workers in known.workers.items():
-        if found := engine_checks.same_engine(url, workers, addresses):
-            return tag, found
-    return "", []
+    found = [(tag, engine_checks.same_engine(url, workers, addresses)) for tag, workers in known.workers.items()]
+    mine = [(tag, workers) for tag, workers in found if workers]
+    heard = [(tag, workers) for tag, workers in mine if any(worker.heard for worker in workers)]
+    return next(iter([*heard, *mine]), ("", []))  # the pool that it has left knows it for ten minutes
 
 
 async def _probe(plan: Plan, subject: Subject, report: Report) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_h
 from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
@@ -38,7 +38,11 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty."""
+    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty.
+
+    moved: workers and servers that are alive in another pool of the model, or on their way: name -> that pool.
+    configured: the model as engines and routers of this pool are given it; its tag where no registry has it.
+    """
 
     tag: str
     workers: Sequence[WorkerView]
@@ -46,22 +50,40 @@ class Fleet:
     streams: Streams
     others: Sequence[str] = ()
     drained: bool = False
+    moved: Mapping[str, str] = field(default_factory=dict)
+    configured: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.configured or self.tag
 
 
 def all_of(fleet: Fleet) -> list[Finding]:
-    findings = [applied(fleet.streams, fleet.tag)]
+    findings = [applied(fleet.streams, fleet.tag, fleet.name)]
     findings += _missing_cores(fleet)
-    if not fleet.workers:
+    gone = {
+        worker.worker_id: to for worker in fleet.workers if not worker.state.alive and (to := _place(worker, fleet))
+    }
+    here = [worker for worker in fleet.workers if worker.worker_id not in gone]
+    if gone:
+        where = " or ".join(dict.fromkeys(gone.values()))
+        findings.append(ok("moved", f"{_some(list(gone))} moved to {where}, or will be there within a minute"))
+    if not here:
         return [*findings, *([] if findings[1:] or fleet.drained else [_nobody(fleet)])]
-    findings += [worker_finding(worker, fleet.tag) for worker in fleet.workers]
-    exact = [worker for worker in fleet.workers if not worker.approximate]
+    findings += [worker_finding(worker, fleet.tag) for worker in here]
+    exact = [worker for worker in here if not worker.approximate]
     findings += schemes(exact) + identities(exact) + shared_urls(exact)
     findings += [one for worker in exact for one in index(worker, fleet.truth)]
     return [*findings, *dropped(fleet.truth)]
 
 
-def applied(streams: Streams, tag: str) -> Finding:
-    """Whether some router works on the streams of this model."""
+def _place(worker: WorkerView, fleet: Fleet) -> str:
+    """The pool that a worker is in, if it is another one; else empty."""
+    return fleet.moved.get(worker.worker_id) or fleet.moved.get(str(worker.record.get("server_id", "")), "")
+
+
+def applied(streams: Streams, tag: str, configured: str) -> Finding:
+    """Whether some router works on the streams of this pool. configured: as in ``Fleet``."""
     if streams.ticked_s is not None and streams.ticked_s <= UNREAD_S:
         return ok("routers", "a router applies the workers' streams")
     since = "ever since this Redis is empty" if streams.ticked_s is None else f"for {streams.ticked_s:.0f} s"
@@ -70,7 +92,7 @@ def applied(streams: Streams, tag: str) -> Finding:
         "routers",
         f"no router has looked at the streams of {tag} {since}: no worker can join, and the index stands"
         f" still{waiting}",
-        f"start one with WARMFLEET_MODELS={tag} and this Redis: warmfleet serve",
+        f"start one with WARMFLEET_MODELS={configured} and this Redis: warmfleet serve",
     )
 
 
@@ -81,7 +103,7 @@ def _nobody(fleet: Fleet) -> Finding:
         "workers",
         f"no engine has joined {fleet.tag}",
         f"{meant}install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and"
-        f" WARMFLEET_MODEL={fleet.tag}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
+        f" WARMFLEET_MODEL={fleet.name}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
     )
 
 
@@ -93,7 +115,7 @@ def _missing_cores(fleet: Fleet) -> list[Finding]:
             f"the API server {server} has joined, its engine core has not: nothing can be sent there",
             f"{JOIN_HELP} of the engine core's process; the plugin says there why it reports nothing",
         )
-        for server in sorted(fleet.streams.servers - known)
+        for server in sorted(fleet.streams.servers - known - fleet.moved.keys())
     ]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import SlotRange
 
 UNEVEN = 1.5  # a pool with so many times the blocks of another one is worth a word
+MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
 RESTART = "start some of its engines again: they join the pool with the least capacity (app/docs/pools.md)"
 
 
@@ -39,6 +40,16 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[PoolEntry, ...]:
             entry.tag: entry for entry in entries or [PoolEntry(tag) for tag in models if served_model(tag) == name]
         }
     return tuple(found.values())
+
+
+async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
+    """Servers of which one half may have moved and the other not yet: name -> the pool that they go to.
+
+    now: this machine's clock, in seconds. Raises FleetUnavailable.
+    """
+    async with registry_of(url, model) as registry:
+        places = await registry.placements()
+    return {name: place.pool for name, place in places.items() if abs(now - place.moved_ms / 1_000) < MOVING_S}
 
 
 async def slots(url: str) -> tuple[SlotRange, ...]:

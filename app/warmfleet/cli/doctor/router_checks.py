@@ -9,6 +9,7 @@ import httpx
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
+from warmfleet.protocol.pools import served_model
 from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
@@ -23,9 +24,17 @@ ADMIN_HELP = (
 
 
 async def replica(
-    url: str, workers: Mapping[str, Collection[str]], key: str, wall: Callable[[], float], tls: ssl.SSLContext
+    url: str,
+    workers: Mapping[str, Collection[str]],
+    key: str,
+    wall: Callable[[], float],
+    tls: ssl.SSLContext,
+    registered: Collection[str] = (),
 ) -> list[Finding]:
-    """workers: by model tag the ids that Redis knows. key: WARMFLEET_ADMIN_KEY, or empty."""
+    """workers: by model tag the ids that Redis knows. key: WARMFLEET_ADMIN_KEY, or empty.
+
+    registered: the tags of pools that a registry names.
+    """
     base = url.rstrip("/")
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=tls) as client:
         try:
@@ -49,7 +58,7 @@ async def replica(
         return [*findings, fault("workers", f"/workers answers {answer.status_code}, not as a replica does", remedy)]
     seen = {str(one.get("model")): one for one in models if isinstance(one, dict)}
     for tag, names in workers.items():
-        findings += _model(tag, names, seen)
+        findings += _model(tag, names, seen, registered=tag in registered)
     return findings
 
 
@@ -75,11 +84,23 @@ def _clock(answer: httpx.Response, wall: Callable[[], float]) -> list[Finding]:
     return [fault("clock", text, "let chrony or systemd-timesyncd set the clocks of both machines")]
 
 
-def _model(tag: str, names: Collection[str], seen: Mapping[str, Any]) -> list[Finding]:
+def _unrouted(tag: str, seen: Mapping[str, Any], *, registered: bool) -> str:
+    name = served_model(tag)
+    if not registered:
+        return f"add {tag} to its WARMFLEET_MODELS"
+    if name not in map(served_model, seen):
+        return f"add {name} to its WARMFLEET_MODELS: the registry of pools names the others"
+    return (
+        f"it does not follow the registry of {name}'s pools: see lines with `pools` in its log, and whether its version"
+        " is an older one; its way to the master that has the registry may be cut"
+    )
+
+
+def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registered: bool) -> list[Finding]:
     told = seen.get(tag)
     if told is None:
-        has = ", ".join(seen) or "none"
-        return [fault("models", f"it does not route {tag}; its models are {has}", f"add {tag} to its WARMFLEET_MODELS")]
+        text = f"it does not route {tag}; its models are {', '.join(seen) or 'none'}"
+        return [fault("models", text, _unrouted(tag, seen, registered=registered))]
     if not told.get("fresh", True):
         text = f"it cannot reach Redis: of {tag} it knows what it read last"
         return [fault("redis", text, "check from its host: warmfleet doctor with its WARMFLEET_REDIS_URL")]
