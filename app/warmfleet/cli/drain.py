@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -65,16 +66,40 @@ async def _fleets(url: str, models: Sequence[str]) -> AsyncIterator[list[Fleet]]
 
 
 async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
-    """The workers with these names; the name of a server means all its engine cores."""
-    known = [(fleet, worker) for fleet in fleets for worker in await fleet.workers()]
+    """The workers with these names; the name of a server means all its engine cores.
+
+    A pool that does not answer is told on standard error, and keeps no name from being found in another one. Raises
+    FleetUnavailable if none answers.
+    """
+    errors: dict[str, FleetUnavailable] = {}
+    answered: list[tuple[Fleet, list[WorkerView]]] = []
+    for fleet, told in zip(fleets, await asyncio.gather(*[_read(fleet) for fleet in fleets]), strict=True):
+        if isinstance(told, FleetUnavailable):
+            errors[fleet.keys.tag.replace("~", "/")] = told
+        else:
+            answered.append((fleet, told))
+    if not answered:
+        raise next(iter(errors.values()))
+    for tag, error in errors.items():
+        print(f"warmfleet drain: {tag} is left out, its engines are not known: {error}", file=sys.stderr)
+    known = [(fleet, worker) for fleet, workers in answered for worker in workers]
     chosen: list[tuple[Fleet, WorkerView]] = []
     for name in names:
         found = [(fleet, one) for fleet, one in known if name in (one.worker_id, str(one.record.get("server_id", "")))]
+        if errors and not any(worker.heard for _, worker in found):  # it may be alive in a pool that does not answer
+            raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(errors)} cannot be asked")
         if not found:
             workers = ", ".join(worker.worker_id for _, worker in known) or "none"
             raise CommandError(f"no worker is called {name!r}; known are: {workers}")
         chosen += [one for one in found if one not in chosen]
     return chosen
+
+
+async def _read(fleet: Fleet) -> list[WorkerView] | FleetUnavailable:
+    try:
+        return await fleet.workers()
+    except FleetUnavailable as error:
+        return error
 
 
 async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Progress) -> None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    import redis.asyncio as aioredis
     from tests.topology import Secured
 
 SECRET = "geheim-only-the-fleet-knows"
@@ -477,6 +478,40 @@ async def test_halves_that_move_one_after_the_other_are_no_fault(
             await client.hset(wire.Keys(model).placement, "eng", place.encode())
             assert len((await doctor(valkey_url, model)).of("halves", State.FAULT)) == count
     await client.aclose()
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Tags of pools whose master is lost from now on, as one of several of a Cluster may be."""
+    tags: set[str] = set()
+
+    def of_master(url: str, tag: str, **options: Any) -> aioredis.Redis:
+        return connect("redis://127.0.0.1:1/0" if tag in tags else url, tag, **options)
+
+    monkeypatch.setattr("warmfleet.cli.doctor.command.connect", of_master)
+    monkeypatch.setattr("warmfleet.cli.pools.served.connect", of_master)
+    return tags
+
+
+async def test_a_lost_master_hides_its_own_pools_only(valkey_url: str, model: str, away: set[str]) -> None:
+    one, two, three = (f"{model}#{number}" for number in (1, 2, 3))
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(tag) for tag in (one, two, three)])
+    await client.aclose()
+    async with applied(valkey_url, two) as fleet, simulated(valkey_url, model, pool=two):
+        await complete(fleet)
+        away.add(wire.model_tag(one))
+        told = await doctor(valkey_url, model)
+        told.names("reachable", f"the Redis that has the keys of {one} cannot be reached", "start Redis there")
+        told.names("workers", f"no engine has joined {three}", f"WARMFLEET_MODEL={model};")
+        assert told.of("version", State.OK), told.printed
+        assert told.of("worker", State.NOTE)[0].detail.startswith("eng.0 is pending")
+        assert len(told.of("workers", State.SKIPPED)) == 1
+        assert not [found for found in told.of("pools", State.FAULT) if one in found.detail]
+        away.add(wire.model_tag(model))
+        told = await doctor(valkey_url, two)
+        told.names("registry", f"the registry of {model}'s pools cannot be read", "with --model")
+        assert told.of("worker", State.NOTE), told.printed
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,14 @@ from tests.conftest import poll
 from warmfleet.__main__ import main
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.cli import drain
-from warmfleet.fleet import WorkerState
+from warmfleet.fleet import WorkerState, connect
+from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
+from warmfleet.protocol.wire import model_tag
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import redis.asyncio as aioredis
 
 PROMPT = "a prompt that is long enough to have blocks of its own " * 20
 HELD = "a stream that goes on until the test lets it end"
@@ -181,6 +185,29 @@ async def test_a_worker_with_the_plugin_is_left_alone(valkey_url: str, model: st
         assert await fleet.command("s1.0", "--undo") == 0
         await router.routable(1)
         assert await fleet.ask() == 200
+
+
+async def test_a_pool_that_does_not_answer_keeps_no_engine_of_another_from_its_drain(
+    valkey_url: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = f"{model}#1"
+
+    def of_master(url: str, tag: str, **options: Any) -> aioredis.Redis:
+        return connect("redis://127.0.0.1:1/0" if tag == model_tag(lost) else url, tag, **options)
+
+    monkeypatch.setattr(drain, "connect", of_master)
+    async with fleet_of(valkey_url, model, 1) as fleet:
+        await fleet.router.routable(1)
+        client = connect(valkey_url, timeout_s=5)
+        await PoolRegistry(client, model).write([PoolEntry(model), PoolEntry(lost)])
+        await client.aclose()
+        name = worker_id(fleet.engines[0].url)
+        assert await fleet.command(name) == 0
+        said = capsys.readouterr()
+        assert f"{name} gets no new requests" in said.out
+        assert f"{lost} is left out" in said.err
+        assert await fleet.command("nobody") == 2
+        assert f"'nobody' runs in no pool that answers; {lost} cannot be asked" in capsys.readouterr().err
 
 
 async def test_a_wait_ends_when_somebody_undoes_it(

@@ -37,7 +37,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, Timeouts, connect
-from warmfleet.fleet.first_contact import in_words
+from warmfleet.fleet.first_contact import in_words, trouble_with
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -162,7 +162,7 @@ def secrets_of(plan: Plan) -> tuple[str, ...]:
 async def examine(plan: Plan, report: Report) -> None:
     """Run all checks; every finding goes to the report."""
     named = plan.settings.models
-    pools = await pool_checks.pools_of(plan.url, named)
+    pools, unread = await pool_checks.pools_of(plan.url, named)
     plan = replace(plan, settings=replace(plan.settings, models=tuple(entry.tag for entry in pools)))
     async with AsyncExitStack() as stack:
         known = Known(EngineList(plan.settings.static_workers, read=False), pools)
@@ -171,20 +171,23 @@ async def examine(plan: Plan, report: Report) -> None:
             stack.push_async_callback(fleet.close)
             known.fleets[model] = fleet
         report.part(in_words(parse(plan.url), plan.url))
-        if await _redis_answers(plan, known, report):
+        answers = await _redis_answers(plan, known, report)
+        if answers:
+            report.add(pool_checks.registries(unread, plan.settings.models))
             await _redis(plan, known, report)
-            for model in plan.settings.models:
-                report.part(f"Workers of {model}")
+        else:
+            report.add([skipped(check, "Redis does not answer") for check in OF_REDIS])
+        for model in plan.settings.models:
+            report.part(f"Workers of {model}")
+            if answers and model in known.fleets:
                 await _workers(plan, known, model, report)
+            else:
+                report.add([skipped("workers", "Redis does not answer, where they join")])
+        if answers:
             await _pools(plan, known, named, report)
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
                 await _checked(report, "listed", _listed(known))
-        else:
-            report.add([skipped(check, "Redis does not answer") for check in OF_REDIS])
-            for model in plan.settings.models:
-                report.part(f"Workers of {model}")
-                report.add([skipped("workers", "Redis does not answer, where they join")])
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
             await _engine(plan, known, url, report)
@@ -218,10 +221,25 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
 
 
 async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
+    """Whether Redis answers. In a Cluster each pool may have a master of its own: those without one are left out."""
     report.progress("connecting to Redis")
-    redis = next(iter(known.fleets.values())).redis
-    found = await _checked(report, "reachable", redis_checks.reachable(redis, parse(plan.url), plan.url, plan.url_from))
-    return found[-1].state is State.OK
+    where, fleets = parse(plan.url), list(known.fleets.values())
+
+    async def look(fleet: Fleet) -> list[Finding]:
+        return await redis_checks.reachable(fleet.redis, where, plan.url, plan.url_from)
+
+    first = asyncio.create_task(look(fleets[0]))  # it measures the login, which the others share
+    told = await asyncio.gather(*[trouble_with(fleet.redis, where) for fleet in fleets])
+    troubles = {tag: trouble for tag, trouble in zip(known.fleets, told, strict=True) if trouble is not None}
+    answering = {tag: fleet for tag, fleet in known.fleets.items() if tag not in troubles}
+    await asyncio.wait([first])
+    speaks = first if fleets[0] in answering.values() or not answering else look(next(iter(answering.values())))
+    found = await _checked(report, "reachable", speaks)
+    if found[-1].state is not State.OK:
+        return False
+    report.add([redis_checks.lost(tag, trouble, where) for tag, trouble in troubles.items()])
+    known.fleets = answering or known.fleets
+    return True
 
 
 async def _redis(plan: Plan, known: Known, report: Report) -> None:
@@ -254,7 +272,8 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
 
 async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], report: Report) -> None:
     cluster = parse(plan.url).kind == "cluster"
-    async with _administrator(plan, next(iter(looks.values())).redis) as admin:
+    first, look = next(iter(looks.items()))
+    async with _administrator(plan, first, look.redis) as admin:
         for model, look in looks.items():
             await _checked(report, "router rights", rights_checks.of_router(look, model, cluster=cluster))
             looking = Inspection(admin, model, PATIENCE)
@@ -263,12 +282,12 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
 
 
 @asynccontextmanager
-async def _administrator(plan: Plan, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
-    """The client to look at users with: that of ``admin_url``, else the router's own."""
+async def _administrator(plan: Plan, tag: str, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
+    """The client to look at users with: that of ``admin_url``, else the router's own. tag: of a pool that answers."""
     if not plan.admin_url:
         yield router
         return
-    client = connect(plan.admin_url, model_tag(plan.settings.models[0]), timeout_s=CONNECT_S)
+    client = connect(plan.admin_url, model_tag(tag), timeout_s=CONNECT_S)
     try:
         yield client
     finally:
@@ -331,7 +350,7 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
     for name in several:
         report.part(f"Pools of {name}")
         report.add(pool_checks.unserved([tag for tag in named if served_model(tag) == name], known.pools))
-        pools = [entry for entry in known.pools if served_model(entry.tag) == name]
+        pools = [entry for entry in known.pools if served_model(entry.tag) == name and entry.tag in known.fleets]
         report.add(pool_checks.beside_each_other(pools, known.workers))
     if several and parse(plan.url).kind == "cluster":
 

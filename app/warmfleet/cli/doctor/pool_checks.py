@@ -23,23 +23,38 @@ MOVING_S = 60.0  # the second half of a server follows the first within 15 s, an
 RESTART = "start some of its engines again: they join the pool with the least capacity (app/docs/pools.md)"
 
 
-async def pools_of(url: str, models: Sequence[str]) -> tuple[PoolEntry, ...]:
-    """The pools of these models: as the registry in Redis has them, else as they are named here.
+async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
+    """The pools of these models, and why a registry could not be read, by the name of its model.
 
-    A named pool that the registry lacks is not served, so it is left out; ``unserved`` tells of it.
+    The pools are those of the registry in Redis; without one, and where it cannot be read, those that are named here. A
+    named pool that the registry lacks is not served, so it is left out; ``unserved`` tells of it.
     """
     found: dict[str, PoolEntry] = {}
+    unread: dict[str, str] = {}
     for name in dict.fromkeys(map(served_model, models)):
         entries: Sequence[PoolEntry] = ()
         try:
             async with registry_of(url, name) as registry:
                 entries = await registry.read()
-        except WarmfleetError:
-            pass  # told where Redis is checked
+        except WarmfleetError as error:
+            unread[name] = str(error)
         found |= {
             entry.tag: entry for entry in entries or [PoolEntry(tag) for tag in models if served_model(tag) == name]
         }
-    return tuple(found.values())
+    return tuple(found.values()), unread
+
+
+def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
+    """Of the registries that could not be read. tags: of the pools that are checked."""
+    return [
+        fault(
+            "registry",
+            f"the registry of {name}'s pools cannot be read ({why}): of its pools only"
+            f" {', '.join(tag for tag in tags if served_model(tag) == name)} are checked, which are named here",
+            f"bring back the Redis master that has the keys of {name}; until then name its other pools with --model",
+        )
+        for name, why in unread.items()
+    ]
 
 
 async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
+    from warmfleet.fleet.first_contact import Trouble
     from warmfleet.fleet.inspection.server import Inspection, Node, ServerFacts
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
@@ -71,6 +72,12 @@ async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_fr
         replace(one, detail=one.detail.replace(VARIABLE, url_from), remedy=one.remedy.replace(VARIABLE, url_from))
         for one in found
     ]
+
+
+def lost(tag: str, trouble: Trouble, where: RedisAddress) -> Finding:
+    """The Redis of one pool does not answer, while that of another one does."""
+    remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
+    return fault("reachable", f"the Redis that has the keys of {tag} {trouble.text}", remedy or REMEDIES[trouble.kind])
 
 
 async def _reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> list[Finding]:

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of
+from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.protocol.pools import served_model
-from warmfleet.protocol.redis_address import RedisAddressError, with_ca
+from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator, Sequence
+
+    from warmfleet.protocol.pools import PoolEntry
 
 TIMEOUT_S = 2.0
 
@@ -36,9 +39,22 @@ async def _tags(url: str, models: Sequence[str]) -> list[str]:
         registered: Sequence[str] = ()
         if "#" not in model:
             async with registry_of(url, model) as registry:
-                registered = [entry.tag for entry in await registry.read()]
+                registered = [entry.tag for entry in await _read(registry, url)]
         found += registered or [model]
     return list(dict.fromkeys(found))
+
+
+async def _read(registry: PoolRegistry, url: str) -> Sequence[PoolEntry]:
+    try:
+        return await registry.read()
+    except FleetUnavailable as error:
+        if parse(url).kind != "cluster":
+            raise
+        name = registry.name
+        text = (
+            f"{error}; it has the registry of {name}'s pools: name pools of other masters yourself (--model '{name}#1')"
+        )
+        raise FleetUnavailable(text) from error
 
 
 @asynccontextmanager
