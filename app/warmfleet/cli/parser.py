@@ -399,7 +399,8 @@ def _pools(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
     tags = parser.add_argument("tags", nargs="*", metavar="POOL", help="tag of a pool: the model's name, or NAME#POOL")
     completed(tags, lambda **_: ())
-    parser.add_argument("--spread", action="store_true", help="add: choose a tag for the master with the fewest pools")
+    spread = "add: choose a tag for the master with the fewest pools, of all models of --model"
+    parser.add_argument("--spread", action="store_true", help=spread)
     parser.add_argument("--move", action="store_true", help="drain: its engines move to other pools now")
     parser.add_argument("--undo", action="store_true", help="drain: let it serve again")
     parser.add_argument("--force", action="store_true", help="remove: even if it has engines or requests")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis
@@ -14,7 +15,8 @@ from tests.worker_plugin.publishing import SCHEME
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
-from warmfleet.fleet import Ask, Fleet, Proof, connect
+from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
+from warmfleet.fleet.connection.pool_masters import master_of
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.wire import Keys
 from warmfleet_worker import seat as seats
@@ -210,6 +212,21 @@ def test_a_tag_for_one_more_pool_is_chosen(pools: Commands, model: str) -> None:
     pools("add", f"{model}#1", f"{model}#7")
     assert pools("add", model, "--spread").startswith(f"{model}#8 serves")
     assert list(pools.listed()) == [f"{model}#{number}" for number in (1, 7, 8)]
+
+
+def test_a_tag_for_one_more_pool_keeps_away_from_pools_of_other_models(
+    pools: Commands, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, half = f"{model}-other", 8_192
+    halves = ((0, half - 1, ("north", 1)), (half, 16_383, ("south", 2)))
+    monkeypatch.setattr(RedisConnections, "slot_ranges", AsyncMock(return_value=halves))
+    mine = f"{model}#1"
+    home = master_of(mine, halves)
+    pools("add", mine)
+    theirs = [tag for number in range(60) if master_of(tag := f"{other}#{number}", halves) != home][:2]
+    pools("add", *theirs)
+    told = pools("add", model, "--spread", "--model", other)
+    assert master_of(told.split()[0], halves) == home, "one pool is there, and two are on the other master"
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ async def examine(plan: Plan, report: Report) -> None:
             await _redis(plan, known, report)
         else:
             report.add([skipped(check, "Redis does not answer") for check in OF_REDIS])
+            report.add(pool_checks.unknown(unread) if parse(plan.url).kind == "cluster" else [])
         for model in plan.settings.models:
             report.part(f"Workers of {model}")
             if answers and model in known.fleets:
@@ -356,7 +357,7 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
 
         async def look() -> list[Finding]:
             busy = [tag for tag, workers in known.workers.items() if any(one.routable for one in workers)]
-            return pool_checks.masters(busy, await pool_checks.slots(plan.url))
+            return pool_checks.masters(busy, plan.settings.models, await pool_checks.slots(plan.url))
 
         await _checked(report, "masters", look())
 

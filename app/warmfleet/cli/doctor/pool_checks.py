@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
-from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.pools.served import registry_of
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet.connection.pool_masters import crowded
+from warmfleet.fleet.connection.pool_masters import crowded, next_tag
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.protocol.pools import PoolEntry, served_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from warmfleet.fleet import WorkerView
     from warmfleet.protocol.redis_address import SlotRange
@@ -55,6 +55,12 @@ def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
         )
         for name, why in unread.items()
     ]
+
+
+def unknown(unread: Iterable[str]) -> list[Finding]:
+    """Of the registries that could not be read, where none of the pools that are checked answers."""
+    text = "the registry of {0}'s pools cannot be read: name those that may be on other masters with --model"
+    return [skipped("registry", text.format(name)) for name in unread]
 
 
 async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
@@ -136,14 +142,22 @@ def _schemes(one: WorkerView, other: WorkerView) -> list[str]:
     return [] if one.record.get("scheme") == other.record.get("scheme") else ["hash scheme"]
 
 
-def masters(busy: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
-    """Busy pools that share a master while another one is idle. busy: tags of pools with workers, of every model."""
+def masters(busy: Sequence[str], tags: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
+    """Busy pools that share a master while another one is idle. busy: tags of pools with workers, of every model.
+
+    tags: of all pools of every model.
+    """
+
+    def new(name: str) -> str:
+        own = [tag for tag in tags if served_model(tag) == name]
+        return next_tag(name, own, ranges, [tag for tag in tags if tag not in own])
+
     return [
         note(
             "masters",
             f"{' and '.join(found.tags)} are on the Redis master {found.master[0]}:{found.master[1]}, while another "
             "master has no pool: they share one core",
-            f"add a pool there and drain one of these: warmfleet pools add {served_model(found.tags[0])} --spread",
+            f"add a pool there and drain one of these: warmfleet pools add {new(served_model(found.tags[0]))}",
         )
         for found in crowded(busy, ranges)
     ]

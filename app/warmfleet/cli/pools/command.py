@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of
-from warmfleet.cli.pools.served import TIMEOUT_S, complete, pool_of, registry_of
+from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, pool_of, registry_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -95,7 +96,7 @@ async def _run(options: argparse.Namespace) -> None:
         return
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":
-            await _add(url, registry, [await _new_tag(url, registry)] if options.spread else tags)
+            await _add(url, registry, [await _new_tag(url, registry, options)] if options.spread else tags)
         elif options.action == "drain":
             await _drain(registry, tags, undo=options.undo, move=options.move)
         else:
@@ -174,15 +175,19 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
         print(f"{tag} " + ("serves: new workers join the pool with the least capacity" if tag in new else "is there"))
 
 
-async def _new_tag(url: str, registry: PoolRegistry) -> str:
-    """A tag for another pool, on the Redis master that has the fewest."""
+async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace) -> str:
+    """A tag for another pool, on the Redis master that has the fewest, of all models that are named or configured."""
+    named: Sequence[str] = ()
+    with suppress(CommandError):  # none is: then this model's own pools count
+        named = [tag for tag in models_of(options) if served_model(tag) != registry.name]
+    others = await all_tags(url, named)
     connections = RedisConnections(complete(url), timeout_s=TIMEOUT_S)
     try:
         ranges = await connections.slot_ranges()
     finally:
         await connections.aclose()
     existing = [entry.tag for entry in await registry.read()] or [registry.name]
-    return next_tag(registry.name, existing, ranges)
+    return next_tag(registry.name, existing, ranges, others)
 
 
 async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:

@@ -30,10 +30,11 @@ def tags_of(options: argparse.Namespace) -> list[str]:
 
     A model without ``#`` stands for all its pools. Raises CommandError and FleetUnavailable.
     """
-    return asyncio.run(_tags(options.redis, models_of(options)))
+    return asyncio.run(all_tags(options.redis, models_of(options)))
 
 
-async def _tags(url: str, models: Sequence[str]) -> list[str]:
+async def all_tags(url: str, models: Sequence[str]) -> list[str]:
+    """As ``tags_of``, for these models. Raises CommandError and FleetUnavailable."""
     found: list[str] = []
     for model in models:
         registered: Sequence[str] = ()
