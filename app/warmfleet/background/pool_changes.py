@@ -86,14 +86,15 @@ class PoolChanges:
         before = {pool.tag: pool for pool in model.pools}
         known = before | {pool.tag: pool for pool in self._pools.leaving}
         tags = self._tags(name, entries, known)
-        draining = frozenset(entry.tag for entry in entries if entry.draining and not entry.moving)
+        moving = frozenset(entry.tag for entry in entries if entry.moving)
+        draining = frozenset(entry.tag for entry in entries if entry.draining) - moving
         if draining != model.draining:
             logger.info("%s: pools that are drained: %s", name, ", ".join(sorted(draining)) or "none")
         if (*before,) == tags:
-            model.drain(draining)
+            model.drain(draining, moving)
             return
         pools = [known.get(tag) or self._new(tag) for tag in tags]
-        self._pools.change(ServedModel(name, pools, draining))
+        self._pools.change(ServedModel(name, pools, draining, moving))
         self._since = {tag: at for tag, at in self._since.items() if tag not in tags}
         now = asyncio.get_running_loop().time()
         self._since |= {tag: now for tag in before if tag not in tags}

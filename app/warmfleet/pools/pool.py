@@ -167,17 +167,26 @@ class Pool:
 
 class ServedModel:
     """The pools of one name. ``pools``: at least one. ``draining``: tags of those that get no new request while another
-    pool can serve it."""
+    pool can serve it. ``moving``: tags of those whose workers move to other pools; they serve with those they have."""
 
-    def __init__(self, name: str, pools: Sequence[Pool], draining: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        name: str,
+        pools: Sequence[Pool],
+        draining: frozenset[str] = frozenset(),
+        moving: frozenset[str] = frozenset(),
+    ) -> None:
         self.name = name
         self.pools = tuple(pools)
-        self.drain(draining)
+        self.drain(draining, moving)
         self._beginnings = Beginnings()
 
-    def drain(self, tags: frozenset[str]) -> None:
-        """Let the pools of these tags, and no others, get no new request while another one can serve it."""
-        self.draining = tags
+    def drain(self, tags: frozenset[str], moving: frozenset[str] = frozenset()) -> None:
+        """Let the pools of these tags, and no others, get no new request while another one can serve it.
+
+        moving: tags of the pools that workers are to leave meanwhile.
+        """
+        self.draining, self.moving = tags, moving
         for pool in self.pools:
             pool.draining = pool.tag in tags
 

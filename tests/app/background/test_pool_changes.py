@@ -93,7 +93,11 @@ async def test_the_registry_decides_where_it_names_pools() -> None:
     assert fixture.pools.served["m"].draining == {"m"}
     await fixture.follow(PoolEntry("m", draining=True, moving=True), PoolEntry("m#1"))
     assert fixture.pools.served["m"].draining == frozenset(), "it serves with the workers that have not moved yet"
+    assert fixture.pools.served["m"].moving == {"m"}, "stock engines are to leave it"
+    await fixture.follow(PoolEntry("m", draining=True, moving=True))
+    assert fixture.pools.served["m"].moving == {"m"}, "another pool went meanwhile"
     await fixture.follow(PoolEntry("m", draining=True), PoolEntry("m#1"))
+    assert fixture.pools.served["m"].moving == frozenset()
     fixture.registries[1].away = True
     with pytest.raises(FleetUnavailable):
         await fixture.follow(PoolEntry("m#1"))

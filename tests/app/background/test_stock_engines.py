@@ -363,17 +363,18 @@ async def test_the_models_of_an_engine_must_be_the_fleets(valkey_url: str, model
 
 
 def test_engines_known_by_their_url_are_spread_over_the_pools_that_serve() -> None:
-    """Every replica names the same pool, and a pool that is drained loses its engines to the others alone."""
+    """Every replica names the same pool. A pool that is drained, moving or not, loses its engines to others alone."""
     tags = ["m#1", "m#2", "m#3"]
 
-    def pools_with(*draining: str) -> dict[str, str]:
+    def pools_with(*draining: str, moving: str = "") -> dict[str, str]:
         made = [Pool(tag, cast("Fleet", None), DegradedMode(1.0)) for tag in tags]
         pools = Pools(made)
-        pools.served["m"].draining = frozenset(draining)
+        pools.served["m"].drain(frozenset(draining), frozenset({moving}))
         checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), Settings(models=tuple(tags)))
         return {url: checks._pool_of(url, ["m"]).tag for url in (f"http://gpu{n}:8000" for n in range(60))}
 
     before, after = pools_with(), pools_with("m#2")
     assert all(10 <= list(before.values()).count(tag) <= 30 for tag in tags)
     assert {url for url, tag in before.items() if after[url] != tag} == {url for url in before if before[url] == "m#2"}
+    assert pools_with(moving="m#2") == after
     assert set(pools_with(*tags).values()) == set(tags), "when all are drained, they stay"

@@ -210,7 +210,7 @@ class StockEngines:
             (model,) = served.values()
         if model is None:
             raise ValueError(f"it serves {', '.join(models)[:200]}, none of WARMFLEET_MODELS")
-        serving = [pool for pool in model.pools if pool.tag not in model.draining] or model.pools
+        serving = [pool for pool in model.pools if pool.tag not in model.draining | model.moving] or model.pools
         return max(serving, key=lambda pool: weight(pool.tag, url))
 
     async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
