@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.fleet import WorkerView
@@ -24,7 +25,8 @@ logger = logging.getLogger("warmfleet.background.outage_checks")
 
 CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: the interval of heartbeats
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32
+CHECKS_AT_ONCE = 32  # more if there are so many servers that they would not all be checked in TURNS
+TURNS = 2  # of checks in a round, if no server answers
 UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
 
 
@@ -34,29 +36,23 @@ class OutageChecks:
     def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics) -> None:
         self._pools = pools
         self._client = client
-        self._pass_over_s = CHECK_INTERVAL_S + 2 * CHECK_TIMEOUT_S  # until the next round has ended
+        self._pass_over_s = CHECK_INTERVAL_S + TURNS * CHECK_TIMEOUT_S  # until the next round has ended
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 
     async def round(self) -> None:
         """Check the workers of every model whose heartbeats cannot be heard now. Never raises WarmfleetError."""
-        for pool in self._pools.all:
-            unheard = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
-            missing = pool.last_known.missing
-            silent = frozenset[str]()
-            if unheard or missing:
-                silent = await self._check(pool, missing or pool.last_known.workers)
-                if any(worker.url not in silent for worker in missing):
-                    pool.last_known.answered()
-            self._log_changes(pool, silent)
+        asked = [(pool, _by_url(_unheard(pool))) for pool in self._pools.all]
+        at_once = math.ceil(sum(len(servers) for _, servers in asked) / TURNS)
+        gate = asyncio.Semaphore(max(CHECKS_AT_ONCE, at_once))
+        await asyncio.gather(*(self._check(pool, servers, gate) for pool, servers in asked))
 
-    async def _check(self, pool: Pool, known: Sequence[WorkerView]) -> frozenset[str]:
-        """Pass over the workers of every server that does not answer; returns the URLs of these servers."""
-        workers: dict[str, list[str]] = {}
-        for worker in known:
-            if worker.routable:
-                workers.setdefault(worker.url, []).append(worker.worker_id)
-        gate = asyncio.Semaphore(CHECKS_AT_ONCE)
+    async def _check(self, pool: Pool, workers: Mapping[str, Sequence[str]], gate: asyncio.Semaphore) -> None:
+        """Pass over the workers of every server of this pool that does not answer.
+
+        workers: their names, by the URLs of the servers to ask.
+        """
+        missing = pool.last_known.missing
 
         async def answers(url: str) -> bool:
             async with gate:
@@ -69,10 +65,28 @@ class OutageChecks:
         for url in silent:
             for worker_id in workers[url]:
                 pool.avoid(worker_id, self._pass_over_s)
-        return silent
+        if any(worker.url not in silent for worker in missing):
+            pool.last_known.answered()
+        self._log_changes(pool, silent)
 
     def _log_changes(self, pool: Pool, silent: frozenset[str]) -> None:
         if silent != self._silent.get(pool.tag, frozenset()):
             named = ", ".join(sorted(silent)[:8])
             logger.warning("%s: %d servers do not answer /health: %s", pool.tag, len(silent), named)
         self._silent[pool.tag] = silent
+
+
+def _unheard(pool: Pool) -> Sequence[WorkerView]:
+    """The workers whose heartbeats cannot be heard now."""
+    missing = pool.last_known.missing
+    away = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
+    return missing or (pool.last_known.workers if away else ())
+
+
+def _by_url(workers: Sequence[WorkerView]) -> dict[str, list[str]]:
+    """The names of the routable ones, by the URL of their server."""
+    names: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker.routable:
+            names.setdefault(worker.url, []).append(worker.worker_id)
+    return names

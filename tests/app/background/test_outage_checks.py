@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
@@ -86,6 +87,44 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
         assert pool.last_known.workers == (), "none of them answers"
     await client.close()
     await fleet.close()
+
+
+async def test_pools_are_checked_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each server takes as long as it may to answer: with one pool after another, the first would get requests again.
+
+    More servers of one pool than are asked at once are asked in two turns.
+    """
+    pools = [
+        Pool(tag, Fleet(connect(valkey_url, timeout_s=5), tag), DegradedMode(1.0)) for tag in (f"{model}#1", model)
+    ]
+    servers = {pools[0].tag: 1, pools[1].tag: 200}
+    for pool in pools:
+        for number in range(servers[pool.tag]):
+            record = {"scheme_id": 7, "url": f"http://{number}.{pool.tag}", "models": [model]}
+            await pool.fleet.register(f"w.{number}", record, 10)
+        pool.show(view_of(await pool.fleet.workers(), None, (), text=True))
+        pool.fleet.grace = True
+    asked: list[str] = []
+    go_on = asyncio.Event()
+
+    async def healthy(url: str, _timeout_s: float) -> bool:
+        asked.append(url)
+        await go_on.wait()
+        return False
+
+    client = EngineClient(Addresses((), ()), 1.0)
+    monkeypatch.setattr(client, "healthy", healthy)
+    checking = asyncio.create_task(OutageChecks(Pools(pools), client, Metrics()).round())
+    try:
+        await poll(lambda: len(asked) > 100, 5, "half of all servers are asked at once")
+        assert {url.rpartition(".")[2] for url in asked} == {*servers}
+    finally:
+        go_on.set()
+        await checking
+        await client.close()
+        for pool in pools:
+            await pool.fleet.close()
+    assert len({*asked}) == len(asked) == sum(servers.values()), "each was asked"
 
 
 async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, model: str) -> None:
