@@ -420,7 +420,9 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             [worker] = await fleet.workers()
             assert await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
         told = await doctor(valkey_url, tags[4])
-        told.names("pools", f"{tags[2]} has no worker that takes requests", "start some of its engines again")
+        told.names(
+            "pools", f"{tags[2]} has no worker that takes requests", "stop some of its engines for more than 90 s"
+        )
         told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
         told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
         assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]

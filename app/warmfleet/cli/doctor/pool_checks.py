@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 UNEVEN = 1.5  # a pool with so many times the blocks of another one is worth a word
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
-RESTART = "start some of its engines again: they join the pool with the least capacity (app/docs/pools.md)"
+RESTART = (
+    "stop some of its engines for more than 90 s, and start them again: they join the pool with the least capacity "
+    "(app/docs/pools.md)"
+)
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:

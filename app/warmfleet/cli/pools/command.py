@@ -216,7 +216,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
         if undo:
             print(f"{tag} serves again")
         elif move:
-            print(f"the workers of {tag} move to other pools, an eighth of the model's or one every minute")
+            print(f"the workers of {tag} move to other pools, an eighth of the model's or one at a time, 45 s each")
         else:
             print(f"{tag} gets no new requests; its workers join other pools when they are started again")
 
