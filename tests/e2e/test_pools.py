@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from tests.app.replica import sample_of
 from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import load
 
 from warmfleet.__main__ import main
+from warmfleet.cli.client import admin_headers
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.fleet import Spans
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CLIENTS, ENGINES, PREFIXES = 6, 4, 12
+LONG_TOKENS = 20_000  # of 5 ms or more each: of plain requests that last longer than the moves of most engines
 
 
 @pytest.fixture
@@ -56,16 +59,34 @@ def pool_of(stack: Stack, number: int, replica: int) -> tuple[str, int]:
     return answer.headers["x-warmfleet-pool"], int(answer.headers["x-warmfleet-matched-tokens"])
 
 
+async def long_one(stack: Stack, number: int) -> str:
+    """A plain request, whose answer comes in one piece at its end; returns "" if it is whole."""
+    body = {"model": "demo", "prompt": f"{number} long", "max_tokens": LONG_TOKENS, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=400) as http:
+        answer = await http.post(f"{stack.replicas[number % 2].url}/v1/completions", json=body)
+    found = answer.json().get("usage", {}).get("completion_tokens") if answer.status_code == 200 else answer.text
+    return "" if found == LONG_TOKENS else f"{answer.status_code}: {found}"
+
+
+def given_up(stack: Stack) -> float:
+    """How many requests replicas have taken from engines that they believed to be dead."""
+    pages = [httpx.get(f"{replica.operators}/metrics", headers=admin_headers()).text for replica in stack.replicas]
+    return sum(sample_of(page, "warmfleet_given_up_requests_total") for page in pages)
+
+
 @pytest.mark.long(
     minutes=5,
     shows=(
-        "under load four engines of one pool move to two, and a third pool is added; prompts stay in their home pools "
-        "at both replicas; a pool whose engines are killed is passed over; no request fails, nothing stays booked"
+        "under load four engines of one pool move to two, and end the long plain requests that they had begun; a third "
+        "pool is added; prompts stay in their home pools at both replicas; a pool whose engines are killed is passed "
+        "over; no request fails, nothing stays booked"
     ),
 )
 @pytest.mark.timeout(600)
 async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
     clients = Clients(list(four.replicas))
+    begun = [asyncio.create_task(long_one(four, number)) for number in range(ENGINES)]
+    await poll(lambda: sum(one["load"]["in_flight"] for one in four.workers()) == ENGINES, 60, "all are under way")
     running = asyncio.create_task(clients.run(CLIENTS))
     try:
         await asyncio.to_thread(pools, four, "add", "demo#1", "demo#2")
@@ -76,6 +97,8 @@ async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
             return (len(found.get("demo#1", ())), len(found.get("demo#2", ()))) == (2, 2)
 
         await poll(split, 300, "two engines in each pool, 45 s each")
+        assert await asyncio.gather(*begun) == [""] * ENGINES
+        assert await asyncio.to_thread(given_up, four) == 0
         await asyncio.to_thread(pools, four, "remove", "demo", "--force")
         await asyncio.to_thread(pools, four, "add", "demo#3")  # it has no engine yet
         first = [await asyncio.to_thread(pool_of, four, number, 0) for number in range(PREFIXES)]
