@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
+LAG = SPEED  # a second of work: a flow that was served is behind its class by no more, or by the largest work
 LEAST_S = 1e-6  # room of a worker without work
 TICKET_ARRIVAL = slice(26, 42)  # of a ticket's record: 16 digits of us
 SUFFIXES = ("", ":tickets", ":leases", ":flows", ":lengths", ":served", ":clock")
@@ -59,6 +60,7 @@ class Model:
     time: dict[tuple[int, int], int] = field(default_factory=dict)
     served: dict[tuple[int, int], int] = field(default_factory=dict)
     clock: dict[int, int] = field(default_factory=dict)
+    largest: dict[int, int] = field(default_factory=dict)
 
     def enter(self, ticket: Ticket) -> None:
         if all(one.flow != ticket.flow for one in self.tickets):
@@ -71,7 +73,9 @@ class Model:
         if done is not None:
             waiting = {one.flow for one in self.tickets if one.flow[0] == level}
             self.clock[level] = max(self.clock.get(level, 0), self.time[flow]) + math.ceil(done / len(waiting))
-            self.time[flow] += done
+            self.largest[level] = max(done, math.floor(self.largest.get(level, 0) - done / 16))
+            behind = self.clock[level] - max(LAG, self.largest[level])
+            self.time[flow] = max(self.time[flow] + done, behind)
             self.served = {f: t for f, t in self.served.items() if f[0] != level or t > self.clock[level]}
         self.tickets.remove(ticket)
         if all(one.flow != flow for one in self.tickets):
@@ -79,7 +83,7 @@ class Model:
             if time > self.clock.get(level, 0):
                 self.served[flow] = time
         if not self.tickets:
-            self.served, self.clock = {}, {}
+            self.served, self.clock, self.largest = {}, {}, {}
 
     def place(self, ticket: Ticket) -> tuple[float, str]:
         return ticket.arrival_us + self.patience * ticket.tokens * (1_000_000 // SPEED), ticket.reservation

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from tests.conftest import poll
-from tests.lua.line import SUFFIXES, Queueing, Ticket
+from tests.lua.line import LAG, SUFFIXES, Queueing, Ticket
 from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
@@ -116,6 +116,47 @@ async def test_who_comes_one_by_one_pays_too(q: Queueing) -> None:
     await booked(q, again := ticket("o1", OTHER, 800))
     await q.world.change(1, prefill_tokens=999)
     assert await turns(q, *many, again) == ["m1"]
+
+
+async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q: Queueing) -> None:
+    """While `held` waits for w1, 36,000 tokens of another tenant are served at w2, so its class is far ahead of it."""
+    q.world.fleet.limits = QueueLimits(0.1, 64)
+    await q.world.worker(2, **FULL)
+    held = [ticket(f"held{number}", OWN, 500, ("w2.0",)) for number in range(40)]
+    for one in held:
+        await booked(q, one)
+    for number in range(40):
+        await booked(q, elsewhere := ticket(f"e{number}", OTHER, 900, ("w1.0",)))
+        await q.world.change(2, prefill_tokens=999)
+        assert await booked(q, elsewhere)
+        await q.world.change(2, **FULL)
+    await booked(q, newcomer := ticket("newcomer", (8, 2), 500, ("w2.0",)))
+    served = []
+    while newcomer.reservation not in served:
+        await q.world.change(1, prefill_tokens=999)
+        name = next(iter((await q.world.fleet.poll()).turns))
+        assert await booked(q, next(one for one in (*held, newcomer) if one.reservation == name))
+        await q.world.change(1, **FULL)
+        served.append(name)
+    assert 500 * (len(served) - 1) <= LAG + 500, "a second of work, and one request"
+
+
+async def test_a_tenant_of_long_prompts_gets_no_more_than_one_of_short_ones(q: Queueing) -> None:
+    """A prompt of 5 s puts the short ones behind their class by more than a second of work: they catch up on all."""
+    q.world.fleet.limits = QueueLimits(0.1, 64)
+    long = [ticket(f"l{number}", OWN, 50_000) for number in range(2)]
+    short = [ticket(f"s{number}", OTHER, 2_000) for number in range(30)]
+    for one in (*long, *short):
+        await booked(q, one)
+    served = []
+    while long[1].reservation not in served:
+        await q.world.change(1, prefill_tokens=999)
+        name = next(iter((await q.world.fleet.poll()).turns))
+        assert await booked(q, next(one for one in (*long, *short) if one.reservation == name))
+        await q.world.change(1, **FULL)
+        served.append(name)
+    assert served.index(long[0].reservation) == 0
+    assert len(served) == 1 + 25 + 1, "25 short prompts are as much work as a long one"
 
 
 async def test_classes_go_first_whatever_was_served(q: Queueing) -> None:

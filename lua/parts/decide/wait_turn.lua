@@ -21,6 +21,7 @@ local call, capacity_of, fair_queue = redis.call, include "shared/capacity", inc
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
 local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
+local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
 local function slots_of(ids, rows)
@@ -98,5 +99,5 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   end
   local chosen = with_room(s, w, free)
   if not chosen then return answer("QUEUED", turn_s, matched) end
-  return nil, chosen, function(work) queue.leave(id, math.max(work, 1)) end
+  return nil, chosen, function(work) queue.leave(id, math.max(work, 1), LAG_S * s.median) end
 end

@@ -9,6 +9,9 @@ then the place of its first ticket. Virtual
 time is work in tokens: it moves on when a ticket of the flow is served, by what the engine has to do for it. A flow
 that begins to wait begins where its class stands; the class moves on by each served work divided among the flows that
 wait. So every flow that waits gets the same work done, however much it asks for and whatever of that is given up.
+A flow whose engine is busy falls behind its class, but once it is served no further than a bound: the larger of `lag`
+(a second of an engine's work, decide/wait_turn) and the largest work that was served lately. So a tenant that begins
+to wait stands behind each of those who wait for the same engine by no more than that, and one more request.
 
 Guarantee: a ticket is a lease: a replica that does not renew it loses it. An empty queue leaves nothing but the marks
 of displaced tickets, which are leases, too. If one of the keys is lost, the queue begins anew: every request that waits
@@ -21,7 +24,7 @@ Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> pric
 named workers (decide/prices), slots of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms),
 :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets),
 :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it
-stands; `work_us` -> the sizes of all tickets in us).
+stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets in us).
 --]]
 local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
@@ -29,6 +32,7 @@ local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue
 local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
+local FORGOTTEN = 1 / 16 -- of the largest work, for as much work as is served after it
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
 return function(queue_key, now_us, ticket_ms, prefix)
@@ -119,8 +123,18 @@ return function(queue_key, now_us, ticket_ms, prefix)
     move(flow, before, tonumber(time))
   end
 
-  -- Take a ticket out. done: the work that it was served with, nil if it was not served.
-  function queue.leave(id, done)
+  -- The largest work that was served lately in the class of a flow, of which one part is `done`.
+  local function largest_work(flow, done)
+    local field = sub(flow, 1, 1) .. "largest"
+    local before = tonumber(call("HGET", clock, field)) or 0
+    local largest = math.max(done, math.floor(before - FORGOTTEN * done))
+    if largest ~= before then call("HSET", clock, field, exact(largest)) end
+    return largest
+  end
+
+  -- Take a ticket out. done: the work that it was served with, nil if it was not served. lag: so much work may its flow
+  -- be behind its class afterwards, or as much as the largest work.
+  function queue.leave(id, done, lag)
     local ticket = queue.find(id)
     call("HDEL", tickets, id)
     call("ZREM", leases, id)
@@ -136,7 +150,8 @@ return function(queue_key, now_us, ticket_ms, prefix)
     if done then
       local share = done / call("ZCOUNT", flows, exact(class), "(" .. exact(class + CLASS))
       stands = math.min(math.max(stands, time) + math.ceil(share), class + CLASS - 1)
-      time = math.min(time + done, class + CLASS - 1)
+      time = math.max(time + done, stands - math.max(lag, largest_work(flow, done)))
+      time = math.min(time, class + CLASS - 1)
       call("HSET", clock, sub(flow, 1, 1), exact(stands))
       call("ZREMRANGEBYSCORE", served, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
     end
