@@ -36,6 +36,8 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
+#: Beyond it arrival would count for nothing: a prompt of 1 s would let others overtake it for a quarter of an hour.
+MAX_QUEUE_PATIENCE = 1_000.0
 #: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
 MAX_VIEW_INTERVAL_S = 2.0
 #: A probe lasts up to 30 s for its answers and 5 s for its blocks; the next one must not begin before.
@@ -361,7 +363,7 @@ class Settings:
     queue_patience: float = _setting(
         1.0,
         "small prompts go first in the queue, but overtake none that came longer before them than this many times the "
-        "seconds that it takes to compute; 0 = by arrival",
+        "seconds that it takes to compute, at most 1,000; 0 = by arrival",
     )
     queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
     queue_max_bytes: int = _setting(
@@ -433,6 +435,8 @@ class Settings:
             yield f"LOG_FORMAT={self.log_format[:80]!r}: known are {', '.join(LOG_FORMATS)}"
         if self.queue_max > MAX_TICKETS:
             yield f"QUEUE_MAX={self.queue_max}: the queue holds at most {MAX_TICKETS} requests"
+        if self.queue_patience > MAX_QUEUE_PATIENCE:
+            yield f"QUEUE_PATIENCE={self.queue_patience:g} must be at most {MAX_QUEUE_PATIENCE:g}"
         if self.decision_sample > 1:
             yield f"DECISION_SAMPLE={self.decision_sample} is a share: 0 to 1"
         if self.answer_headers not in ("all", "request_id"):

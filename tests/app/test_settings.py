@@ -36,6 +36,7 @@ def test_defaults_and_types() -> None:
         ("PORT", "-1"),
         ("PORT", "65536"),
         ("QUEUE_MAX", "4294967296"),
+        ("QUEUE_PATIENCE", "1000.5"),
         ("WORKER_ADDRESSES", "10.0.0.0/33"),
         ("DECISION_SAMPLE", "2"),
         ("APPROVED_TEMPLATES", "abc"),

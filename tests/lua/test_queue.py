@@ -378,6 +378,17 @@ async def test_small_work_goes_first_but_not_for_ever(q: Queueing) -> None:
     assert await booked(q, ticket("early", tokens=600), waited_ms=600), "its patience is over"
 
 
+async def test_any_patience_leaves_places_of_sixteen_digits(q: Queueing) -> None:
+    """A longer one would be cut in the wrong place, and no ticket would get its turn."""
+    q.world.fleet.limits = QueueLimits(0.1, 8, 1e10)
+    large, small = ticket("large", tokens=50_000), ticket("small", OTHER, tokens=50_000)
+    await booked(q, large)
+    await booked(q, small)
+    await q.world.change(1, prefill_tokens=0, in_flight=0)
+    assert await turns(q, large, small) == ["large"]
+    assert await booked(q, large)
+
+
 async def holding(q: Queueing, *numbers: int, blocks: int = 60) -> Ask:
     """A request of 960 tokens and one more, whose first 960 these workers hold; another worker has nothing to do."""
     chain = q.world.chain(blocks)

@@ -32,6 +32,7 @@ local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue
 local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
+local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
 local FORGOTTEN = 1 / 16 -- of the largest work, for as much work as is served after it
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
@@ -84,7 +85,7 @@ return function(queue_key, now_us, ticket_ms, prefix)
 
   -- wish: of the request that waits, as decide/wait_turn makes it.
   local function write(id, flow, arrival_us, wish)
-    local place = format("%016.0f", arrival_us + wish.patience * wish.size_us)
+    local place = format("%016.0f", math.min(arrival_us + wish.patience * wish.size_us, LAST_PLACE))
     call("ZADD", queue_key, 0, flow .. place .. id)
     local times = format("%016.0f", arrival_us) .. place
     call("HSET", tickets, id, wish.prices .. flow .. times .. wish.named .. wish.barred)
