@@ -414,6 +414,20 @@ async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: Queueing) -> None:
     await q.gone()
 
 
+async def test_a_look_charges_what_is_to_be_computed(q: Queueing) -> None:
+    """As a service does. A prompt of 9,601 tokens of which the engine holds 9,600 is less work than one of 50."""
+    q.world.fleet.limits = QueueLimits(0.1, 64)
+    asks = await holding(q, 1, blocks=600)
+    for number in range(6):
+        cached = replace(asks, reservation=f"wf-c{number}")
+        assert isinstance(await q.world.fleet.decide_in_turn(cached, Place(b"cached00")), Queued)
+    for number in range(6):
+        assert not await booked(q, ticket(f"n{number}", OTHER, 50))
+    await q.world.change(1, prefill_tokens=890)
+    told = (await q.world.fleet.poll()).turns
+    assert told == {*(f"wf-c{number}" for number in range(6)), "wf-n0", "wf-n1", "wf-n2"}
+
+
 async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: Queueing) -> None:
     await q.world.worker(2)
     asks = await holding(q, 1, blocks=600)

@@ -251,10 +251,11 @@ return function(queue_key, now_us, ticket_ms, prefix)
       end
       local id = page.ids[k - page.at + 1]
       local ticket = id and page.records[k - page.at + 1]
-      local worker = ticket and #ticket >= TICKET_OWN_AT - 1 and left.take(ticket)
+      local worker, work
+      if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
       place[flow] = k + 1
       if worker then
-        turns[id], score[flow], head = worker, score[flow] + unpack_from(TICKET_TOKENS, ticket), head + 1
+        turns[id], score[flow], head = worker, score[flow] + math.max(work, 1), head + 1 -- as when it is served
         -- The flow takes its new place among those that are left: they stay sorted.
         local low, high = head, #order + 1
         while low < high do

@@ -9,10 +9,10 @@ An engine that should have ended its prefill long ago is as much dearer: nobody 
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
-that has room; take(record of a ticket), which returns the candidate that serves it, or nil, and takes its room; by
-candidate room (seconds that are left), slots, and ahead (seconds that the wait for it counts); wait_price.
+that has room; take(record of a ticket), which takes the room of the candidate that serves it, and returns that and the
+tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are left), slots, and ahead (seconds that the wait for it counts); wait_price.
 --]]
-local unpack_from, sub, huge = struct.unpack, string.sub, math.huge
+local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
@@ -52,16 +52,17 @@ return function(s, room_of, overdue_s)
     return found
   end
 
-  -- A ticket's size, its tie, its lowest cost and whose that is, and its lowest cost with room and whose that is.
+  -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, and what
+  -- it costs to compute there (0 with policies that do not look at costs).
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
     local those = barred ~= "" and allowed_by(barred)
-    local lowest, nearest, best, chosen = huge, nil, huge, nil
+    local lowest, nearest, best, chosen, chosen_us = huge, nil, huge, nil, 0
     local function consider(i, own_us)
       local cost = base[i] + own_us / US
       if cost < lowest then lowest, nearest = cost, i end
-      if room[i] > NO_ROOM_S and cost < best then best, chosen = cost, i end
+      if room[i] > NO_ROOM_S and cost < best then best, chosen, chosen_us = cost, i, own_us end
     end
     if those then
       for k = 1, #those do consider(those[k], rest_us) end
@@ -73,7 +74,7 @@ return function(s, room_of, overdue_s)
       local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
       if by_slot[slot] then consider(by_slot[slot], own_us) end
     end
-    return size_us, tie_us, lowest, nearest, best, chosen
+    return size_us, tie_us, lowest, nearest, best, chosen, chosen_us
   end
 
   function left.cheapest(ticket)
@@ -82,7 +83,7 @@ return function(s, room_of, overdue_s)
   end
 
   function left.take(ticket)
-    local size_us, tie_us, lowest, nearest, best, chosen = costs_of(ticket)
+    local size_us, tie_us, lowest, nearest, best, chosen, chosen_us = costs_of(ticket)
     if not chosen or best > lowest + tie_us / US then
       if nearest then base[nearest] = base[nearest] + WAIT_PRICE * size_us / US end
       if nearest == least then look() end
@@ -90,7 +91,7 @@ return function(s, room_of, overdue_s)
     end
     room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
     look()
-    return chosen
+    return chosen, floor(max(size_us, chosen_us) * s.speed[chosen] / US + 0.5)
   end
 
   return left
