@@ -553,6 +553,16 @@ async def test_nobody_waits_for_an_engine_of_which_nobody_knows_when_it_goes_on(
     assert answer.worker_id == "w2.0"
 
 
+async def test_an_engine_is_not_overdue_because_the_clock_stepped_back(q: Queueing) -> None:
+    """The prefill of the engine that holds the prompt began an hour after now: to wait for it is still cheapest."""
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    seconds, us = await q.world.store.time()
+    since_ms = (1_000 * seconds + us // 1_000 + 3_600_000) % 2**32
+    await q.world.change(1, prefill_tokens=3_000, under_way_tokens=1_000, since_ms=since_ms)
+    assert isinstance(await q.world.fleet.decide_in_turn(asks, Place()), Queued)
+
+
 async def test_tickets_of_older_routers_are_another_queue(q: Queueing) -> None:
     """They are written otherwise: to read one of them as a new one broke each poll and each decision."""
     place, flow, queue = b"%016d" % (1_000_000 * int(time.time())), b"I" + b"tenant00", q.world.keys.prefix + "queue"

@@ -9,14 +9,15 @@ worker without any work, and an approximate worker, of which neither the speed n
 Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas).
 Returns two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room,
 and the seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
-overdue_s(candidate): how long ago its booked prefill should have ended by its speed, 0 if it is not overdue. An overdue
-engine stands still, or nothing gets into its cache.
+overdue_s(candidate): how long ago its booked prefill should have ended by its speed, 0 if it is not overdue, or if it
+began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its cache.
 --]]
 local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
 local ROW_PREFILL_TOKENS, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">i4", ">I4I4"
-local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S, U32 = 16, 0.95, 1e-6, 2 ^ 32
+local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S = 16, 0.95, 1e-6
+local U32, PAST_MS = 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
 
 return function(s, limit_s, block_sizes)
   local sizes = {}
@@ -24,7 +25,8 @@ return function(s, limit_s, block_sizes)
     local prefill = unpack_from(ROW_PREFILL_TOKENS, s.rows[i], PREFILL_TOKENS_AT)
     local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, s.rows[i], UNDER_WAY_TOKENS_AT)
     if prefill <= 0 or under_way == 0 then return 0 end
-    return max(0, (s.now - since) % U32 / 1000 - prefill / s.speed[i])
+    local passed = (s.now - since) % U32
+    return passed < PAST_MS and max(0, passed / 1000 - prefill / s.speed[i]) or 0
   end
   local function room_of(i)
     local row, ahead, speed = s.rows[i], s.wait[i], s.speed[i]
