@@ -55,7 +55,9 @@ class Spans:
     lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    ticket_ms: int = 1_000  # renewed every 50 ms: a replica that stalls longer gets new tickets, placed by arrival
+    #: A ticket is renewed every 0.2 s, and later while polls are slow (routing/tickets). A replica that stalls longer
+    #: than this gets new tickets, placed by arrival.
+    ticket_ms: int = 1_000
     linger_ms: int = 500  # engines report a finished request's blocks within 0.2 s; a longer credit hides evictions
 
 

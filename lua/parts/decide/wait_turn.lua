@@ -3,8 +3,9 @@ decide/wait_turn: whether a request must wait its turn. If it must, it has a tic
 an answer that says why it has none.
 
 decide calls it while tickets wait or the engine that was chosen has no room. Guarantee: while tickets wait, no request
-takes room of which one before it could make use; while none waits, a request waits only for an engine that is cheaper
-for it than all that have room.
+takes room of which one before it could make use, of those 256 that are looked at (fair_queue, turns: behind more that
+are passed over, parts of the line are looked at in turn); while none waits, a request waits only for an engine that is
+cheaper for it than all that have room.
 Takes the candidates of this request after the choice (decide/cost_rule), and the choice; a function that gives the
 candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
 replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
