@@ -9,6 +9,11 @@ For each number of workers and tickets the CPU of one call, in µs (the server's
   the 256 that are looked at are passed over.
 - ``review``: a ticket in the middle of the line is decided again, in the same state.
 - ``turn``: the first ticket is decided when its engine has room, and leaves the queue.
+
+And for each number of workers two looks at 300 tickets that share no beginning:
+
+- ``poll_turns``: all engines are idle and the prompts are small, so that 256 have their turn at once.
+- ``poll_barred``: half of the engines are idle, but cannot serve the tickets, which wait for the other half.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ LIMIT_S, SPEED_TPS = 0.05, 10_000
 FULL_TOKENS = 501  # more than LIMIT_S of prefill
 BLOCKS = 1_250  # of the common beginning: 2 s of prefill, so to wait for its holder stays cheaper
 OWN_TOKENS = 5  # of each prompt: 256 of them delay those behind by less than that
+MOST_TURNS = 256  # of a look
 CALLS = 100  # of each kind in a round; their own prompts together fit into LIMIT_S
+LOOK_TICKETS, SMALL_TOKENS, LARGE_TOKENS = 300, 30, 3_000  # of the looks, and their prompts
 LIFE_MS = 3_600_000  # of tickets, so that none expires while the line is made
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
@@ -61,13 +68,45 @@ class Line(Bench):
 
     def booked(self, first: int, others: int) -> None:
         """Book so many tokens at the first worker, and at each of the others."""
-        for slot in range(1, self.workers + 1):
-            name, tokens = f"worker-{slot:03d}.0", first if slot == 1 else others
+        self.book([first, *[others] * (self.workers - 1)])
+
+    def book(self, booked: Sequence[int]) -> None:
+        """Book so many tokens at each worker."""
+        for slot, tokens in enumerate(booked, 1):
+            name = self.worker(slot)
             row = LoadRow(
                 epoch=1, slot=slot, flags=FLAGS, scheme=SCHEME, speed_tps=SPEED_TPS, blocks=15_000,
                 capacity_blocks=20_000, prefill_tokens=tokens, in_flight=int(tokens > 0),
             )  # fmt: skip
             self.client.hset(self.keys.load, name, row.pack(name))
+
+    @staticmethod
+    def worker(slot: int) -> str:
+        return f"worker-{slot:03d}.0"
+
+    def looks(self) -> dict[str, float]:
+        """Return the least us of a poll in each of the two cases."""
+        half = self.workers // 2
+        unable = tuple(self.worker(slot) for slot in range(half + 1, self.workers + 1))
+        plans: Any = {
+            "poll_turns": (SMALL_TOKENS, (), [0] * self.workers),
+            "poll_barred": (LARGE_TOKENS, unable, [FULL_TOKENS] * half + [0] * (self.workers - half)),
+        }
+        found = {}
+        for name, (tokens, barred, booked) in plans.items():
+            self.book([FULL_TOKENS] * self.workers)
+            names = self.new_names(LOOK_TICKETS)
+            asks = [Ask(one, (), tokens, tokens, exclude=barred) for one in names]
+            command, place = self.reservations.decide_command, Place(barred=barred)
+            self.burn([self.call("decide", *arguments_of(command(ask, place=place))) for ask in asks])
+            self.book(booked)
+            turns = self.client.execute_command("EVALSHA", *self.poll())[3]
+            at_one = -(-LIMIT_S * SPEED_TPS // tokens)  # prompts that one engine takes at once
+            assert len(turns) == (0 if barred else min(MOST_TURNS, at_one * self.workers)), "as the case wants it"
+            found[name] = min(self.burn([self.poll()] * CALLS) for _ in range(3))
+            self.burn([self.poll((), names)])
+            assert self.waiting() == 0, "they are gone"
+        return found
 
     def wish(self, name: str) -> list[Any]:
         prompt = BLOCKS * BLOCK_TOKENS + OWN_TOKENS
@@ -124,6 +163,10 @@ def measured(url: str, workers: int, tickets: int, rounds: int) -> dict[str, flo
     return {name: round(min(one[name] for one in found), 1) for name in found[0]}
 
 
+def measured_looks(url: str, workers: int) -> dict[str, float]:
+    return {name: round(us, 1) for name, us in Line(url, workers, LOOK_TICKETS).looks().items()}
+
+
 def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
@@ -137,17 +180,20 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.tickets) < CALLS:
         parser.error(f"--tickets from {CALLS} on")
-    rows = []
+    rows, looks = [], []
     with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
         for workers in options.workers:
             for tickets in options.tickets:
                 row = measured(url, workers, tickets, options.rounds)
                 say(f"{workers} workers, {tickets} tickets:", row)
                 rows.append({"workers": workers, "tickets": tickets, **row})
+            look = measured_looks(url, workers)
+            say(f"{workers} workers, a look at {LOOK_TICKETS} tickets:", look)
+            looks.append({"workers": workers, **look})
         with redis.Redis.from_url(url) as client:
             info: Any = client.info("server")
     told = f"{info.get('server_name', 'redis')} {info.get('valkey_version') or info['redis_version']}"
-    print(json.dumps({"rows": rows, "server": told}))
+    print(json.dumps({"rows": rows, "looks": looks, "server": told}))
 
 
 if __name__ == "__main__":

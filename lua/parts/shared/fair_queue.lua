@@ -33,7 +33,7 @@ local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
 local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
-local FORGOTTEN = 1 / 16 -- of the largest work, for as much work as is served after it
+local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
 return function(queue_key, now_us, ticket_ms, prefix)

@@ -10,7 +10,8 @@ An engine that should have ended its prefill long ago is as much dearer: nobody 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
 that has room; take(record of a ticket), which takes the room of the candidate that serves it, and returns that and the
-tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are left), slots, and ahead (seconds that the wait for it counts); wait_price.
+tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are left), slots, and
+ahead (seconds that the wait for it counts); wait_price.
 --]]
 local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
@@ -20,56 +21,93 @@ local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a secon
 -- delays all of them.
 local WAIT_PRICE = 0.5
 
-return function(s, room_of, overdue_s)
-  local room, base, by_slot, allowed, left, least, first = {}, {}, {}, {}, {}, nil, nil
-  local function look()
-    least, first = nil, nil
-    for i = 1, s.count do
-      if not least or base[i] < base[least] then least = i end
-      if room[i] > NO_ROOM_S and (not first or base[i] < base[first]) then first = i end
+-- Of a list of candidates the one with the least ahead, of equals the first: a function that tells it, nil if none is
+-- left. room: by candidate; who has none is left out. What is ahead only grows and room only shrinks, so it is a heap
+-- by what was ahead of each when it was last on top.
+local function least_of(those, base, room)
+  local heap, known, count = nil, {}, 0
+  local function sift(at)
+    local i = heap[at]
+    local ahead, child = known[i], 2 * at
+    while child <= count do
+      local k, other = heap[child], heap[child + 1]
+      if other and (known[other] < known[k] or known[other] == known[k] and other < k) then
+        k, child = other, child + 1
+      end
+      if not (known[k] < ahead or known[k] == ahead and k < i) then break end
+      heap[at], at, child = k, child, 2 * child
+    end
+    heap[at] = i
+  end
+  local function fill()
+    heap = {}
+    for k = 1, #those do
+      local i = those[k]
+      if not room or room[i] > NO_ROOM_S then
+        count = count + 1
+        heap[count], known[i] = i, base[i]
+      end
+    end
+    for at = math.floor(count / 2), 1, -1 do sift(at) end
+  end
+  return function()
+    if not heap then fill() end
+    while count > 0 do
+      local i = heap[1]
+      if room and room[i] <= NO_ROOM_S then
+        heap[1] = heap[count]
+        heap[count] = nil
+        count = count - 1
+        if count == 0 then return nil end
+      elseif base[i] > known[i] then
+        known[i] = base[i]
+      else
+        return i
+      end
+      sift(1)
     end
   end
+end
+
+return function(s, room_of, overdue_s)
+  local room, base, by_slot, allowed, left = {}, {}, {}, {}, {}
   for i = 1, s.count do
     room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i] + overdue_s(i), i
   end
-  look()
   left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, WAIT_PRICE
 
-  function left.any() return first ~= nil end
-
-  -- The candidates that may serve a ticket. Tickets for one adapter bar the same workers.
+  -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
+  -- Tickets for one adapter bar the same workers.
   local function allowed_by(barred)
-    local found, is_barred = allowed[barred], {}
+    local found, is_barred, those = allowed[barred], {}, {}
     if not found then
-      found = {}
       -- A ticket of an older replica has ids here, which bar nobody: their number of bytes is any.
       for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
       for i = 1, s.count do
-        if not is_barred[s.slots[i]] then found[#found + 1] = i end
+        if not is_barred[s.slots[i]] then those[#those + 1] = i end
       end
+      found = { any = least_of(those, base), first = least_of(those, base, room) }
       allowed[barred] = found
     end
     return found
   end
 
+  function left.any() return allowed_by("").first() ~= nil end
+
   -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, and what
   -- it costs to compute there (0 with policies that do not look at costs).
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
-    local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
-    local those = barred ~= "" and allowed_by(barred)
+    local those = allowed_by(sub(ticket, TICKET_OWN_AT + OWN_BYTES * count))
     local lowest, nearest, best, chosen, chosen_us = huge, nil, huge, nil, 0
     local function consider(i, own_us)
       local cost = base[i] + own_us / US
       if cost < lowest then lowest, nearest = cost, i end
       if room[i] > NO_ROOM_S and cost < best then best, chosen, chosen_us = cost, i, own_us end
     end
-    if those then
-      for k = 1, #those do consider(those[k], rest_us) end
-    else
-      consider(least, rest_us)
-      if first then consider(first, rest_us) end
-    end
+    local any, first = those.any(), those.first()
+    if any then consider(any, rest_us) end
+    if first then consider(first, rest_us) end
     for k = 0, count - 1 do -- decide named none that may not serve it
       local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
       if by_slot[slot] then consider(by_slot[slot], own_us) end
@@ -86,11 +124,9 @@ return function(s, room_of, overdue_s)
     local size_us, tie_us, lowest, nearest, best, chosen, chosen_us = costs_of(ticket)
     if not chosen or best > lowest + tie_us / US then
       if nearest then base[nearest] = base[nearest] + WAIT_PRICE * size_us / US end
-      if nearest == least then look() end
       return nil
     end
     room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
-    look()
     return chosen, floor(max(size_us, chosen_us) * s.speed[chosen] / US + 0.5)
   end
 

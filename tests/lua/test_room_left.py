@@ -1,0 +1,131 @@
+"""The room of engines as tickets take it, beside a plain form that looks at every worker for every ticket."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from warmfleet.fleet import connect
+from warmfleet.fleet.client import with_values
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PART = Path(__file__).parents[2] / "lua/parts/shared/room_left.lua"
+SPEED, US, WAIT_PRICE, NO_ROOM_S = 10_000, 1e6, 0.5, 1e-9
+MAX_US = 2**32 - 1
+SCRIPT = f"""
+local room_left = (function()
+{with_values(PART.read_text())}
+end)()
+local workers, tickets = cjson.decode(ARGV[1]), cjson.decode(ARGV[2])
+local s = {{ count = #workers, slots = {{}}, base_s = {{}}, speed = {{}}, rows = {{}} }}
+for i, worker in ipairs(workers) do
+  s.slots[i], s.base_s[i], s.speed[i], s.rows[i] = worker[1], worker[3], {SPEED}, ("x"):rep(58) .. i
+end
+local function room_of(i) return workers[i][2] end
+local left, told = room_left(s, room_of, function() return 0 end), {{}}
+for k, ticket in ipairs(tickets) do
+  local named, barred = ticket.named, {{}}
+  local record = {{ struct.pack(">I4I4I4I4B", 100, ticket.size, ticket.tie, ticket.rest, #named), ("f"):rep(41) }}
+  for _, one in ipairs(named) do record[#record + 1] = struct.pack(">I4I4", one[1], one[2]) end
+  for _, slot in ipairs(ticket.barred) do record[#record + 1] = struct.pack(">I4", slot) end
+  local text = table.concat(record)
+  local nearest, has_room = left.cheapest(text)
+  local any, chosen, work = left.any() and 1 or 0, left.take(text)
+  told[k] = {{ any, tonumber(nearest) or 0, has_room and 1 or 0, chosen or 0, work or 0 }}
+end
+return told
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What a ticket's record says, in us. named: slot and price."""
+
+    size: int
+    tie: int
+    rest: int
+    named: tuple[tuple[int, int], ...]
+    barred: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Plain:
+    """The plain form. workers: slot, room and seconds before its turn."""
+
+    slots: list[int]
+    room: list[float]
+    ahead: list[float]
+
+    def costs(self, asks: Asks) -> list[tuple[float, int, int]]:
+        """Seconds, number from 0, and price of each worker that may serve it; the named ones again, at their price."""
+        own = [(self.slots.index(slot), price) for slot, price in asks.named]
+        others = [(at, asks.rest) for at, slot in enumerate(self.slots) if slot not in asks.barred]
+        return [(self.ahead[at] + price / US, at, price) for at, price in (*others, *own)]
+
+    def step(self, asks: Asks) -> list[int]:
+        """What the script tells: any room, the cheapest worker, whether it has room, the one that serves, its work."""
+        free = [room > NO_ROOM_S for room in self.room]
+        costs = self.costs(asks)
+        lowest, nearest, _ = min(costs, key=lambda one: one[0], default=(math.inf, -1, 0))
+        possible = [one for one in costs if free[one[1]]]
+        best, chosen, price = min(possible, key=lambda one: one[0], default=(math.inf, -1, 0))
+        told = [int(any(free)), nearest + 1, int(bool(costs) and free[nearest])]
+        size_s, serves = asks.size / US, best < math.inf and best <= lowest + asks.tie / US
+        if costs:
+            self.ahead[chosen if serves else nearest] += WAIT_PRICE * size_s
+        if not serves:
+            return [*told, 0, 0]
+        self.room[chosen] -= size_s
+        return [*told, chosen + 1, math.floor(max(asks.size, price) * SPEED / US + 0.5)]
+
+
+#: Powers of two in seconds, so that all sums are exact, and many are equal.
+PARTS = st.integers(0, 64).map(lambda number: number / 64)
+TIMES_US = st.integers(0, 64).map(lambda number: number * 15_625)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[tuple[int, float, float]], list[Asks]]:
+    count = draw(st.integers(1, 12))
+    workers = [(slot, draw(PARTS), draw(PARTS)) for slot in range(101, 101 + count)]
+    slots, tickets = [slot for slot, _, _ in workers], []
+    sets = draw(st.lists(st.sets(st.sampled_from(slots)).map(sorted).map(tuple), min_size=1, max_size=3))
+    for _ in range(draw(st.integers(1, 40))):
+        barred = draw(st.sampled_from([(), *sets]))
+        rest = draw(TIMES_US)
+        own = draw(st.lists(st.sampled_from([slot for slot in slots if slot not in barred] or slots), max_size=3))
+        named = tuple((slot, draw(TIMES_US)) for slot in dict.fromkeys(own) if slot not in barred)
+        tie = draw(st.sampled_from([0, 15_625, MAX_US]))
+        tickets.append(Asks(draw(TIMES_US), tie, rest, named, barred))
+    return workers, tickets
+
+
+async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> list[list[int]]:
+    asked = [
+        {"size": one.size, "tie": one.tie, "rest": one.rest, "named": one.named, "barred": one.barred}
+        for one in tickets
+    ]
+    return cast("list[list[int]]", await client.eval(SCRIPT, 0, json.dumps(workers), json.dumps(asked)))
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+async def test_turns_are_those_of_the_plain_form(
+    redis_url: str, case: tuple[list[tuple[int, float, float]], list[Asks]]
+) -> None:
+    """Which worker is cheapest, who has room, which one serves, and what it has to compute: ticket by ticket."""
+    workers, tickets = case
+    plain = Plain([one[0] for one in workers], [one[1] for one in workers], [WAIT_PRICE * one[2] for one in workers])
+    client = connect(redis_url, timeout_s=10)
+    try:
+        assert await told(client, workers, tickets) == [plain.step(one) for one in tickets]
+    finally:
+        await client.aclose()
