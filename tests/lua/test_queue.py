@@ -355,6 +355,27 @@ async def test_a_tenant_has_eight_bytes(q: Queueing, place: Place) -> None:
         await q.world.fleet.decide_in_turn(q.world.ask(), place)
 
 
+async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Queueing) -> None:
+    """A look takes 256 tickets. Two that could be served wait behind 600 tenants, each of which has one."""
+    q.world.fleet.limits = QueueLimits(0.1, 700)
+    await q.world.worker(2, **FULL)
+    for number in range(600):
+        ask = q.world.ask(reservation=f"wf-b{number}", prompt_tokens=100, decode_tokens=0, exclude=("w2.0",))
+        tenant = number.to_bytes(8, "big")
+        assert isinstance(await q.world.fleet.decide_in_turn(ask, Place(tenant, barred=("w2.0",))), Queued)
+    behind = [ticket("near", OWN), ticket("far", OTHER)]
+    for one in behind:
+        assert not await booked(q, one)
+    await q.world.change(2, prefill_tokens=0, in_flight=0)
+    seen = set[str]()
+    async with asyncio.timeout(10):
+        while len(seen) < 2:
+            seen |= (await q.world.fleet.poll()).turns
+            await asyncio.sleep(0.001)  # the place to go on with moves with the clock
+    assert seen == {one.reservation for one in behind}
+    assert await booked(q, behind[0]), "a decision looks at its own ticket"
+
+
 async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
     """As many as have room, not one for each worker."""
     small = [ticket(f"s{number}", OWN, 50) for number in range(8)]

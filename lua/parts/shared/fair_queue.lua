@@ -219,28 +219,55 @@ return function(queue_key, now_us, ticket_ms, prefix)
     for m = 1, #ids do ids[m] = sub(ids[m], 1, FLOW_BYTES) == flow and sub(ids[m], MEMBER_ID_AT) or nil end
     return { at = k, ids = ids, records = ids[1] and call("HMGET", tickets, unpack(ids)) }
   end
-  -- Where to go on with a flow whose first k tickets were looked at in vain: at a place that moves with the clock, so
-  -- that all are looked at by and by; for the ticket `last` so far behind that it is the last of `most`.
-  local function further(flow, k, most, last)
+  -- Where to go on in a line of `length` whose first k were looked at in vain: at a place that moves with the clock, so
+  -- that all are looked at by and by; if rank is given, so far behind that this one is the last of `most`.
+  local function further(length, k, most, rank)
+    if rank then return math.max(k, rank + 1 - most) end
+    local part = math.floor(math.ceil((length - k) / most) * (math.floor(now) * GOLDEN_RATIO % 1))
+    return k + math.max(0, math.min(part * most, length - k - most))
+  end
+  -- As `further` says: in the tickets of a flow, for the ticket `last`; and in the flows, for the flow of that ticket.
+  local function further_ticket(flow, k, most, last)
     local ticket = last and queue.find(last)
     local rank = ticket and sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) == flow
       and call("ZRANK", queue_key, member_of(last, ticket))
-    if rank then return math.max(k, rank - call("ZLEXCOUNT", queue_key, "-", "(" .. flow) + 1 - most) end
-    local behind = call("ZLEXCOUNT", queue_key, "[" .. flow, "(" .. flow .. "\255") - k
-    local part = math.floor(math.ceil(behind / most) * (math.floor(now) * GOLDEN_RATIO % 1))
-    return k + math.max(0, math.min(part * most, behind - most))
+    if rank then rank = rank - call("ZLEXCOUNT", queue_key, "-", "(" .. flow) end
+    return further(call("ZLEXCOUNT", queue_key, "[" .. flow, "(" .. flow .. "\255"), k, most, rank)
+  end
+  local function further_flow(k, most, last)
+    local ticket = last and queue.find(last)
+    local place = ticket and place_of(sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1))
+    return further(call("ZCARD", flows), k, most, place and call("ZRANK", flows, place))
+  end
+
+  -- A flow takes its new place in the order, from `head` on: that stays sorted.
+  local function put_back(order, head, score, flow)
+    local low, high = head, #order + 1
+    while low < high do
+      local middle = math.floor((low + high) / 2)
+      local at = order[middle]
+      local before = score[at] < score[flow] or score[at] == score[flow] and at < flow
+      low, high = before and middle + 1 or low, before and high or middle
+    end
+    table.insert(order, low, flow)
   end
 
   -- Whose turn it is: the ids of tickets, in order, as long as workers have room (shared/room_left). A ticket whose
   -- cheapest workers are all busy is passed over, as is one that none of the workers with room can serve. `most`
   -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over, half of it at
   -- its front and half further back. So a tenant whose worker is busy delays no other tenant, nor all of its own
-  -- requests for other workers. last: stop at this id. Returns id -> candidate.
+  -- requests for other workers. Where more than `most` flows wait, the looks go on at flows further back as soon as
+  -- half of them were in vain. last: stop at this id. Returns id -> candidate.
   function queue.turns(left, most, last)
     local turns, order, head, score, pages, place, missed = {}, {}, 1, {}, {}, {}, {}
-    local found = left.any() and call("ZRANGE", flows, 0, most - 1, "WITHSCORES") or {}
-    for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
-    local patience = math.floor(most / #order)
+    local seen, in_vain = 0, 0
+    local function read(first, count)
+      local found = call("ZRANGE", flows, first, first + count - 1, "WITHSCORES")
+      order, head = {}, 1
+      for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
+    end
+    if left.any() then read(0, most) end
+    local patience, more = math.floor(most / #order), #order == most
     for looked = 1, most do
       local flow = order[head]
       if not flow or turns[last] or not left.any() then break end
@@ -253,25 +280,19 @@ return function(queue_key, now_us, ticket_ms, prefix)
       local ticket = id and page.records[k - page.at + 1]
       local worker, work
       if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
-      place[flow] = k + 1
+      seen, place[flow] = place[flow] and seen or seen + 1, k + 1
       if worker then
         turns[id], score[flow], head = worker, score[flow] + math.max(work, 1), head + 1 -- as when it is served
-        -- The flow takes its new place among those that are left: they stay sorted.
-        local low, high = head, #order + 1
-        while low < high do
-          local middle = math.floor((low + high) / 2)
-          local at = order[middle]
-          local before = score[at] < score[flow] or score[at] == score[flow] and at < flow
-          low, high = before and middle + 1 or low, before and high or middle
-        end
-        table.insert(order, low, flow)
+        put_back(order, head, score, flow)
       else
         local misses = (missed[flow] or 0) + 1
-        missed[flow] = misses
-        if not id or misses >= patience then
+        missed[flow], in_vain = misses, in_vain + 1
+        if more and in_vain == math.floor(most / 2) and looked < most then
+          read(further_flow(seen, most - looked, last), most - looked)
+        elseif not id or misses >= patience then
           head = head + 1
         elseif misses == math.floor(patience / 2) then
-          place[flow] = further(name, k + 1, math.min(patience - misses, most - looked), last)
+          place[flow] = further_ticket(name, k + 1, math.min(patience - misses, most - looked), last)
         end
       end
     end
