@@ -9,10 +9,10 @@ WarmfleetError
 ├── MethodNotAllowed      405
 ├── TooLarge              413
 ├── HeadersTooLarge       431  more headers or trailers than a request may have
-├── Overloaded            429  all workers are busy and the queue is full
+├── Overloaded            429  the workers that suit the request are busy, and it finds no room in the queue
 ├── RateLimited           429  the client's key has as many requests in flight as it may have
 │   └── TokensLimited     429  the client's key has used its tokens of a minute
-├── QueueTimeout          503  all workers were busy for as long as the request may wait
+├── QueueTimeout          503  the request waited in the queue for as long as it may
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
 │   ├── UpstreamGone      502  no byte of an answer came, so another worker may be tried

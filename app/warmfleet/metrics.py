@@ -314,7 +314,9 @@ class Metrics:
     def _of_the_queue(self) -> None:
         """Requests that wait for a worker with room."""
         self.queued = self._gauge(
-            "queued_requests", "Requests that wait in this replica for a worker with room", "model"
+            "queued_requests",
+            "Requests that wait in this replica, each until the worker that suits it has room",
+            "model",
         )
         self.engine_wait_seconds = self._gauge(
             "engine_wait_seconds",

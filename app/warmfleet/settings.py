@@ -357,17 +357,21 @@ class Settings:
     )
     max_engine_wait_s: float = _setting(
         0.05,
-        "requests wait in the queue while their engine has this much prefill before it; where they need long to reach "
-        "an engine, as much as lasts for that (measured, up to 0.5 s). With 2 s hardly any request waits; 0 = no queue",
+        "a request waits in the queue while its engine has more seconds of prefill before it than this. Where requests "
+        "need over half of it to reach engines, the limit is twice their way (measured; up to 0.5 s). 0: no queue",
     )
     queue_patience: float = _setting(
         1.0,
         "small prompts go first in the queue, but overtake none that came longer before them than this many times the "
         "seconds that it takes to compute, at most 1,000; 0 = by arrival",
     )
-    queue_max: int = _setting(1_024, "requests of one model that may wait, in all replicas together; then 429")
+    queue_max: int = _setting(
+        1_024, "requests of one pool (a model without pools has one) that may wait, in all replicas together; then 429"
+    )
     queue_max_bytes: int = _setting(
-        67_108_864, "bodies that may wait in one replica, no less than `WARMFLEET_BODY_MAX_BYTES`; then 429"
+        67_108_864,
+        "bodies that may wait in one replica, of one tenant about half of that; no less than "
+        "`WARMFLEET_BODY_MAX_BYTES`; then 429",
     )
     queue_timeout_s: float = _setting(
         30.0, "longest wait in the queue; then 503. The header `X-Request-Timeout-Ms` shortens it for one request"

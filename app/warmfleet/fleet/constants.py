@@ -63,7 +63,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of the fleet-wide queue."""
+    """Limits of the fleet-wide queue of one pool; each pool has a queue of its own."""
 
     max_engine_wait_s: float = 0.0  # seconds of booked prefill from which on a worker has no room; 0: nobody waits
     tickets: int = 1_024  # tickets that may wait at a time, of all replicas together

@@ -1,4 +1,4 @@
-"""Admits a request to a worker at once, lets it wait in the queue while all workers are saturated, or refuses it.
+"""Admits a request to a worker at once, lets it wait in the queue for the worker that suits it, or refuses it.
 
 The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/fair_queue.lua). The bodies wait in
 this replica, which takes at most WARMFLEET_QUEUE_MAX_BYTES of them.
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
 MAX_RETRY_AFTER_S = 60
+BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
+OF_BYTES = (
+    " For the operator: the room is WARMFLEET_QUEUE_MAX_BYTES, of which the requests of one tenant together get about "
+    "half."
+)
 
 
 class Decide(Protocol):
@@ -51,7 +56,7 @@ class AdmissionQueue:
         self._tenant_bytes: dict[bytes, int] = {}
 
     async def admit(self, job: Job, attempt: Attempt, decide: Decide) -> Decision:
-        """Decide where the job goes; while all workers are saturated, wait for its turn.
+        """Decide where the job goes; if the worker that suits it has no room, wait for its turn.
 
         Raises Overloaded, QueueTimeout, and what ``decide`` raises.
         """
@@ -90,7 +95,8 @@ class AdmissionQueue:
     def _take_room(self, flow: bytes, size: int) -> bool:
         """Take room for a body of ``size`` bytes; False if there is not enough.
 
-        A tenant that holds as many bytes as are free gets no more, so room is left for the other tenants.
+        A tenant that holds as many bytes as are free gets no more, so room is left for other tenants. So the
+        requests of one tenant together get about half of it, also while no other tenant asks for any.
         """
         held = self._tenant_bytes.get(flow, 0)
         if held + size > self._max_bytes - self._bytes:
@@ -137,10 +143,10 @@ class AdmissionQueue:
         logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError
         if reason == "deadline":
-            error = QueueTimeout("All workers are busy, and the time that this request may wait is over" + LATER)
+            error = QueueTimeout(f"{BUSY}, and the time that it may wait is over{LATER}")
         elif reason == "bytes":
-            error = Overloaded("All workers are busy, and there is no room for so large a body to wait" + LATER)
+            error = Overloaded(f"{BUSY}, and this replica has no room left for its body to wait{LATER}{OF_BYTES}")
         else:
-            error = Overloaded("All workers are busy, and the queue is full" + LATER)
+            error = Overloaded(f"{BUSY}, and the queue is full{LATER}")
         error.retry_after_s = min(max(1, math.ceil(work_s)), MAX_RETRY_AFTER_S)
         return error

@@ -54,7 +54,7 @@ class AttemptState(Enum):
     ``asks``           NEW, QUEUED, ASKED → ASKED         a decision is asked for, first or when its turn came, or
                                                           once more after Redis did not answer one that waits
     ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
-    ``queued``         ASKED → QUEUED                     all workers are saturated; the request got a ticket
+    ``queued``         ASKED → QUEUED                     its worker has no room now; the request got a ticket
     ``refused``        ASKED → NEW                        the queue is full
     ``limited``        ASKED → as it was before           the client's key is at a limit; an earlier ticket may be left
     ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
@@ -265,7 +265,7 @@ class Attempt(InPool):
         return self.state in (AttemptState.QUEUED, AttemptState.ASKED) and not (degraded.asks_redis or degraded.silent)
 
     def queued(self) -> None:
-        """Redis' answer to the decision was a ticket: all workers are saturated, and the request waits."""
+        """Redis' answer to the decision was a ticket: the worker that suits the request has no room, so it waits."""
         self.state = AttemptState.QUEUED
         if self.span is not None:
             self.span.queued()

@@ -60,7 +60,7 @@ class Decider:
         self._of_model = cache(partial(_OfModel.of, metrics))
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool, alone: bool = True) -> Decision | Queued:
-        """Choose a worker, or take a ticket if all are saturated. may_wait: the queue has room for the body.
+        """Choose a worker, or take a ticket if that has no room yet. may_wait: the queue has room for the body.
 
         A request that waits goes on waiting over a short silence of Redis, and is decided without Redis after that.
 

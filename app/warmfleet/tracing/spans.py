@@ -86,7 +86,7 @@ class TrySpan:
         self.failure: Failure | None = None
 
     def queued(self) -> None:
-        """All workers are saturated, and the request waits. The first time counts: it is asked for again and again."""
+        """The request waits for its worker. The first time counts: a decision is asked for again and again."""
         self.queued_at = self.queued_at or time.perf_counter()
 
     def decided(self, decision: Decision, policy: str, fallback: str = "") -> None:

@@ -98,7 +98,7 @@ PARAMETERS = [
     _header(
         "X-Request-Timeout-Ms",
         {"type": "integer", "minimum": 1, "maximum": 10**12 - 1},
-        "Longest wait for a worker with room",
+        "How long after it came the request may wait for a worker with room",
     ),
     _header("X-Session-ID", TEXT, "Requests of one session go to one worker where that costs nothing"),
     _header("X-Warmfleet-Session", TEXT, "The same; goes before X-Session-ID"),
