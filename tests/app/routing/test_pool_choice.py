@@ -295,6 +295,72 @@ async def test_full_everywhere_is_refused() -> None:
         await fixture.admit()
 
 
+def is_away(pool: Pool) -> None:
+    for _ in range(2):
+        pool.degraded.failed("away")
+
+
+async def test_engines_of_a_pool_that_is_away_serve_what_full_pools_refuse() -> None:
+    fixture = Fixture()
+    is_away(fixture.pools[0])
+    for store in fixture.stores.values():
+        store.words = ["full"] * 100
+    held = []
+    for _ in range(pool_choice.ENOUGH):
+        attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+        _, decision = await fixture.choice.admit(job, attempt)
+        assert (decision.worker_id, attempt.state) == ("m#1.w", AttemptState.NEW)
+        held.append(attempt)
+    assert fixture.metrics.fallback.labels("open", "m#1")._value.get() == pool_choice.ENOUGH
+    held.append(fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True))
+    with pytest.raises(Overloaded):
+        await fixture.choice.admit(job, held[-1])
+    for attempt in held:
+        attempt.release("finished")
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    _, answer = await fixture.choice.decide(job, attempt)
+    assert isinstance(answer, Queued), "a second worker has room, or there is none"
+    attempt.release("failed")
+    is_away(fixture.pools[1])
+    assert (await fixture.admit())[1].worker_id == "m#1.w"
+    fixture.pools[0].last_known._with_routable = View()
+    assert (await fixture.admit())[1].worker_id == "m#2.w"
+
+
+async def test_a_long_wait_is_not_worth_it_while_engines_of_a_home_pool_stand_idle() -> None:
+    fixture = Fixture()
+    second = fixture.stores["m#2"]
+    is_away(fixture.pools[0])
+    fixture.stores["m#3"].turn_s = 9.0
+    second.turn_s = 1.9  # the whole prompt takes 1 s at an engine of the pool that is away
+    fixture.script("", "queue book", "queue")
+    assert (await fixture.admit())[0] == "m#2"
+    second.turn_s = 2.1
+    fixture.script("", "queue book", "queue")
+    tag, decision = await fixture.admit()
+    assert (tag, decision.worker_id) == ("m#1", "m#1.w")
+    assert fixture.metrics.fallback.labels("open", "m#1")._value.get() == 1
+    fixture.pools[0].draining = True
+    fixture.script("", "queue book", "queue")
+    assert (await fixture.admit())[0] == "m#2"
+
+
+async def test_a_request_in_line_leaves_it_when_its_wait_becomes_long_and_a_home_pool_is_away() -> None:
+    fixture = Fixture()
+    second = fixture.stores["m#2"]
+    is_away(fixture.pools[0])
+    fixture.stores["m#3"].turn_s = 9.0
+    fixture.script("", "queue " * 400, "queue " * 400)
+
+    async def grows() -> None:
+        while second.asked < 2:  # noqa: ASYNC110  a stand-in counts its questions, it tells nobody
+            await asyncio.sleep(0.001)
+        second.turn_s = 5.0
+
+    (tag, _), _ = await asyncio.gather(fixture.admit(), grows())
+    assert tag == "m#1"
+
+
 async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_itself() -> None:
     fixture, asked = Fixture(), list[str]()
 

@@ -2,7 +2,8 @@
 
 The two home pools of the prompt are asked at once. Each decides exactly, among its own workers, and books; the cheaper
 booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
-passed over. A worker is chosen without Redis only if no pool can be asked.
+passed over. A worker is chosen without Redis if no pool can be asked, or if all that can be are full: the workers of
+a pool that is away may have nothing to do meanwhile.
 
 A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
 wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
@@ -40,6 +41,10 @@ logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
 GRACE_S = 0.005  # for answers that have come while this replica itself stood still
+LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
+ENOUGH = (
+    4  # requests of this replica in flight at each worker of a pool that is away; more only if full pools have more
+)
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
 
@@ -69,7 +74,7 @@ class PoolChoice:
         """As ``admit``, for a job that does not wait. Raises what ``Decider.decide`` raises."""
         if not job.homes:
             return job, await self.decider.decide(job, attempt, may_wait=False)
-        choosing = _Choosing(self, job)
+        choosing = _Choosing(self, job, must=False)
         answer = await choosing.decide(job, attempt, may_wait=False)
         return choosing.job, answer
 
@@ -111,9 +116,11 @@ class _Asked:
 class _Choosing:
     """The choice of a pool for one attempt. ``job``: in the pool that was chosen last."""
 
-    def __init__(self, choice: PoolChoice, job: Job) -> None:
+    def __init__(self, choice: PoolChoice, job: Job, *, must: bool = True) -> None:
+        """must: the request fails unless it gets a worker."""
         self.job = self._first = job
         self._choice = choice
+        self._must = must
         self._failed: dict[str, str] = {}  # tag -> why; a pool that failed this attempt is asked by no other round
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
@@ -137,13 +144,16 @@ class _Choosing:
             _raise_refusal(asked)
             offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
             if offers:
-                return self._take(attempt, _best(offers, self.job.pool.fleet.weights.stay), asked)
+                best = _best(offers, self.job.pool.fleet.weights.stay)
+                idle = await self._while_away(attempt, best.job.pool, best.line) if best.line is not None else None
+                return idle or self._take(attempt, best, asked)
             if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
-        full = next((one.answer for one in asked if isinstance(one.answer, Queued)), None)
-        if full is not None:
+        full = next((one for one in asked if isinstance(one.answer, Queued)), None)
+        if full is not None and full.answer is not None:
+            idle = await self._while_away(attempt, full.job.pool, None)
             attempt.withdraw_others()
-            return full
+            return idle or full.answer
         return await self._without_redis(attempt, asked)
 
     async def _counted(self, attempt: Attempt) -> Counted | None:
@@ -168,7 +178,7 @@ class _Choosing:
         if own.line is None:
             _raise_refusal([own])
             if own.answer is not None:  # its place went to another request
-                return own.answer
+                return await self._while_away(attempt, attempt.pool, None) or own.answer
             self._pass_over(attempt.pool, own.error)
             attempt.withdraw()
             return None
@@ -178,7 +188,7 @@ class _Choosing:
             if _best(offers, attempt.pool.fleet.weights.stay) is other:
                 return self._take(attempt, other, (own, other))
         attempt.withdraw_others()
-        return own.line
+        return await self._while_away(attempt, attempt.pool, own.line) or own.line
 
     def _candidates(self) -> list[Pool]:
         """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
@@ -283,29 +293,61 @@ class _Choosing:
             await attempt.counted.check()
         failure: WarmfleetError | None = None
         for pool in self._first.homes:
-            job = await self._at(pool)
-            one = attempt.beside(pool, job.prompt.unable_workers)
-            reason = self._failed.get(pool.tag, "open")
-            try:
-                decision = await self._choice.decider.without_redis(job, one, reason)
-            except (NoWorker, FleetUnavailable) as error:
-                failure = error if failure is None or isinstance(error, NoWorker) else failure
-                avoided += one.avoided
-                continue
-            attempt.take_over(one)
-            self.job = job
-            if attempt.counted is not None:
-                decision.use = attempt.counted.use
-            if attempt.span is not None:
-                attempt.span.decided(decision, "", reason)
-            return decision
+            answer = await self._known_last(attempt, pool)
+            if isinstance(answer, Decision):
+                return answer
+            failure = answer.error if failure is None or isinstance(answer.error, NoWorker) else failure
+            avoided += answer.attempt.avoided
         attempt.withdraw_others()
         attempt.avoided = tuple(dict.fromkeys(avoided))
         raise failure or NoWorker(f"`{self._first.pool.name}` has no pool.")
 
+    async def _known_last(self, attempt: Attempt, pool: Pool) -> Decision | _Asked:
+        """A worker of the last reading of this pool, else why there is none."""
+        job = await self._at(pool)
+        one = _Asked(job, attempt.beside(pool, job.prompt.unable_workers))
+        reason = self._failed.get(pool.tag, "open")
+        try:
+            decision = await self._choice.decider.without_redis(job, one.attempt, reason)
+        except (NoWorker, FleetUnavailable) as error:
+            one.error = error
+            return one
+        attempt.take_over(one.attempt)
+        self.job = job
+        if attempt.counted is not None:
+            decision.use = attempt.counted.use
+        if attempt.span is not None:
+            attempt.span.decided(decision, "", reason)
+        return decision
+
+    async def _while_away(self, attempt: Attempt, busy: Pool, line: Queued | None) -> Decision | None:
+        """A worker of a pool that is away, for a request that would be refused or wait for long; None if there is none.
+
+        busy: a pool that is full. line: where the request would wait, None if it is refused.
+        """
+        homes = self._first.homes
+        pools = homes if line is None else [pool for pool in homes[:HOMES] if not pool.draining]
+        for pool in pools:
+            away = not pool.degraded.asks_redis or self._failed.get(pool.tag) in ("away", "late")
+            if not away or not self._must:
+                continue
+            if line is not None and line.turn_s < LONG_S + self._first.prompt.prompt_tokens * pool.view.token_s:
+                continue
+            if _in_flight(pool, attempt.never) < max(ENOUGH, _in_flight(busy, ())):
+                answer = await self._known_last(attempt, pool)
+                if isinstance(answer, Decision):
+                    return answer
+        return None
+
 
 class _Late(FleetUnavailable):
     """Another pool has answered, and this one has not for a while."""
+
+
+def _in_flight(pool: Pool, never: Sequence[str]) -> float:
+    """Requests of this replica at each worker that may be chosen, as of the last reading; infinite without one."""
+    workers = [one for one in pool.last_known.workers if one.routable and one.worker_id not in never]
+    return pool.degraded.in_flight.total() / len(workers) if workers else float("inf")
 
 
 def _raise_refusal(asked: Sequence[_Asked]) -> None:
