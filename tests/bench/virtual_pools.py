@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
+from warmfleet.pools.homes.prices import HOMES, Offer, best, turn_s
 from warmfleet.pools.homes.rendezvous import in_order
-from warmfleet.routing.homes.pool_choice import TIE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,11 +70,4 @@ class HomePools:
         return Offer(answer.cost_s, turn, answer.matched_tokens, token_s)
 
     def _best(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> int:
-        priced = prices(self._offers(answers), answers[0][0].weights.stay)
-        lowest = min(priced) + TIE_S
-
-        def rank(number: int) -> tuple[bool, int, bool]:
-            answer = answers[number][1]
-            return priced[number] <= lowest, answer.matched_tokens, isinstance(answer, Decision)
-
-        return max(range(len(answers)), key=rank)
+        return best(self._offers(answers), answers[0][0].weights.stay)

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
-from warmfleet.errors import FleetUnavailable
+from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
-from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
+from warmfleet.pools.homes.prices import HOMES, Offer, best, prices, turn_s
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
+from warmfleet.routing.homes.pool_choice import at_once
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools, ServedModel
     from warmfleet.prompt.request import Request
@@ -107,36 +110,60 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str
 async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
     """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
 
-    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the answers of both home
-    pools, and everything else is about the cheaper one.
+    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the answers of those that
+    a router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
     """
     if len(model.pools) == 1:
-        return await _explained(pool, request, hints, settings) | {"pools": []}
+        return await _explained(pool, request, hints, settings) | {"pools": [], "passed_over": []}
     prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
-    order = model.order_for(prompt, request.model, settings.pool_prefix_tokens)
-    usable = [one for one in order if one.usable and one.degraded.asks_redis] or order
-    found = await asyncio.gather(
-        *(_explained(one, request, hints, settings) for one in usable[:HOMES]), return_exceptions=True
-    )
-    answers = [one for one in found if not isinstance(one, BaseException)]
+    homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens)
+    answers, failed = await _of_homes(homes, request, hints, settings)
     if not answers:
-        raise next(one for one in found if isinstance(one, BaseException))
-    by_tag = {one.tag: one for one in usable}
-    offered = [_offer(answer, by_tag[answer["model"]]) for answer in answers]
+        raise next(iter(failed.values()))
+    offered = [_offer(answer, one) for one, answer in answers.items()]
+    stay = pool.fleet.weights.stay
     told = [
         {
-            "pool": answer["model"],
+            "pool": one.tag,
             "worker_id": worker_id,
             "matched_tokens": offer.matched_tokens,
-            "waits": answer["waits"],
+            "waits": answers[one]["waits"],
             "price_s": price,
         }
-        for answer, (worker_id, offer), price in zip(
-            answers, offered, prices([offer for _, offer in offered], pool.fleet.weights.stay), strict=True
+        for one, (worker_id, offer), price in zip(
+            answers, offered, prices([offer for _, offer in offered], stay), strict=True
         )
     ]
-    best = min(range(len(told)), key=lambda place: told[place]["price_s"])
-    return answers[best] | {"pools": told}
+    passed_over = [
+        {"pool": one.tag, "why": str(failed.get(one) or ("its Redis is away" if one.usable else "it has no worker"))}
+        for one in homes[:HOMES]
+        if one not in answers and not one.draining
+    ]
+    chosen = [*answers.values()][best([offer for _, offer in offered], stay)]
+    return chosen | {"pools": told, "passed_over": passed_over}
+
+
+async def _of_homes(
+    homes: Sequence[Pool], request: Request, hints: Hints, settings: Settings
+) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
+    """The answers of the pools that a router would ask, and the failures of the others."""
+    reachable = [one for one in homes if one.degraded.asks_redis] or homes
+    left = [one for one in reachable if one.usable] or reachable
+    answers: dict[Pool, dict[str, Any]] = {}
+    failed: dict[Pool, WarmfleetError] = {}
+    while left and not answers:
+        asked, left = (left[:1], left[1:]) if failed else (left[: at_once(left)], left[at_once(left) :])
+        found = await asyncio.gather(
+            *(_explained(one, request, hints, settings) for one in asked), return_exceptions=True
+        )
+        for one, answer in zip(asked, found, strict=True):
+            if isinstance(answer, WarmfleetError):
+                failed[one] = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                answers[one] = answer
+    return answers, failed
 
 
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:

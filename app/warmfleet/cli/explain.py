@@ -98,6 +98,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
         waits = " (it would wait for its turn)" if home.get("waits") else ""
         parts.append(f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, {cost}{waits}")
+    parts += [f"Home pool {one['pool']} is passed over: {one['why']}" for one in answer.get("passed_over", ())]
     if answer["moved"]:
         parts.append(f"It moves: {answer['moved']}.")
     if not answer["blocks"] and answer["identity"] == "exact":

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from warmfleet.api.fleet_status import _offer
+from warmfleet.api import fleet_status
+from warmfleet.api.fleet_status import _offer, explain
+from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Weights
+from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
@@ -16,9 +19,16 @@ if TYPE_CHECKING:
 WAIT_PRICE = Weights().wait_price
 
 
+class Stub:
+    """Has these attributes, and can be a key."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
 def pool() -> Pool:
     view = SimpleNamespace(token_s=0.01, token_s_of={"slow": 0.02, "fast": 0.01}.__getitem__)
-    return cast("Pool", SimpleNamespace(view=view, fleet=SimpleNamespace(weights=Weights())))
+    return cast("Pool", Stub(view=view, fleet=SimpleNamespace(weights=Weights())))
 
 
 def row(name: str, matched: int, wait_s: float, cost_s: float, *, chosen: bool) -> dict[str, Any]:
@@ -36,3 +46,62 @@ def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool
     else:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("fast", 1.5, 0)
         assert offer.turn_s == pytest.approx(0.01 * 100)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Explains a request to a model of three pools, whose answers are given: cost and matched tokens, or an error."""
+
+    async def asked(answers: list[tuple[float, int] | WarmfleetError], **states: Any) -> dict[str, Any]:
+        pools = [cast("Any", pool()) for _ in answers]
+        for number, one in enumerate(pools, 1):
+            one.tag, one.usable, one.draining = f"m#{number}", True, False
+            one.degraded = SimpleNamespace(asks_redis=True)
+            one.identify = identify
+            for name, numbers in states.items():
+                if number in numbers:
+                    setattr(one if hasattr(one, name) else one.degraded, name, name == "draining")
+
+        async def explained(one: Any, *_: object) -> dict[str, Any]:
+            answer = answers[pools.index(one)]
+            if isinstance(answer, WarmfleetError):
+                raise answer
+            rows = [row(f"{one.tag}.w", answer[1], 0.0, answer[0], chosen=True)]
+            return {"model": one.tag, "prompt_tokens": 100, "waits": False, "candidates": rows}
+
+        monkeypatch.setattr(fleet_status, "_explained", explained)
+        model = SimpleNamespace(pools=pools, order_for=lambda *_: pools)
+        view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001)
+        for one in pools:
+            one.view = view
+        given = cast("Any", None)
+        return await explain(cast("Any", model), pools[0], SimpleNamespace(model="m"), given, Settings(models=("m",)))  # type: ignore[arg-type]
+
+    async def identify(*_: object, **__: object) -> None:
+        return None
+
+    return asked
+
+
+async def test_the_pool_named_is_that_which_a_router_chooses(ask: Any) -> None:
+    told = await ask([(1.0, 0), (1.004, 1), (0.1, 0)])
+    assert told["model"] == "m#2", "within 5 ms the pool that holds more"
+    assert [one["pool"] for one in told["pools"]] == ["m#1", "m#2"]
+    assert told["passed_over"] == []
+    told = await ask([(1.0, 0), (0.5, 0), (0.1, 0)], draining={2, 3})
+    assert (told["model"], [one["pool"] for one in told["pools"]]) == ("m#1", ["m#1"])
+    told = await ask([NoWorker("none"), (0.5, 0), (0.1, 0)], draining={2, 3})
+    assert told["model"] == "m#2", "no other can serve"
+
+
+async def test_a_home_pool_that_gives_no_answer_is_told(ask: Any) -> None:
+    told = await ask([FleetUnavailable("gone"), (1.0, 0), (0.1, 0)])
+    assert told["model"] == "m#2"
+    assert told["passed_over"] == [{"pool": "m#1", "why": "gone"}]
+    told = await ask([(1.0, 0), (1.0, 0), (2.0, 0)], asks_redis={1}, usable={2})
+    assert told["model"] == "m#3"
+    assert [one["why"] for one in told["passed_over"]] == ["its Redis is away", "it has no worker"]
+    told = await ask([FleetUnavailable("gone"), FleetUnavailable("gone"), (2.0, 0)])
+    assert told["model"] == "m#3"
+    with pytest.raises(FleetUnavailable):
+        await ask([FleetUnavailable("gone")] * 3)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HOMES = 2  # pools that are asked at once
+TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/shared/room_left.lua
 
 
@@ -48,3 +49,11 @@ def prices(offers: Sequence[Offer], stay: float) -> list[float]:
             return [each.turn_s for each in offers]
         found.append(offer.cost_s + (stay - 1) * (most - offer.matched_tokens) * offer.token_s)
     return found
+
+
+def best(offers: Sequence[Offer], stay: float) -> int:
+    """The number of the cheapest; of those that cost the same one that holds more of the prompt, then one with room."""
+    priced = prices(offers, stay)
+    lowest = min(priced)
+    tied = [number for number, price in enumerate(priced) if price <= lowest + TIE_S]
+    return max(tied, key=lambda number: (offers[number].matched_tokens, offers[number].cost_s is not None))

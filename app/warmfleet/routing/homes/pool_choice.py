@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Queued
-from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
+from warmfleet.pools.homes.prices import HOMES, Offer, best, turn_s
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.explain_header import with_pools
@@ -45,7 +45,6 @@ LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker 
 ENOUGH = (
     4  # requests of this replica in flight at each worker of a pool that is away; more only if full pools have more
 )
-TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 
 
 class PoolChoice:
@@ -136,7 +135,7 @@ class _Choosing:
         asked: list[_Asked] = []
         left = self._candidates()
         while left:
-            count = 1 if asked or left[-1 if len(left) < HOMES else HOMES - 1].draining else HOMES
+            count = 1 if asked else at_once(left)
             asked += await self._ask(attempt, left[:count], may_wait=may_wait)
             if counted is not None:
                 await counted.check()
@@ -144,9 +143,10 @@ class _Choosing:
             _raise_refusal(asked)
             offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
             if offers:
-                best = _best(offers, self.job.pool.fleet.weights.stay)
-                idle = await self._while_away(attempt, best.job.pool, best.line) if best.line is not None else None
-                return idle or self._take(attempt, best, asked)
+                chosen = _best(offers, self.job.pool.fleet.weights.stay)
+                line = chosen.line
+                idle = None if line is None else await self._while_away(attempt, chosen.job.pool, line)
+                return idle or self._take(attempt, chosen, asked)
             if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
         full = next((one for one in asked if isinstance(one.answer, Queued)), None)
@@ -344,6 +344,11 @@ class _Late(FleetUnavailable):
     """Another pool has answered, and this one has not for a while."""
 
 
+def at_once(pools: Sequence[Pool]) -> int:
+    """How many of these, which can be asked, are asked first: a draining one only if no other can serve."""
+    return 1 if pools[-1 if len(pools) < HOMES else HOMES - 1].draining else HOMES
+
+
 def _in_flight(pool: Pool, never: Sequence[str]) -> float:
     """Requests of this replica at each worker that may be chosen, as of the last reading; infinite without one."""
     workers = [one for one in pool.last_known.workers if one.routable and one.worker_id not in never]
@@ -359,17 +364,11 @@ def _raise_refusal(asked: Sequence[_Asked]) -> None:
 
 
 def _best(offers: Sequence[tuple[_Asked, Offer]], stay: float) -> _Asked:
-    """The cheapest; of those that cost the same one that holds more of the prompt, then one that has room.
-
-    A reservation that was decided before stays where it is.
-    """
+    """The best offer, but a reservation that was decided before stays where it is."""
     for one, _ in offers:
         if isinstance(one.answer, Decision) and one.answer.outcome == "known":
             return one
-    priced = prices([offer for _, offer in offers], stay)
-    lowest = min(priced)
-    tied = [item for item, price in zip(offers, priced, strict=True) if price <= lowest + TIE_S]
-    return max(tied, key=lambda item: (item[1].matched_tokens, item[0].line is None))[0]
+    return offers[best([offer for _, offer in offers], stay)][0]
 
 
 def _told(asked: _Asked) -> dict[str, object]:
