@@ -116,6 +116,9 @@ async def test_foreign_load_is_what_no_router_sent() -> None:
             for one in chunks:
                 await anext(one)
             load = engine.core.load()
+            engine.core.moved()
+            both = engine.core.load().foreign_decode_tokens
+    assert both > 1.5 * load.foreign_decode_tokens, "the fleet's own are foreign in the pool that it moves to"
     assert (load.running, load.waiting, load.foreign_prefill_tokens) == (2, 0, 0)
     assert 40 < load.foreign_decode_tokens < 60
 

@@ -26,7 +26,7 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 BLOCKS = 1_000
 
@@ -335,9 +335,11 @@ def test_the_host_is_the_node_where_kubernetes_tells_it(monkeypatch: pytest.Monk
 
 
 @contextmanager
-def halves(town: Town, tracker: Tracker) -> Iterator[tuple[WorkerPublisher, ServerPublisher]]:
+def halves(
+    town: Town, tracker: Tracker, moved: Callable[[], None] = lambda: None
+) -> Iterator[tuple[WorkerPublisher, ServerPublisher]]:
     told = config(town.url, town.name)
-    core = WorkerPublisher(told, tracker, seat=core_seat(told))
+    core = WorkerPublisher(told, tracker, seat=core_seat(told), moved=moved)
     said = ServerConfig(town.url, town.name, "w1", "http://127.0.0.1:9", ("m",), "test")
     server = ServerPublisher(said, server_seat(town.url, town.name, "w1"))
     core.start()
@@ -356,12 +358,14 @@ async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkey
     old = town.register(1)
     tracker = Tracker()
     tracker.stored([os.urandom(8) for _ in range(500)])
+    moves: list[None] = []
     first, second = (Fleet(connect(town.url), town.pool(number), PATIENT) for number in (1, 2))
     try:
         async with upkeep(first), upkeep(second):
-            with halves(town, tracker) as (core, _):
+            with halves(town, tracker, lambda: moves.append(None)) as (core, _):
                 await equal(first, tracker)
                 assert core.tag == old
+                assert not moves, "to take a first pool is no move"
                 await poll(lambda: _both(first), what="both halves are in the first pool")
                 town.register(2), town.register(1, draining=True, moving=True)
                 await equal(second, tracker)
@@ -370,6 +374,7 @@ async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkey
                 await poll(lambda: _both(second), what="both halves are in the second pool")
                 await poll(lambda: _gone(first), 10, "both halves said goodbye to the first pool")
                 assert core.state.dropped == 0
+                assert len(moves) == 1
     finally:
         await first.close()
         await second.close()

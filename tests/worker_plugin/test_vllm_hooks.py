@@ -55,21 +55,26 @@ def test_a_function_is_replaced_once_and_still_called() -> None:
     assert owner.double(4) == 9
 
 
-def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
+def plain_reporter(monkeypatch: pytest.MonkeyPatch, requests: dict[str, Any], **scheduler: Any) -> Any:
+    """A reporter of a scheduler that has only these attributes beside its requests."""
     monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: Group(0, 16, 16, closed=True))
     monkeypatch.setattr(engine_core, "track", lambda *_: None)
     monkeypatch.setattr(engine_core, "missing", lambda _part: "")
+    shown: dict[str, Any] = {
+        "vllm_config": None,
+        "kv_cache_manager": SimpleNamespace(block_pool=SimpleNamespace(cached_block_hash_to_block=None)),
+        "get_request_counts": lambda: (1, 0),
+        "get_num_unfinished_requests": lambda: 1,
+        "requests": requests,
+        "pause_state": 0,
+    }
+    return engine_core.SchedulerReporter(SimpleNamespace(**(shown | scheduler)), "redis://x")
+
+
+def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
     unfinished = [1]
-    scheduler = SimpleNamespace(
-        vllm_config=None,
-        kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(cached_block_hash_to_block=None)),
-        get_request_counts=lambda: (1, 0),
-        get_num_unfinished_requests=lambda: unfinished[0],
-        requests={},
-        pause_state=0,
-    )
-    reporter = engine_core.SchedulerReporter(scheduler, "redis://x")
+    reporter = plain_reporter(monkeypatch, {}, get_num_unfinished_requests=lambda: unfinished[0])
     assert (reporter.load().running, reporter.load().steps) == (1, 0)
     reporter.scheduled(object())
     assert reporter.load().steps == 1
@@ -78,8 +83,19 @@ def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.Monk
     unfinished[0] = 0
     assert (reporter.load().running, reporter.load().steps) == (1, None)
     assert not reporter.load().paused
-    scheduler.pause_state = 2
+    reporter._scheduler.pause_state = 2
     assert reporter.load().paused
+
+
+def test_requests_of_the_pool_that_an_engine_has_left_are_foreign_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = plain_reporter(monkeypatch, requests := {})
+    ours = [f"chatcmpl-wf-{letter * 22}.x" for letter in "ab"]
+    sizes = {"num_computed_tokens": 40, "num_prompt_tokens": 100, "num_tokens": 100}
+    requests[ours[0]] = SimpleNamespace(request_id=ours[0], **sizes)
+    assert reporter.load().foreign_prefill_tokens == 0
+    reporter.moved()
+    requests[ours[1]] = SimpleNamespace(request_id=ours[1], **sizes)
+    assert reporter.load().foreign_prefill_tokens == 60, "the second was sent by the new pool"
 
 
 def parallel(**fields: Any) -> Any:

@@ -50,6 +50,7 @@ class WorkerPublisher:
 
     ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
     ``load`` is called in the publisher's thread. seat: tells the pool to join; without it that is ``config.model``.
+    moved: called in that thread when the worker has left a pool for another.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class WorkerPublisher:
         transitions: Transitions,
         load: Callable[[], Load] = Load,
         seat: Seat | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self._transitions = transitions
         self._load = load
         self._seat = seat
+        self._moved = moved
         self._open(config.model)
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
         self._wake = threading.Event()
@@ -207,6 +210,8 @@ class WorkerPublisher:
         self._stream.close()
         self._open(tag)
         self._update(joined=False, acknowledged=False)
+        if self._state.joins:
+            self._moved()
 
     def _join(self, now: float) -> None:
         """Begin a new incarnation. Its index is empty, so a snapshot of the table follows."""

@@ -15,7 +15,7 @@ from warmfleet_worker.protocol.wire import reservation_of
 from warmfleet_worker.speed_meter import SpeedMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
@@ -42,6 +42,7 @@ class EngineCore:
         self.busy_s = 0.0
         self.step_ends = 0.0
         self._meter = SpeedMeter()
+        self._left: frozenset[str] = frozenset()  # ids of requests that were booked in a pool that it has left
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
         self._api_free = 0.0  # when the API server's one thread has done with the earlier requests
@@ -109,18 +110,26 @@ class EngineCore:
                 if output.finished:
                     del self._sinks[output.request]
 
+    def moved(self) -> None:
+        """The engine has left a pool; called in the publisher's thread."""
+        requests = self.scheduler.running.copy(), self.scheduler.waiting.copy()
+        self._left = frozenset(one.request_id for some in requests for one in some)
+
     def load(self) -> Load:
         """What this engine is doing now; called in the publisher's thread."""
-        load = load_of(self.scheduler, self._meter.speed_tps)
+        load = load_of(self.scheduler, self._meter.speed_tps, self._left)
         return replace(load, steps=self.steps if load.running + load.waiting else None)
 
 
-def load_of(scheduler: Scheduler, speed_tps: int) -> Load:
-    """The load of an engine. Any thread may call it: each copy of a list is one C call."""
+def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:
+    """The load of an engine. Any thread may call it: each copy of a list is one C call.
+
+    left: ids of requests that count as foreign, because they were booked in a pool that the engine has left.
+    """
     running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
     prefill = decode = 0
     for request in (*running, *waiting):
-        if reservation_of(request.request_id) is None:
+        if request.request_id in left or reservation_of(request.request_id) is None:
             if request.computed < request.prompt_tokens:
                 prefill += request.prompt_tokens - request.computed
             else:

@@ -56,7 +56,7 @@ class Halves:
             version=f"sim {VERSION}",
             closed=scheduler.follower is None,  # T-LRU may give up what a conversation shares with a longer one
         )
-        self.worker = WorkerPublisher(config, tracker, core.load, core_seat(config))
+        self.worker = WorkerPublisher(config, tracker, core.load, core_seat(config), core.moved)
         server = ServerConfig(
             redis_url=membership.redis_url,
             model=membership.model,

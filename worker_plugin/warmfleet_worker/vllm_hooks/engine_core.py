@@ -112,6 +112,7 @@ class SchedulerReporter:
             some = group.hash_block_tokens != group.block_tokens
             whole = WholeBlocks(pool, group.number, group.block_tokens) if some else None
             track(pool.cached_block_hash_to_block, self.transitions, whole)
+        self._left: frozenset[str] = frozenset()  # ids of requests that were booked in a pool that this engine has left
         self._publisher: WorkerPublisher | None = None
         self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, group)
         self._stopping = threading.Event()
@@ -130,7 +131,7 @@ class SchedulerReporter:
                 if self._stopping.wait(0.05):
                     return
             config = self._make_config()
-            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_seat(config))
+            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_seat(config), self.moved)
             self._publisher.start()
 
     def stop(self) -> None:
@@ -163,6 +164,11 @@ class SchedulerReporter:
                 self._tail_eviction.first_tokens(outputs)
             self._steps_unreadable = False
 
+    def moved(self) -> None:
+        """The engine has left a pool: no reservation of the new one stands for the requests that it has now."""
+        with swallow_errors("could not read the scheduler's requests"):
+            self._left = frozenset(list(self._scheduler.requests))
+
     def load(self) -> Load:
         """What the engine is doing now; zeros after the first error, for the heartbeat must go on.
 
@@ -174,7 +180,7 @@ class SchedulerReporter:
             self._load_unreadable = True  # unless the end of this block is reached
             with swallow_errors("could not read the scheduler's load"):
                 running, waiting = self._scheduler.get_request_counts()
-                prefill, decode = foreign_load(list(self._scheduler.requests.values()))
+                prefill, decode = foreign_load(list(self._scheduler.requests.values()), self._left)
                 works = self._scheduler.get_num_unfinished_requests() > 0  # a paused engine keeps requests at rest
                 paused = int(self._scheduler.pause_state) != 0  # a sleeping engine is paused, too
                 self._load_unreadable = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet_worker.protocol.wire import reservation_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 
 def step_tokens(scheduler_output: Any) -> tuple[int, int]:
@@ -41,14 +41,15 @@ def finished_prefills(outputs: dict[int, Any]) -> Iterator[tuple[str, int, int]]
                     yield reservation[0], stats.num_cached_tokens, stats.num_prompt_tokens
 
 
-def foreign_load(requests: Iterable[Any]) -> tuple[int, int]:
+def foreign_load(requests: Iterable[Any], left: Collection[str] = ()) -> tuple[int, int]:
     """(prefill tokens still to compute, context tokens of decoding requests) of all foreign requests.
 
-    A foreign request is one that no router of the fleet has sent: its id holds no reservation.
+    A foreign request is one that no router of the fleet has sent: its id holds no reservation. left: ids of requests
+    that count as foreign, too, because their reservations are in a pool that the worker has left.
     """
     prefill = decode = 0
     for request in requests:
-        if reservation_of(request.request_id) is not None:
+        if request.request_id not in left and reservation_of(request.request_id) is not None:
             continue
         computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
         if computed < prompt:
