@@ -70,47 +70,46 @@ local function least_of(those, base, room)
 end
 
 return function(s, room_of, overdue_s)
-  local room, base, by_slot, allowed, left = {}, {}, {}, {}, {}
+  local room, base, by_slot, allowed, left, free = {}, {}, {}, {}, {}, false
   for i = 1, s.count do
     room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i] + overdue_s(i), i
+    free = free or room[i] > NO_ROOM_S
   end
   left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, WAIT_PRICE
 
   -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.
   local function allowed_by(barred)
-    local found, is_barred, those = allowed[barred], {}, {}
-    if not found then
-      -- A ticket of an older replica has ids here, which bar nobody: their number of bytes is any.
-      for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
-      for i = 1, s.count do
-        if not is_barred[s.slots[i]] then those[#those + 1] = i end
-      end
-      found = { any = least_of(those, base), first = least_of(those, base, room) }
-      allowed[barred] = found
+    if allowed[barred] then return allowed[barred] end
+    local is_barred, those = {}, {}
+    -- A ticket of an older replica has ids here, which bar nobody: their number of bytes is any.
+    for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
+    for i = 1, s.count do
+      if not is_barred[s.slots[i]] then those[#those + 1] = i end
     end
-    return found
+    allowed[barred] = { any = least_of(those, base), first = least_of(those, base, room) }
+    return allowed[barred]
   end
 
-  function left.any() return allowed_by("").first() ~= nil end
+  local first = free and allowed_by("").first
+  function left.any() return free and first() ~= nil end
 
   -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, and what
   -- it costs to compute there (0 with policies that do not look at costs).
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local those = allowed_by(sub(ticket, TICKET_OWN_AT + OWN_BYTES * count))
-    local lowest, nearest, best, chosen, chosen_us = huge, nil, huge, nil, 0
-    local function consider(i, own_us)
-      local cost = base[i] + own_us / US
-      if cost < lowest then lowest, nearest = cost, i end
-      if room[i] > NO_ROOM_S and cost < best then best, chosen, chosen_us = cost, i, own_us end
-    end
-    local any, first = those.any(), those.first()
-    if any then consider(any, rest_us) end
-    if first then consider(first, rest_us) end
-    for k = 0, count - 1 do -- decide named none that may not serve it
-      local slot, own_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
-      if by_slot[slot] then consider(by_slot[slot], own_us) end
+    local lowest, nearest, best, chosen, chosen_us = huge, those.any(), huge, those.first(), 0
+    if nearest then lowest = base[nearest] + rest_us / US end
+    if chosen then best, chosen_us = base[chosen] + rest_us / US, rest_us end
+    for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
+      local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
+      local i = by_slot[slot] -- decide named none that may not serve it
+      if i then
+        local cost = base[i] + own_us / US
+        if cost < lowest then lowest, nearest = cost, i end
+        if cost < best and room[i] > NO_ROOM_S then best, chosen, chosen_us = cost, i, own_us end
+      end
     end
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us
   end
