@@ -10,7 +10,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 import redis
-from tests.conftest import PATIENT, poll
+from tests.app.cli.test_doctor import guarded
+from tests.conftest import PATIENT, poll, redis7_binary, valkey_binary
 from tests.worker_plugin.publishing import SCHEME
 
 from warmfleet.__main__ import main
@@ -28,7 +29,7 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 BLOCKS = [bytes([number]) * 8 for number in range(64)]
 
@@ -197,6 +198,20 @@ def test_orders_of_the_operator_hold_from_the_first_registry_on(
     assert json.loads(capsys.readouterr().out) == {f"{model}#{number}": "sticky" for number in (1, 2)}
     for number in (1, 2):
         assert pools.client.smembers(Keys(f"{model}#{number}").operator_approved) == {approved.encode()}
+
+
+@pytest.mark.parametrize("store", [valkey_binary, redis7_binary])
+def test_a_user_who_may_not_copy_orders_enters_pools_all_the_same_and_is_told(
+    store: Callable[[], str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In Kubernetes routers enter the pools before they start, by their own user."""
+    with guarded(model, store()) as path:
+        url = "unix://{0}:secret-{0}@" + str(path)
+        assert main(["policy", "sticky", "--redis", url.format("admin"), "--model", model]) == 0
+        assert main(["pools", "add", f"{model}#1", "--redis", url.format("router")]) == 0
+        told = capsys.readouterr()
+        assert f"{model}#1 serves" in told.out
+        assert f"policy and approved templates of {model} do not hold in {model}#1" in told.err
 
 
 def test_draining_is_taken_back(pools: Commands, model: str) -> None:

@@ -17,6 +17,7 @@ from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
 from warmfleet.fleet.connection.redis_connections import RedisConnections
+from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.fleet.pool_registry import clear, master_of
 from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, served_model
 from warmfleet.protocol.wire import WireError, model_tag
@@ -191,7 +192,11 @@ async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace
 
 
 async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:
-    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any."""
+    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any.
+
+    A router's user may not write them. Its pools are entered all the same, because in Kubernetes routers do that before
+    they start, and it is told.
+    """
     policy, approved, first = "", frozenset[str](), ""
     for first in old:
         async with pool_of(url, first) as fleet:
@@ -200,10 +205,14 @@ async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None
             break
     for tag in [tag for tag in new if tag != first]:
         async with pool_of(url, tag) as fleet:
-            if policy:
-                await fleet.switch(policy)
-            if approved:
-                await fleet.approve(approved)
+            try:
+                if policy:
+                    await fleet.switch(policy)
+                if approved:
+                    await fleet.approve(approved)
+            except RefusedCall as error:
+                text = f"policy and approved templates of {first} do not hold in {tag} ({error}): as `admin` call"
+                print(f"{text} `warmfleet policy` and `warmfleet artifacts approve` again", file=sys.stderr)
 
 
 async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, move: bool) -> None:
