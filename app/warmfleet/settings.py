@@ -202,7 +202,11 @@ class Settings:
     redis_ca: str = _setting(
         "", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL; empty = the system's"
     )
-    models: tuple[str, ...] = _setting((), "model tags to serve, each `name` or `name#pool`; required")
+    models: tuple[str, ...] = _setting(
+        (),
+        "model tags to serve, each `name` or `name#pool`; required. Once `warmfleet pools add` was called, the "
+        "registry in Redis tells the pools of a model, and of a tag here only its name counts (pools.md)",
+    )
     pool_prefix_tokens: int = _setting(
         1024,
         "so many tokens at a prompt's beginning choose its home pools, where a model has several; more, where many "

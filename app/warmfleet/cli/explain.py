@@ -45,6 +45,10 @@ These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the promp
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
 the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back.
 """
+PRICES = """\
+The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If
+the request would wait for its turn in one of them, it is half of the time until then and the time to compute the rest.
+"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,7 +101,11 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     for home in answer.get("pools", ()):
         worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
         waits = " (it would wait for its turn)" if home.get("waits") else ""
-        parts.append(f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, {cost}{waits}")
+        parts.append(
+            f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, priced at {cost}{waits}"
+        )
+    if len(answer.get("pools", ())) > 1:
+        parts.append(PRICES)
     parts += [f"Home pool {one['pool']} is passed over: {one['why']}" for one in answer.get("passed_over", ())]
     if answer["moved"]:
         parts.append(f"It moves: {answer['moved']}.")

@@ -114,7 +114,8 @@ examples:
   warmfleet pools drain llama --undo   it serves again
   warmfleet pools remove llama         and delete what Redis holds of it
 
-This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`.
+This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`. `router` may do the same, but it
+cannot copy a policy and approved templates into a new pool.
 """
 
 DOCTOR = """\

@@ -195,9 +195,10 @@ class ServedModel:
         self._beginnings = before._beginnings
 
     @property
-    def ready(self) -> bool:
-        """Whether every pool that gets new requests is usable."""
-        return all(pool.usable for pool in self.pools if not pool.draining or len(self.draining) == len(self.pools))
+    def missing(self) -> list[str]:
+        """The tags of the pools that get new requests and are not usable."""
+        drained = len(self.draining) == len(self.pools)
+        return [pool.tag for pool in self.pools if not pool.usable and (drained or not pool.draining)]
 
     @property
     def reference(self) -> Pool:
@@ -282,9 +283,11 @@ class Pools:
         if not self.contacted:
             return "no contact with Redis yet"
         now = time.monotonic()
-        wait = 0.0 if all(model.ready for model in self.served.values()) else WORKER_TTL_SECONDS
-        self._ready_at = min(self._ready_at, now + wait)
-        return "" if self._ready_at <= now else "no worker is routable yet, or its tokenizer is not loaded"
+        missing = [tag for model in self.served.values() for tag in model.missing]
+        self._ready_at = min(self._ready_at, now + (WORKER_TTL_SECONDS if missing else 0.0))
+        if self._ready_at <= now:
+            return ""
+        return f"no worker is routable yet, or its tokenizer is not loaded: {', '.join(missing)}"
 
     def names(self) -> dict[str, Pool]:
         """Every name that a routable worker serves, with a pool; a model without workers by its own name."""

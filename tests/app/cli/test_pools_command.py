@@ -218,6 +218,8 @@ def test_draining_is_taken_back(pools: Commands, model: str) -> None:
     pools("add", f"{model}#1", f"{model}#2")
     pools("drain", f"{model}#2")
     assert pools.listed()[f"{model}#2"]["state"] == "draining"
+    undo = f"`warmfleet pools drain {model}#2 --undo`"
+    assert pools("add", f"{model}#2") == f"{model}#2 is there, but drained: {undo} lets it serve again\n"
     assert "serves again" in pools("drain", f"{model}#2", "--undo")
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
 

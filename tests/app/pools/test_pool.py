@@ -110,7 +110,7 @@ def test_pools_that_leave_or_drain_keep_no_replica_waiting() -> None:
     taking, drained = (Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2"))
     fleet.change(ServedModel("m", [taking, drained], frozenset(["m#2"])))
     taking.show(View((), read_at=now))
-    assert "no worker is routable" in fleet.unready()
+    assert fleet.unready() == "no worker is routable yet, or its tokenizer is not loaded: m#1"
     taking.show(View((worker(True),), text=True, read_at=now))
     assert fleet.unready() == ""
 

@@ -173,7 +173,12 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
-        print(f"{tag} " + ("serves: new workers join the pool with the least capacity" if tag in new else "is there"))
+        if tag in new:
+            print(f"{tag} serves: new workers join the pool with the least capacity")
+        elif entries[tag].draining:
+            print(f"{tag} is there, but drained: `warmfleet pools drain {tag} --undo` lets it serve again")
+        else:
+            print(f"{tag} is there")
 
 
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace) -> str:
