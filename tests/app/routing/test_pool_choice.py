@@ -42,6 +42,7 @@ from warmfleet.routing.router import Router, _holder
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
 from warmfleet.settings import Settings
+from warmfleet.tracing.spans import TrySpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -359,6 +360,16 @@ async def test_a_request_in_line_leaves_it_when_its_wait_becomes_long_and_a_home
 
     (tag, _), _ = await asyncio.gather(fixture.admit(), grows())
     assert tag == "m#1"
+
+
+async def test_the_span_of_a_second_worker_tells_its_pool() -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].cost_s = 9.0
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    attempt.span = TrySpan("trace")
+    await fixture.choice.decide(job, attempt)
+    assert attempt.span.pool == "m#2"
+    attempt.release("finished")
 
 
 async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_itself() -> None:

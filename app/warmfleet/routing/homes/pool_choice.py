@@ -75,6 +75,8 @@ class PoolChoice:
             return job, await self.decider.decide(job, attempt, may_wait=False)
         choosing = _Choosing(self, job, must=False)
         answer = await choosing.decide(job, attempt, may_wait=False)
+        if attempt.span is not None:
+            attempt.span.pool = attempt.pool.tag
         return choosing.job, answer
 
 
