@@ -149,6 +149,12 @@ def test_without_models_there_is_no_start() -> None:
         create_app(Settings())
 
 
+def test_a_pool_without_a_name_is_refused() -> None:
+    """An unset shell variable behind the # would be a second name for the pool `demo`."""
+    with pytest.raises(BadArgument, match=r"WARMFLEET_MODELS='demo#': .* leave the '#' out, or name one \(demo#1\)"):
+        create_app(Settings(models=("demo#",)))
+
+
 def test_a_model_that_keys_cannot_name_is_refused() -> None:
     with pytest.raises(BadArgument, match=r"WARMFLEET_MODELS='a\{b'"):
         create_app(Settings(models=("a{b",)))

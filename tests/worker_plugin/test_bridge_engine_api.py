@@ -171,6 +171,7 @@ def test_engines_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
         (["--engine", "http://a:1,ranks"], "is no OPTION=VALUE"),
         (["--engine", "http://a:1", "--engine", "http://a:1/"], "same server_id"),
         (["--engine", "http://a:1,server_id=a b"], "server_id: "),
+        (["--engine", "http://a:1", "--model", "m#"], "model: 'm#' names no pool"),
         (["--engines", "/nowhere"], "cannot read /nowhere"),
     ],
 )

@@ -132,6 +132,14 @@ def test_a_core_is_named_by_its_server_and_the_rank_that_the_server_knows_it_by(
     assert engine_core.ranks_of(config) == ranks
 
 
+def test_a_pool_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unset shell variable behind the # would name the pool without it."""
+    monkeypatch.setenv("WARMFLEET_MODEL", "m#")
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+    with pytest.raises(WireError, match=r"set WARMFLEET_MODEL: 'm#' names no pool .* name one \(m#1\)"):
+        engine_core.model_tag(config)
+
+
 class FullAttentionSpec: ...
 
 

@@ -42,6 +42,7 @@ def test_fields_that_are_no_pools_of_the_model_are_left_out() -> None:
         b"org/m#1": good,
         b"other#1": good,
         b"org/m#a b": good,
+        b"org/m#": good,
         b"\xff": good,
         b"org/m#2": b"[]",
         b"org/m#3": b"{",

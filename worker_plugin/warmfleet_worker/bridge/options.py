@@ -213,6 +213,11 @@ def _check(engines: Sequence[EngineOptions], store: str) -> None:
             if endpoint.startswith("tcp://") and not (_TCP_PORT.fullmatch(port_text) and int(port_text) <= MAX_PORT):
                 raise OptionError(f"{engine.url}: {endpoint!r} has no port from 1 to 65535")
         try:
+            if engine.model:
+                wire.model_tag(engine.model)
+        except wire.WireError as error:
+            raise OptionError(f"{engine.url}: model: {error}") from error
+        try:
             wire.check_name(f"{engine.name}.0")
         except wire.WireError as error:
             raise OptionError(f"{engine.url}: server_id: {error}") from error

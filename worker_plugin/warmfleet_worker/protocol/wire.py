@@ -57,9 +57,12 @@ def check_name(name: str) -> str:
 def model_tag(model: str) -> str:
     """The part of every key between the braces: the base model's name with ``~`` for ``/``, and an optional ``#pool``.
 
-    Raises WireError if a part of ``model`` is not a name.
+    Raises WireError if a part of ``model`` is not a name, and for a ``#`` with nothing behind it.
     """
-    base, _, pool = model.partition("#")
+    base, mark, pool = model.partition("#")
+    if mark and not pool:
+        text = f"{model[:80]!r} names no pool behind its '#': leave the '#' out, or name one ({base[:80]}#1)"
+        raise WireError(f"{text}; is a shell variable unset?")
     for part in [*base.split("/"), *([pool] if pool else [])]:
         check_name(part)
     return base.replace("/", "~") + (f"#{pool}" if pool else "")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse
@@ -64,7 +65,7 @@ def models_of(options: argparse.Namespace) -> list[str]:
     """The tags of the models that a command with ``--model`` and ``--redis`` is about.
 
     They are the named ones, else those of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its
-    store. Raises CommandError if there are none.
+    store. Raises CommandError if there are none, or one is no tag.
     """
     models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
     local = found()
@@ -72,6 +73,11 @@ def models_of(options: argparse.Namespace) -> list[str]:
         models = list(local.models)
     if not models:
         raise no_model(local)
+    for model in models:
+        try:
+            model_tag(model)
+        except WireError as error:
+            raise CommandError(str(error)) from error
     return models
 
 
