@@ -59,8 +59,8 @@ class PoolRegistry:
     async def read(self) -> tuple[PoolEntry, ...]:
         """All its pools; () if there is no registry: then the model has the pools that this replica's settings name.
 
-        A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed: it
-        is written back as it was read last. Raises FleetUnavailable.
+        A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
+        while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.
         """
         return await self.told(await self.ask())
 

@@ -18,6 +18,7 @@ from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
 from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
 from warmfleet.fleet.connection.pool_masters import master_of
+from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.wire import Keys
 from warmfleet_worker import seat as seats
@@ -170,7 +171,8 @@ def test_a_pool_in_use_is_removed_only_by_force_and_leaves_no_key(pools: Command
     assert "1 requests in flight" in pools("remove", one, status=2)
     pools("remove", one, "--force")
     assert pools.keys_of(one) == set()
-    assert pools("remove", one) == f"{one} is removed\n", "again: what an interrupted call has left"
+    again = f"no pool {one} in the registry; deleted what was left of it\n"
+    assert pools("remove", one) == again, "what an interrupted call has left"
 
 
 def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(
@@ -253,6 +255,9 @@ def test_a_tag_for_one_more_pool_keeps_away_from_pools_of_other_models(
         (["list", "m#1"], "list takes no pool"),
         (["add", "m#1", "n#1"], "pools of one model"),
         (["add", "m#a b"], "is not a name"),
+        (["add", "{model}#"], "names no pool behind its '#'"),
+        (["remove", "{model}#"], "names no pool behind its '#'"),
+        (["list", "--model", "{model}#"], "names no pool behind its '#'"),
         (["drain", "m#1", "--move", "--undo"], "choose one"),
         (["drain", "m#1", "--force"], "--force is for remove"),
         (["add", "m#1", "--spread"], "without #"),
@@ -265,3 +270,55 @@ def test_what_cannot_be_done_is_refused_with_a_reason(pools: Commands, model: st
     pools("add", f"{model}#1", f"{model}#2")
     assert told in pools(*[word.format(model=model) for word in words], status=2)
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
+
+
+def test_without_a_registry_no_pool_in_use_is_removed(pools: Commands, model: str) -> None:
+    """The model's name is its only pool then, and pools that only the routers' settings name have live workers."""
+    one = f"{model}#1"
+    with engines(pools.url, model, "a"), engines(pools.url, one, "b"):
+        applied(pools.url, {model: 1, one: 1})
+        assert "has no registry" in pools("remove", model, status=2)
+        assert "has no registry" in pools("remove", model, "--force", status=2)
+        assert f"{one} has 1 live workers" in pools("remove", one, status=2)
+        applied(pools.url, {model: 1, one: 1})
+    assert pools("remove", f"{model}#9") == f"no pool {model}#9 in the registry; deleted what was left of it\n"
+
+
+def test_a_model_that_nobody_knows_is_told_of_and_goes_by_force(
+    pools: Commands, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = f"{model}#1"
+    assert main(["pools", "add", new, "--redis", pools.url]) == 0
+    assert f"no worker and no registry of {model} is known" in capsys.readouterr().err
+    assert main(["pools", "add", f"{model}#2", "--redis", pools.url]) == 0
+    assert not capsys.readouterr().err, "it has a registry now"
+    pools("remove", f"{model}#2")
+    assert "its last one goes with --force" in pools("remove", new, status=2)
+    with engines(pools.url, new, "a"):
+        applied(pools.url, {new: 1})
+        assert "stop its engines first" in pools("remove", new, "--force", status=2)
+        applied(pools.url, {new: 1})
+
+
+def test_the_last_pool_goes_by_force_with_the_registry(pools: Commands, model: str) -> None:
+    new = f"{model}#1"
+    pools("add", new)
+    assert pools("remove", new, "--force") == f"{new} is removed\n"
+    assert pools.keys_of(new) | pools.keys_of(model) == set()
+
+
+def test_the_last_pool_of_a_model_that_a_router_serves_stays(
+    pools: Commands, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = f"{model}#1"
+    pools("add", new)
+    [state] = pools.client.hvals(Keys(model).pools)
+    removed = PoolRegistry.remove
+
+    async def written_back(registry: PoolRegistry, tag: str) -> None:
+        await removed(registry, tag)
+        pools.client.hset(Keys(model).pools, tag, state)
+
+    monkeypatch.setattr(PoolRegistry, "remove", written_back)
+    assert "has written the registry back" in pools("remove", new, "--force", status=2)
+    assert list(pools.listed()) == [new]

@@ -19,7 +19,7 @@ from warmfleet.fleet.connection.pool_masters import next_tag
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.fleet.pool_registry import clear, master_of
-from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, served_model
+from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, read_registry, served_model
 from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
@@ -167,6 +167,12 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
             if await fleet.workers():
                 new.insert(0, registry.name)
                 print(f"{registry.name} has workers: it stays a pool beside the others")
+    if not entries and registry.name not in new and not await _any_worker(url, tags):
+        print(
+            f"warmfleet pools: warning: no worker and no registry of {registry.name} is known; if its name is wrong: "
+            f"warmfleet pools remove {' '.join(tags)} --force",
+            file=sys.stderr,
+        )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
     # Without a registry the orders stand where routers have looked so far: `llama`, or a pool that is named here.
@@ -179,6 +185,14 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
             print(f"{tag} is there, but drained: `warmfleet pools drain {tag} --undo` lets it serve again")
         else:
             print(f"{tag} is there")
+
+
+async def _any_worker(url: str, tags: Iterable[str]) -> bool:
+    for tag in tags:
+        async with pool_of(url, tag) as fleet:
+            if await fleet.workers():
+                return True
+    return False
 
 
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace) -> str:
@@ -238,32 +252,46 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
     """Strike pools out of the registry, and delete what Redis holds of them."""
     entries = {entry.tag: entry for entry in await registry.read()}
-    left = entries.keys() - set(tags)
-    if entries.keys() & set(tags):
-        if not left:
-            raise CommandError(f"{registry.name} would have no pool: its last one cannot be removed")
-        if not force:
-            for tag in tags:
-                await _unused(url, tag)
+    if not entries and registry.name in tags:
+        raise CommandError(
+            f"{registry.name} has no registry: it is the pool of a model that has one pool. Stop its engines, and take "
+            "it out of the routers' WARMFLEET_MODELS"
+        )
+    last = bool(entries) and entries.keys() <= set(tags)
+    if last and not force:
+        raise CommandError(f"{registry.name} would have no pool: its last one goes with --force, if no worker is there")
+    if last or not force:
         for tag in tags:
-            await registry.remove(tag)
+            await _unused(url, tag, last=last)
+    for tag in entries.keys() & set(tags):
+        await registry.remove(tag)
+    if entries.keys() & set(tags):
         await asyncio.sleep(LET_GO_S)
+    if last and read_registry(registry.name, await registry.ask()):
+        raise CommandError(
+            f"{registry.name} keeps its last pool: a router serves it, and has written the registry back. Take "
+            f"{registry.name} out of its WARMFLEET_MODELS first"
+        )
     for tag in tags:  # also of a pool that is none any more: what an interrupted `remove` has left
         async with pool_of(url, tag) as fleet:
             await clear(fleet, shared=tag == registry.name)
-        print(f"{tag} is removed")
+        there = tag in entries
+        print(f"{tag} is removed" if there else f"no pool {tag} in the registry; deleted what was left of it")
 
 
-async def _unused(url: str, tag: str) -> None:
+async def _unused(url: str, tag: str, *, last: bool) -> None:
     """Raises CommandError while something of the pool is in use."""
     async with pool_of(url, tag) as fleet:
         workers = await fleet.workers()
     alive = [worker.worker_id for worker in workers if worker.heard]
     open_requests = sum(worker.load.in_flight for worker in workers)
     if alive or open_requests:
+        has = f"{tag} has {len(alive)} live workers and {open_requests} requests in flight"
+        if last:
+            raise CommandError(f"{has}, and the model has no other pool: stop its engines first")
         raise CommandError(
-            f"{tag} has {len(alive)} live workers and {open_requests} requests in flight: `warmfleet pools drain {tag} "
-            "--move` sends its workers to other pools; with --force it is removed all the same, and they go at once"
+            f"{has}: `warmfleet pools drain {tag} --move` sends its workers to other pools; with --force it is removed "
+            "all the same, and they go at once"
         )
 
 
