@@ -23,7 +23,7 @@ def pool(*states: str, contacted: bool = True, usable: bool = True, announced: b
 
 def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "warmfleet")
-    pools = SimpleNamespace(all=())
+    pools = SimpleNamespace(all=(), leaving=())
     waiting = Waiting(cast("Any", pools))
     seen = (
         pool(contacted=False),
@@ -39,6 +39,8 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         pools.all = (one,)
         waiting.look()
         waiting.look()
+    pools.leaving = pools.all = (pool(),)  # removed: nothing is awaited there
+    waiting.look()
     told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
     assert told == [
         ("INFO", "demo waits for its first engine"),

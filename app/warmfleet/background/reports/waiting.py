@@ -32,9 +32,12 @@ class Waiting:
         self._told: dict[str, tuple[str, int, int]] = {}
 
     def look(self) -> None:
-        """Log a line for each model whose state is another one than before. Redis' absence is told elsewhere."""
+        """Log a line for each pool whose state is another one than before, unless it is leaving.
+
+        Redis' absence is told elsewhere.
+        """
         for pool in self._pools.all:
-            if not pool.contacted:
+            if not pool.contacted or pool in self._pools.leaving:
                 continue
             workers = pool.view.workers
             routable = sum(worker.routable for worker in workers)
