@@ -2,9 +2,9 @@
 
     make -s bench NAME=pools                                  # all of it: an hour of two cores
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
+    make -s bench NAME=pools ARGS="--quick --case generated"  # the same without a trace
     make -s bench NAME=pools ARGS="--case agents-roomy --pools 1,8 --seeds 3 --no-thousand --no-rest"
     make -s bench NAME=pools ARGS="--case conversation --loads 0.7 --pools 1,8 --rows 600 --no-thousand --no-rest"
-    make -s bench NAME=pools ARGS="--case generated --no-thousand --no-rest"    # needs no trace
     make -s bench NAME=pools ARGS="--sizes 2,2,4,8,8,8,16,16 --rows 400"        # pools of unequal size only
 
 64 simulated engines are one pool, or 2, 4 or 8 pools of equal size. They get the same arrivals: a trace laid over
@@ -287,10 +287,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if min(args.jobs, args.seeds) < 1 or (args.rows is not None and args.rows < 1):
         parser().error("--rows, --seeds and --jobs from 1 on")
+    wanted = every(args)
     try:
-        wanted = every(args)
         for job in wanted:
             job.trace()
+    except (OSError, ValueError) as error:
+        hint = ": add --case generated" if isinstance(error, FileNotFoundError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
+        return 1
+    try:
         rows = measured(wanted, args.jobs)
         rest = at_rest() if args.rest and not args.quick and not args.sizes else {}
     except (OSError, ValueError, WarmfleetError, StackError) as error:

@@ -153,6 +153,15 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert "| generated | 0.5 | 64 | 8 |" in printed.err
 
 
+def test_without_a_trace_the_option_is_named_that_needs_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACE", "/nowhere")
+    assert main(["--quick"]) == 1
+    assert "no trace at /nowhere" in (told := capsys.readouterr().err)
+    assert told.endswith("add --case generated\n")
+
+
 def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--pools", "3"], ["--loads", "1.5"], ["--case", "nosuch"], ["--rows", "0"], ["--seeds", "0"]):
         with pytest.raises(SystemExit) as ended:
