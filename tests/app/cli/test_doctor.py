@@ -424,6 +424,8 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             "pools", f"{tags[2]} has no worker that takes requests", "stop some of its engines for more than 90 s"
         )
         told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
+        for check in ("router rights", "default user"):
+            assert [one.check for _, one in told.report.found].count(check) == 1, "four pools have one Redis"
         told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
         assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
         workers = {tag: await Fleet(fleet.redis, tag).workers() for tag in tags[:2]}
@@ -431,7 +433,9 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
     [one] = workers[tags[1]]
     odd = replace(one, record=one.record | {"scheme": {}}, load=replace(one.load, capacity_blocks=9_999))
     uneven, other = pool_checks.beside_each_other(pools, workers | {tags[1]: [odd]})
-    assert (uneven.state, "the smaller one is full sooner" in uneven.detail) == (State.NOTE, True)
+    assert (uneven.state, "the smaller ones are full sooner" in uneven.detail) == (State.NOTE, True)
+    [even] = pool_checks.beside_each_other(pools, workers | {tags[1]: workers[tags[1]] * 3})
+    assert even.state is State.OK, "each engine gets as many prompts, however many its pool has"
     assert (other.state, f"{tags[1]} announces another hash scheme than {tags[0]}" in other.detail) == (
         State.FAULT,
         True,
@@ -532,6 +536,19 @@ async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: st
         )
     [told] = [one for one in found if one.check == "models"]
     assert (told.state, remedy in told.remedy) == (State.FAULT, True)
+
+
+async def test_a_template_that_is_not_approved_is_told_of_once_for_all_pools() -> None:
+    models = [{"model": f"m#{number}", "workers": [], "template": "sandbox"} for number in (1, 2)]
+    with answering.replica({"/readyz": (200, {}), "/workers": (200, {"models": models})}) as (url, _):
+        for registered, named in ((["m#1", "m#2"], ["m"]), ([], ["m#1", "m#2"])):
+            found = await router_checks.replica(
+                url, {"m#1": [], "m#2": []}, "", time.time, engine_tls(""), registered=registered
+            )
+            remedies = [one.remedy for one in found if one.check == "template"]
+            assert [remedy.split(";")[0] for remedy in remedies] == [
+                f"read it, then approve it: warmfleet artifacts --model {name}" for name in named
+            ]
 
 
 def test_two_busy_pools_on_one_master() -> None:

@@ -39,6 +39,7 @@ from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, Timeouts, connect
 from warmfleet.fleet.first_contact import in_words, trouble_with
 from warmfleet.fleet.inspection.server import Inspection
+from warmfleet.fleet.pool_registry import master_of
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
 from warmfleet.prompt.prefix_trie import Trie
@@ -274,12 +275,22 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
 async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], report: Report) -> None:
     cluster = parse(plan.url).kind == "cluster"
     first, look = next(iter(looks.items()))
+    told: set[tuple[str, Finding]] = set()
+
+    async def once(redis: aioredis.Redis, work: Awaitable[list[Finding]]) -> list[Finding]:
+        """Without that which another pool on the same server has told word for word."""
+        found = [one for one in await work if (master_of(redis), one) not in told]
+        told.update((master_of(redis), one) for one in found)
+        return found
+
     async with _administrator(plan, first, look.redis) as admin:
         for model, look in looks.items():
-            await _checked(report, "router rights", rights_checks.of_router(look, model, cluster=cluster))
+            of_router = once(look.redis, rights_checks.of_router(look, model, cluster=cluster))
+            await _checked(report, "router rights", of_router)
             looking = Inspection(admin, model, PATIENCE)
             servers = frozenset(str(worker.record.get("server_id")) for worker in known.workers.get(model, []))
-            await _checked(report, "worker rights", rights_checks.of_workers(looking, model, servers, cluster=cluster))
+            of_workers = once(admin, rights_checks.of_workers(looking, model, servers, cluster=cluster))
+            await _checked(report, "worker rights", of_workers)
 
 
 @asynccontextmanager

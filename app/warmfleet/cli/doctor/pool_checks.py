@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
     from warmfleet.protocol.redis_address import SlotRange
 
-UNEVEN = 1.5  # a pool with so many times the blocks of another one is worth a word
+UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a word
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
 RESTART = (
     "stop some of its engines for more than 90 s, and start them again: they join the pool with the least capacity "
@@ -114,11 +115,18 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
         for tag, some in ready.items()
         if not some and any(ready.values())
     ]
-    blocks = {tag: sum(one.load.capacity_blocks for one in some) for tag, some in ready.items() if some}
+    # Prompts go by the number of workers, so what a pool has in all is of no account.
+    blocks = {tag: round(fmean(one.load.capacity_blocks for one in some)) for tag, some in ready.items() if some}
     if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
         most, least = max(blocks, key=lambda tag: blocks[tag]), min(blocks, key=lambda tag: blocks[tag])
-        text = f"{most} has {blocks[most]} blocks and {least} has {blocks[least]}: the smaller one is full sooner"
-        findings.append(note("pools", text, RESTART.replace("its engines", f"the engines of {most}")))
+        text = (
+            f"an engine has {blocks[most]} blocks in {most} and {blocks[least]} in {least}, on average, and gets as"
+            " many prompts: the smaller ones are full sooner"
+        )
+        remedy = (
+            f"let both pools have engines of both sizes: WARMFLEET_MODEL={least} pins one there (app/docs/pools.md)"
+        )
+        findings.append(note("pools", text, remedy))
     return [*findings, *_differing(ready)]
 
 

@@ -17,7 +17,7 @@ WORKER_USER = "worker-"  # `warmfleet acl` names the user of a worker so
 MAX_USERS = 64
 
 
-async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> Finding:
+async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> list[Finding]:
     """The user of WARMFLEET_REDIS_URL against all that a router does."""
     rights = router_rights(model, cluster=cluster)
     remedy = f"print the user again (`warmfleet acl {model}`), and load it (ACL LOAD, or --commands)"
@@ -26,10 +26,10 @@ async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> Fin
     except RefusedCall as error:
         if error.word != "NOPERM":
             raise
-        return fault("router rights", f"this user may not run scripts at all ({error})", remedy)
+        return [fault("router rights", f"this user may not run scripts at all ({error})", remedy)]
     if missing:
-        return fault("router rights", f"this user may not: {in_words(missing)}", remedy)
-    return ok("router rights", f"this user may do all {len(rights)} things that a router does")
+        return [fault("router rights", f"this user may not: {in_words(missing)}", remedy)]
+    return [ok("router rights", f"this user may do all {len(rights)} things that a router does")]
 
 
 async def of_workers(inspection: Inspection, model: str, servers: frozenset[str], *, cluster: bool) -> list[Finding]:

@@ -58,7 +58,8 @@ async def replica(
         return [*findings, fault("workers", f"/workers answers {answer.status_code}, not as a replica does", remedy)]
     seen = {str(one.get("model")): one for one in models if isinstance(one, dict)}
     for tag, names in workers.items():
-        findings += _model(tag, names, seen, registered=tag in registered)
+        of_model = _model(tag, names, seen, registered=tag in registered)
+        findings += [one for one in of_model if one not in findings]  # a template is told of once for all pools
     return findings
 
 
@@ -114,18 +115,18 @@ def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registe
     ]
     if not routable:
         findings = [fault("workers", f"it has no routable worker of {tag}", "see the checks of its workers above")]
-    return findings + _settings(tag, told)
+    return findings + _settings(tag, served_model(tag) if registered else tag, told)
 
 
-def _settings(tag: str, told: Mapping[str, Any]) -> list[Finding]:
-    """What this replica does otherwise than it could."""
+def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
+    """What this replica does otherwise than it could. named: that for --model, which stands for all pools it can."""
     findings = []
     if told.get("template") == "sandbox":
         text = (
-            f"the chat template of {tag} is not approved: it is rendered in a process of its own, at a few times the"
+            f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times the"
             " cost"
         )
-        remedy = f"read it, then approve it: warmfleet artifacts --model {tag}; warmfleet artifacts approve SHA256"
+        remedy = f"read it, then approve it: warmfleet artifacts --model {named}; warmfleet artifacts approve SHA256"
         findings.append(note("template", text, remedy))
     if told.get("identity") in ("none", "text") and told.get("workers"):
         text = (
