@@ -2,7 +2,7 @@
 
 Their names follow a rule (tests/contract/test_metrics.py): ``warmfleet_``, then the things that are counted, in the
 plural, or what is measured with its base unit at the end; a counter has ``_total`` behind that. Every label is bounded:
-none names a user or a request. ``model`` is a tag of WARMFLEET_MODELS, ``client`` a name in the file of clients' keys,
+none names a user or a request. ``model`` is the tag of a pool, ``client`` a name in the file of clients' keys,
 ``worker`` a worker of the last reading, whose samples go when it leaves the fleet.
 """
 

@@ -53,9 +53,9 @@ of every counter ends in `_total`; the table leaves the ending out. [operate.md]
 them, which to watch and what to do.
 
 Their names follow a rule: `warmfleet_`, then the things that are counted, in the plural, or what is measured with its
-base unit at the end. Labels are bounded: `model` is a tag of `WARMFLEET_MODELS`, `worker` a worker of the last reading,
-whose samples go when it leaves, `client` a name in the file of clients' keys. Prometheus' own `process_*` metrics (CPU,
-memory, open files, start) are on the same page.
+base unit at the end. Labels are bounded: `model` is the tag of a pool: each of the registry, or of `WARMFLEET_MODELS`
+without one; `worker` is a worker of the last reading, whose samples go when it leaves, `client` a name in the file of
+clients' keys. Prometheus' own `process_*` metrics (CPU, memory, open files, start) are on the same page.
 
 These gauges describe the fleet, Redis and the index, not the replica: `warmfleet_workers`, `warmfleet_worker_*`,
 `warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`, `warmfleet_diverged_workers`,
