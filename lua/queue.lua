@@ -10,9 +10,10 @@ ARGV: prefix, constants (packed, see shared/constants), leaving (count of the fi
 Returns: {tickets in the queue, ms in which the fleet computes what it does not hold of their prompts, ms until an
       engine that is full has room if it goes on at its speed (-1: none can be foretold), ids whose turn it is, the
       first ticket, then the standing of each id that stays}; the first ticket: empty if ids are given or none waits,
-      else {id, prompt tokens, size in us, ms that it has waited, flows that wait, the worker that is cheapest for it,
-      whether that has room (0/1)}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another took its place),
-      3 UNKNOWN
+      else {id, prompt tokens, size in us, ms that it has waited, flows that wait, the worker that it gets or waits
+      for, whether that could take it now, whether any worker that may serve it has room (0/1), us that this worker
+      needs for what it does not hold of the prompt}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another
+      took its place), 3 UNKNOWN
 Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(workers) for each set of workers that a
       ticket looked at cannot be served by; at most 64 tickets reaped, 256 looked at: 1.6 ms with 64 workers, 2.5 ms
       with 256 (tests/bench/README.md, queue), else about 1 ms

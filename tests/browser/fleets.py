@@ -146,7 +146,7 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
             "waiting": 3,
             "prompt_tokens": 14_200,
             "work_s": 1.3,
-            "next": {"worker_id": "gpu-02.0", "waited_s": 1.5, "to_compute_s": 0.4, "because": "that worker is busy"},
+            "next": {"worker_id": "gpu-02.0", "waited_s": 1.5, "to_compute_s": 0.4, "has_room": False, "because": "so"},
         },
         "ttft": {"requests": 840, "p50_s": 0.16, "p90_s": 0.41, "p99_s": 0.72, "objective_s": 0.0, "in_force_s": 0.0},
         "index": {"entries": 162_411, "memory_used_bytes": 41_000_000, "memory_limit_bytes": 2**31},
@@ -203,6 +203,7 @@ def two_models() -> dict[str, Any]:
     other = model(
         "meta/Llama-4-Scout-17B#pool-with-a-name-that-is-rather-long", workers=[worker(9), worker(10, "pending")]
     )
+    other["queue"]["next"] |= {"has_room": True, "because": "its engine has room: it is its turn"}
     return fleet(model(), other)
 
 

@@ -86,13 +86,14 @@ async def _an_outage_is_told_whatever_is_clicked(look: Look) -> None:
     await other.click()
     await expect(page.locator("#model-title")).to_contain_text("Llama")
     await expect(page.locator("#tiles")).to_contain_text(
-        "1.3\u00a0s of work; the first waits for gpu-02.0, 1.5\u00a0s so far"
+        "1.3\u00a0s of work; the first goes to gpu-02.0 now, after 1.5\u00a0s"
     )
     await expect(badge).to_have_text("no answer")
     await expect(notice).to_be_visible()
     await page.get_by_role("button", name="Pause").click()
     await page.locator("#models").get_by_role("button").first.click()
     await expect(page.locator("#model-title")).to_contain_text("Qwen")
+    await expect(page.locator("#tiles")).to_contain_text("; the first waits for gpu-02.0, 1.5\u00a0s so far")
     await expect(badge).to_have_text("paused")
     await expect(notice).to_be_visible()
     await page.unroute("**/status.json", _unwell)

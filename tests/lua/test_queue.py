@@ -15,7 +15,7 @@ from tests.lua.world import READY, World
 from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
 from warmfleet.pools.homes.prices import turn_s
-from warmfleet.pools.reasons import queue_in_words
+from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
 
 pytestmark = pytest.mark.in_turn
 
@@ -526,10 +526,10 @@ async def test_a_look_at_the_queue_tells_who_is_first_and_what_for(q: Queueing) 
     assert first is not None
     assert (first.reservation, first.prompt_tokens, first.tenants) == (asks.reservation, asks.prompt_tokens, 1)
     assert (first.worker_id, first.has_room) == ("w1.0", False)
-    assert first.to_compute_s == pytest.approx(0.0001)
+    assert first.to_compute_s == first.to_compute_there_s == pytest.approx(0.0001)
     assert 0.0 <= first.waited_s < 1.0
     told = queue_in_words(await q.world.fleet.poll())
-    assert "busy" in told["next"]["because"]
+    assert told["next"]["because"] == ITS_WORKER_IS_BUSY
     assert "reservation" not in told["next"], "a client's own"
     line = await q.world.fleet.poll([asks.reservation])
     assert line.next is None
@@ -539,6 +539,46 @@ async def test_a_look_at_the_queue_tells_who_is_first_and_what_for(q: Queueing) 
     assert "turn" in queue_in_words(line)["next"]["because"]
     await q.world.fleet.poll((), [asks.reservation])
     assert queue_in_words(await q.world.fleet.poll())["next"] is None
+
+
+async def test_the_first_is_not_said_to_have_a_choice_while_all_engines_are_busy(q: Queueing) -> None:
+    await q.world.worker(2, **FULL)
+    await booked(q, ticket("a", barred=("w1.0",)))
+    told = queue_in_words(await q.world.fleet.poll())["next"]
+    assert (told["worker_id"], told["has_room"], told["any_has_room"]) == ("w2.0", False, False)
+    assert told["because"] == ALL_ARE_BUSY
+    await q.world.change(1, prefill_tokens=0, in_flight=0)
+    told = queue_in_words(await q.world.fleet.poll())["next"]
+    assert told["because"] == ALL_ARE_BUSY, "the free one cannot serve it"
+    await q.world.change(2, prefill_tokens=0, in_flight=0)
+    told = queue_in_words(await q.world.fleet.poll())["next"]
+    assert (told["worker_id"], told["has_room"], told["any_has_room"]) == ("w2.0", True, True)
+    assert told["because"] == ITS_TURN
+
+
+async def test_the_first_is_told_by_the_engine_that_it_waits_for(q: Queueing) -> None:
+    """w1 holds the 9,600 tokens, but has 3 s of prefill ahead; w2 has 0.1 s ahead, and computes them in 0.96 s."""
+    await q.world.change(1, prefill_tokens=30_000, in_flight=5)
+    await q.world.worker(2, **FULL)
+    asks = await holding(q, 1, blocks=600)
+    assert isinstance(await q.world.fleet.decide_in_turn(asks, Place()), Queued)
+    first = (await q.world.fleet.poll()).next
+    assert first is not None
+    assert first.worker_id == "w2.0"
+    assert first.to_compute_s == pytest.approx(0.0001), "where it takes least"
+    assert first.to_compute_there_s == pytest.approx(0.9601)
+
+
+async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: Queueing) -> None:
+    """It costs 3.8 ms less at w1, which holds 48 tokens of it and is busy: that counts as equal, and it is its turn."""
+    await q.world.worker(2, **FULL)
+    asks = await holding(q, 1, blocks=3)
+    assert isinstance(await q.world.fleet.decide_in_turn(asks, Place()), Queued)
+    await q.world.change(2, prefill_tokens=980)
+    line = await q.world.fleet.poll()
+    assert line.turns == {asks.reservation}
+    assert line.next is not None
+    assert (line.next.worker_id, line.next.has_room) == ("w2.0", True)
 
 
 async def test_a_long_line_for_one_engine_spreads_to_an_engine_that_is_free(q: Queueing) -> None:

@@ -37,9 +37,9 @@ for k, ticket in ipairs(tickets) do
   for _, one in ipairs(named) do record[#record + 1] = struct.pack(">I4I4", one[1], one[2]) end
   for _, slot in ipairs(ticket.barred) do record[#record + 1] = struct.pack(">I4", slot) end
   local text = table.concat(record)
-  local nearest, has_room = left.cheapest(text)
+  local worker, is_turn, possible = left.stands(text)
   local any, chosen, work = left.any() and 1 or 0, left.take(text)
-  told[k] = {{ any, tonumber(nearest) or 0, has_room and 1 or 0, chosen or 0, work or 0 }}
+  told[k] = {{ any, tonumber(worker) or 0, is_turn and 1 or 0, possible and 1 or 0, chosen or 0, work or 0 }}
 end
 return told
 """
@@ -71,14 +71,14 @@ class Plain:
         return [(self.ahead[at] + price / US, at, price) for at, price in (*others, *own)]
 
     def step(self, asks: Asks) -> list[int]:
-        """What the script tells: any room, the cheapest worker, whether it has room, the one that serves, its work."""
+        """What the script tells: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
         free = [room > NO_ROOM_S for room in self.room]
         costs = self.costs(asks)
         lowest, nearest, _ = min(costs, key=lambda one: one[0], default=(math.inf, -1, 0))
         possible = [one for one in costs if free[one[1]]]
         best, chosen, price = min(possible, key=lambda one: one[0], default=(math.inf, -1, 0))
-        told = [int(any(free)), nearest + 1, int(bool(costs) and free[nearest])]
         size_s, serves = asks.size / US, best < math.inf and best <= lowest + asks.tie / US
+        told = [int(any(free)), (chosen if serves else nearest) + 1, int(serves), int(bool(possible))]
         if costs:
             self.ahead[chosen if serves else nearest] += WAIT_PRICE * size_s
         if not serves:

@@ -80,10 +80,7 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
         told += f"; {waiting} requests wait for a worker"
     yield Toned(model["model"], Tone.HEAD), told
     if first := model.get("queue", {}).get("next"):
-        yield (
-            f"first in the queue: {first['prompt_tokens']} tokens, {first['to_compute_s']:.2f} s to compute on "
-            f"{first['worker_id']}, has waited {first['waited_s']:.2f} s: {first['because']}"
-        )
+        yield _first(first)
     yield (
         f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
     )
@@ -92,6 +89,15 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
     elif wide:
         yield _index(model["index"])
     yield _ttft(model["ttft"])
+
+
+def _first(first: dict[str, Any]) -> str:
+    """The request that is first in the queue. A replica of an older version tells only how long some engine needs."""
+    worker, there_s = first["worker_id"], first.get("to_compute_there_s")
+    where = f"goes to {worker}" if first.get("has_room") else f"waits for {worker}"
+    needs = f", which needs {there_s:.2f} s for it" if there_s else ""
+    waited = f"has waited {first['waited_s']:.2f} s"
+    return f"first in the queue: {first['prompt_tokens']} tokens, {where}{needs}, {waited}: {first['because']}"
 
 
 def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:

@@ -40,7 +40,9 @@ class Next:
     """The ticket that is first in order, whether or not it is its turn.
 
     to_compute_s: that an engine needs for what it lacks of the prompt, at least. tenants: with tickets, each in a class
-    of its own. worker_id: the worker that is cheapest for it; has_room: that worker could take it now.
+    of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it now. any_has_room:
+    some worker that can serve it has room. to_compute_there_s: that ``worker_id`` needs; 0 with a policy other than
+    ``cost``.
     """
 
     reservation: str
@@ -50,13 +52,17 @@ class Next:
     tenants: int
     worker_id: str
     has_room: bool
+    any_has_room: bool
+    to_compute_there_s: float
 
     @classmethod
     def of(cls, told: Sequence[Any]) -> Next | None:
         if not told:
             return None
-        name, tokens, size_us, waited_ms, tenants, worker, has_room = told
-        return cls(name.decode(), tokens, size_us / 1e6, waited_ms / 1000, tenants, worker.decode(), has_room == 1)
+        name, tokens, size_us, waited_ms, tenants, worker, has_room, any_has_room, there_us = told
+        seconds = (size_us / 1e6, waited_ms / 1000)
+        rooms = (has_room == 1, any_has_room == 1)
+        return cls(name.decode(), tokens, *seconds, tenants, worker.decode(), *rooms, there_us / 1e6)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ REASONS = {
 LOWEST_LOAD = "it has the lowest load"  # what "lowest" means under every policy but `cost`
 ITS_TURN = "its engine has room: it is its turn"
 ITS_WORKER_IS_BUSY = "its engine is busy, and to wait for it is cheaper than to compute the prompt on another"
+ALL_ARE_BUSY = "all engines that can serve it are busy"
 #: A term of a cost by its name, as the reason for which a worker costs more than another.
 TERMS = {
     "wait_s": "for what is ahead there",
@@ -79,7 +80,8 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
 def queue_in_words(line: Line) -> dict[str, Any]:
     """The fleet's queue for people who look: how long it is, and of the request that is first in order why it waits."""
     told: dict[str, Any] = {"waiting": line.waiting, "work_s": line.work_s, "next": None}
-    if line.next is not None:
-        told["next"] = {name: value for name, value in asdict(line.next).items() if name != "reservation"}
-        told["next"]["because"] = ITS_TURN if line.next.has_room else ITS_WORKER_IS_BUSY
+    if (first := line.next) is not None:
+        told["next"] = {name: value for name, value in asdict(first).items() if name != "reservation"}
+        because = ITS_TURN if first.has_room else ITS_WORKER_IS_BUSY if first.any_has_room else ALL_ARE_BUSY
+        told["next"]["because"] = because
     return told

@@ -208,8 +208,9 @@ return function(queue_key, now_us, ticket_ms, prefix)
     if not ticket or #ticket < TICKET_OWN_AT - 1 then return {} end
     local tokens, size_us = unpack_from(TICKET_SIZE, ticket)
     local waited_ms = math.floor(now - sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1) / 1000)
-    local worker, has_room = left.cheapest(ticket)
-    return { id, tokens, size_us, waited_ms, call("ZCARD", flows), worker, has_room and 1 or 0 }
+    local worker, is_turn, any_room, own_us = left.stands(ticket)
+    return { id, tokens, size_us, waited_ms, call("ZCARD", flows), worker, is_turn and 1 or 0, any_room and 1 or 0,
+      own_us }
   end
 
   -- Up to PAGE tickets of a flow from the k-th on, counted from 0: their ids and records.

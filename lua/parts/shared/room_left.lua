@@ -8,10 +8,11 @@ also by the tickets before it that wait for that worker. So a long line for one 
 An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
-Returns any(), whether a worker has room; cheapest(record of a ticket), the worker that is cheapest for it, and whether
-that has room; take(record of a ticket), which takes the room of the candidate that serves it, and returns that and the
-tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are left), slots, and
-ahead (seconds that the wait for it counts); wait_price.
+Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
+gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
+ticket), which takes the room of the candidate that serves it, and returns that and the tokens that it has to compute,
+or nil if none serves it now; by candidate room (seconds that are left), slots, and ahead (seconds that the wait for it
+counts); wait_price.
 --]]
 local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
@@ -114,9 +115,17 @@ return function(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us
   end
 
-  function left.cheapest(ticket)
-    local _, _, _, nearest = costs_of(ticket)
-    return nearest and sub(s.rows[nearest], WORKER_ID_AT) or "", nearest and room[nearest] > NO_ROOM_S
+  function left.stands(ticket)
+    local _, tie_us, lowest, nearest, best, chosen = costs_of(ticket)
+    local is_turn = chosen ~= nil and best <= lowest + tie_us / US
+    local worker = is_turn and chosen or nearest
+    if not worker then return "", false, false, 0 end
+    local _, _, _, own_us, count = unpack_from(TICKET_PRICES, ticket)
+    for k = 0, count - 1 do
+      local slot, named_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
+      if slot == s.slots[worker] then own_us = named_us end
+    end
+    return sub(s.rows[worker], WORKER_ID_AT), is_turn, chosen ~= nil, own_us
   end
 
   function left.take(ticket)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TENANTS = {"tenant_key": "k" * 32}
 HOME = "127.0.0.1"
-FIRST = Next("wf-1", 4_000, 0.1, 0.2, 3, "w", has_room=False)
+FIRST = Next("wf-1", 4_000, 0.1, 0.2, 3, "w", has_room=False, any_has_room=True, to_compute_there_s=0.1)
 
 
 def request(client: str, **headers: str) -> Request:

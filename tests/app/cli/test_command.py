@@ -233,8 +233,13 @@ class TestWorkers:
         assert "no stream in the last minute" in shown(WORKER, ttft=TTFT | {"requests": 0})
         assert "; 3 requests wait for a worker\n" in shown(WORKER, queue={"waiting": 3})
         first = {"prompt_tokens": 812, "to_compute_s": 0.071, "worker_id": "sim-1.0", "waited_s": 1.23, "because": "so"}
-        said = "first in the queue: 812 tokens, 0.07 s to compute on sim-1.0, has waited 1.23 s: so\n"
+        said = "first in the queue: 812 tokens, waits for sim-1.0, has waited 1.23 s: so\n"
+        assert said in shown(WORKER, queue={"waiting": 3, "next": first}), "from a replica of an older version"
+        first |= {"to_compute_there_s": 0.96, "has_room": False}
+        said = "first in the queue: 812 tokens, waits for sim-1.0, which needs 0.96 s for it, has waited 1.23 s: so\n"
         assert said in shown(WORKER, queue={"waiting": 3, "next": first})
+        told = shown(WORKER, queue={"waiting": 3, "next": first | {"has_room": True}})
+        assert "812 tokens, goes to sim-1.0, which needs" in told
         assert "first in the queue" not in shown(WORKER, queue={"waiting": 0, "next": None})
         assert "index: 1234 entries, 2 retired slots; memory 3 MiB of 8" in shown(WORKER, wide=True, fresh=True)
         at_rest = TRUTH | {"found": 0, "healed": 0, "cause": "", "resyncs": {}}

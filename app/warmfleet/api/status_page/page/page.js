@@ -208,7 +208,9 @@ function showHead(model) {
 
 function nextInLine(queue) {
   const first = queue.next;
-  return first ? `; the first waits for ${first.worker_id}, ${seconds(first.waited_s)} so far` : "";
+  if (!first) return "";
+  const state = first.has_room ? `goes to ${first.worker_id} now, after` : `waits for ${first.worker_id},`;
+  return `; the first ${state} ${seconds(first.waited_s)}${first.has_room ? "" : " so far"}`;
 }
 
 function showTiles(model) {
