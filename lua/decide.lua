@@ -27,7 +27,8 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them, price of the turn in seconds
       (decide/wait_turn), matched_tokens}: nothing is booked; QUEUED: it has a ticket;
       {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
-      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room}, {worker_id, matched_tokens,
+      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room, price of the turn in seconds,
+      number of the candidate of this price (0: none)}, {worker_id, matched_tokens,
       speculative_tokens, load row, cost_s, terms of the cost}...}: all that the choice saw
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
@@ -123,7 +124,7 @@ local function has_room()
   return false
 end
 s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue2_key) > 0 or not has_room())
-if s.waits and mode ~= MODE_DRY then
+if s.waits then
   local function everybody()
     if exclude == "" then return s end
     local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, ttl_ms, ""))
@@ -134,10 +135,11 @@ if s.waits and mode ~= MODE_DRY then
   waits, chosen, served = wait_turn(s, w, everybody, queue2_key, leases_key, id, now_us, replica, {
     priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, rows = all,
     waited_ms = waited_ms, prefix = prefix, per_minute = per_minute,
-    queue_max = may_wait == "1" and replica.queue_max or 0,
+    queue_max = may_wait == "1" and replica.queue_max or 0, dry = mode == MODE_DRY,
   })
-  if waits then return waits end
-  if chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
+  if waits and mode ~= MODE_DRY then return waits end
+  s.waits, s.turn_s = waits ~= nil, waits and waits[4]
+  if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
 end
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 

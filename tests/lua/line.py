@@ -12,6 +12,8 @@ from warmfleet.fleet import Decision, Place, Queued, QueueLimits, Standing
 if TYPE_CHECKING:
     from tests.lua.world import World
 
+    from warmfleet.fleet import Ask
+
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
 LAG = SPEED  # a second of work: a flow that was served is behind its class by no more, or by the largest work
@@ -137,18 +139,31 @@ class Queueing:
         return Workers(booked)
 
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
-        level, tenant = ticket.flow
-        ask = self.world.ask(
-            reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
-        )
+        ask, place = self.question(ticket, waited_ms)
         seconds, us = await self.world.store.time()
-        answer = await self.world.fleet.decide_in_turn(
-            ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
-        )
+        answer = await self.world.fleet.decide_in_turn(ask, place)
         if not ticket.arrival_us:
             record = await cast("Any", self.world.store.hget(self.world.keys.queue2 + ":tickets", ticket.reservation))
             ticket.arrival_us = int(record[TICKET_ARRIVAL]) if record else 1_000_000 * seconds + us
         return answer
+
+    def question(self, ticket: Ticket, waited_ms: int = 0) -> tuple[Ask, Place]:
+        level, tenant = ticket.flow
+        ask = self.world.ask(
+            reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
+        )
+        return ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
+
+    async def foretold(self, ask: Ask, place: Place) -> tuple[str, bool, float]:
+        """As ``came_true`` tells a decision, told before it. Asserts that nothing was written."""
+        before = await self.written()
+        worker_id, _, seen = await self.world.fleet.consider(ask, place)
+        assert await self.written() == before
+        return "" if seen.waits else worker_id, seen.waits, seen.turn_s
+
+    async def written(self) -> int:
+        """How many changes the server has made since it started. It saves nothing."""
+        return int((await cast("Any", self.world.store.info("persistence")))["rdb_changes_since_last_save"])
 
     async def turns(self) -> set[str]:
         line = await self.world.fleet.poll([one.reservation for one in self.model.tickets])
@@ -181,6 +196,11 @@ class Queueing:
         """Assert that no key of the queue is left."""
         left = [suffix for suffix in SUFFIXES if await self.world.store.exists(self.world.keys.queue2 + suffix)]
         assert left == []
+
+
+def came_true(answer: Decision | Queued) -> tuple[str, bool, float]:
+    """The worker, whether the request waits or is refused, and the price of its turn."""
+    return ("", True, answer.turn_s) if isinstance(answer, Queued) else (answer.worker_id, False, 0.0)
 
 
 def name(flow: tuple[int, int]) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.conftest import PATIENT
-from tests.lua.line import Queueing, Ticket
+from tests.lua.line import Queueing, Ticket, came_true
 from tests.lua.world import World
 
 from warmfleet.fleet import Decision, Fleet, Queued, connect
@@ -43,7 +43,13 @@ async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
     victim = model.displaced_by(ticket.flow) if crowded else None
     room = workers.free(ticket.barred)
     alone = new and not model.tickets and bool(room)
+    foretold = await q.foretold(*q.question(ticket)) if new else None
     answer = await q.decide(ticket)
+    if foretold is not None:
+        *told, price = foretold
+        *done, priced = came_true(answer)
+        assert told == done, "explain tells what decide does"
+        assert price == pytest.approx(priced, abs=1e-4)
     if crowded and victim is None:
         model.turns(workers)
         left = workers.free(ticket.barred)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.worker_gauges import set_worker_gauges
@@ -19,6 +19,7 @@ from warmfleet.routing.homes.pool_choice import at_once
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from warmfleet.fleet import Place
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools, ServedModel
     from warmfleet.prompt.request import Request
@@ -107,17 +108,20 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str
     }
 
 
-async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
+async def explain(
+    model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place
+) -> dict[str, Any]:
     """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
 
     pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the answers of those that
     a router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
+    place: the request's in the queue, but for the workers that cannot serve it.
     """
     if len(model.pools) == 1:
-        return await _explained(pool, request, hints, settings) | {"pools": [], "passed_over": []}
+        return await _explained(pool, request, hints, settings, place) | {"pools": [], "passed_over": []}
     prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
     homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens)
-    answers, failed = await _of_homes(homes, request, hints, settings)
+    answers, failed = await _of_homes(homes, request, hints, settings, place)
     if not answers:
         raise next(iter(failed.values()))
     offered = [_offer(answer, one) for one, answer in answers.items()]
@@ -144,7 +148,7 @@ async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints
 
 
 async def _of_homes(
-    homes: Sequence[Pool], request: Request, hints: Hints, settings: Settings
+    homes: Sequence[Pool], request: Request, hints: Hints, settings: Settings, place: Place
 ) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
     """The answers of the pools that a router would ask, and the failures of the others."""
     reachable = [one for one in homes if one.degraded.asks_redis] or homes
@@ -154,7 +158,7 @@ async def _of_homes(
     while left and not answers:
         asked, left = (left[:1], left[1:]) if failed else (left[: at_once(left)], left[at_once(left) :])
         found = await asyncio.gather(
-            *(_explained(one, request, hints, settings) for one in asked), return_exceptions=True
+            *(_explained(one, request, hints, settings, place) for one in asked), return_exceptions=True
         )
         for one, answer in zip(asked, found, strict=True):
             if isinstance(answer, WarmfleetError):
@@ -167,7 +171,7 @@ async def _of_homes(
 
 
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
-    """The worker that the request would get or wait for in this pool, and the offer, without the work of others."""
+    """The worker that the request would get or wait for in this pool, and the offer, as a decision makes it."""
 
     def turn(row: dict[str, Any]) -> float:
         uncached = explained["prompt_tokens"] - row["matched_tokens"]
@@ -175,25 +179,28 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
         return turn_s(wait_s, pool.view.token_s_of(row["worker_id"]) * uncached)
 
     rows: list[dict[str, Any]] = explained["candidates"]
-    if explained["waits"]:
-        row, cost_s = min(rows, key=turn), None
-    else:
+    if not explained["waits"]:
         row = next(row for row in rows if row["chosen"])
-        cost_s = row["cost_s"]
-    return row["worker_id"], Offer(cost_s, turn(row), row["matched_tokens"], pool.view.token_s)
+        return row["worker_id"], Offer(row["cost_s"], turn(row), row["matched_tokens"], pool.view.token_s)
+    waits_for = explained["waits_for"]
+    if not waits_for:  # a full queue refuses it
+        row = min(rows, key=turn)
+        return row["worker_id"], Offer(None, turn(row), row["matched_tokens"], pool.view.token_s)
+    row = next(row for row in rows if row["worker_id"] == waits_for)
+    return waits_for, Offer(None, explained["turn_s"], row["matched_tokens"], pool.view.token_s)
 
 
-async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings) -> dict[str, Any]:
+async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:
     """Where the request would go in this pool."""
     prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
     order = pool.policy.order(pool.view, request, hints.session)
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)
-    chosen, why, seen = await pool.fleet.consider(ask)
+    chosen, why, seen = await pool.fleet.consider(ask, replace(place, barred=prompt.unable_workers))
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
-    rows = []
-    for candidate in seen.candidates:
+    rows, candidates = [], seen.candidates
+    for candidate in candidates:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
         rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
@@ -208,6 +215,8 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
         "prompt_tokens": prompt.prompt_tokens,
         "blocks": max((len(chain.hashes) // 8 for chain in prompt.chains), default=0),
         "waits": seen.waits,
+        "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
+        "turn_s": seen.turn_s,
         "chosen": chosen,
         "candidates": rows,
     }

@@ -90,11 +90,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if answer["policy"] == "cost":
         parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:
-        turn = (
-            "Others wait or its worker is busy: it would wait for its turn first. As things stand it"
-            if answer["waits"]
-            else "It"
-        )
+        waits_for = f" at {answer['waits_for']}" if answer.get("waits_for") else ""
+        turn = f"It would wait for its turn{waits_for} first. As things stand it" if answer["waits"] else "It"
         parts.append(
             f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
         )

@@ -102,12 +102,15 @@ class Queue(Reservations):
             raise ask.limits.refusal(answer, ask.prompt_tokens)
         return self._decision(ask, answer)
 
-    async def consider(self, ask: Ask) -> tuple[str, str, Seen]:
+    async def consider(self, ask: Ask, place: Place | None = None) -> tuple[str, str, Seen]:
         """The worker that ``decide_in_turn`` would choose now, why, and what it would see. It books nothing.
 
-        Raises what ``decide`` raises.
+        If the request would have to wait, that is told (``Seen.waits``), and the worker that it would choose with no
+        regard to that. It gets no ticket. place: of a request that comes now, unless given. Raises what ``decide``
+        raises.
         """
-        answer = await self.call("decide", self.decide_command(ask, Mode.DRY, Place()), self.timeouts.request_s)
+        command = self.decide_command(ask, Mode.DRY, place or Place())
+        answer = await self.call("decide", command, self.timeouts.request_s)
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
     async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:

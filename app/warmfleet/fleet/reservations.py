@@ -154,8 +154,9 @@ class Seen:
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
     speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: costs of
-    so many seconds more than the lowest counted as equal to it. room: if it was not to wait, the numbers of the rows
-    (from 1) whose workers had room, joined by commas.
+    so many seconds more than the lowest counted as equal to it. room: if others waited and it was not to, the numbers
+    of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if it would get a ticket, the price
+    of its turn (``Queued.turn_s``), and the number of the row of this price; else 0.
     """
 
     context: tuple[int, int, int, int]
@@ -163,13 +164,16 @@ class Seen:
     waits: bool
     tie_s: float
     room: str = ""
+    turn_s: float = 0.0
+    turn_at: int = 0
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """From the part of an answer of ``decide`` that follows its ``why``."""
-        *numbers, waits, tie_s, room = answer[0]
+        *numbers, waits, tie_s, room, turn_s, turn_at = answer[0]
         median, block_tokens, turn, now_ms = map(int, numbers)
-        return cls((median, block_tokens, turn, now_ms), answer[1:], waits == b"1", float(tie_s), room.decode())
+        context, rows = (median, block_tokens, turn, now_ms), answer[1:]
+        return cls(context, rows, waits == b"1", float(tie_s), room.decode(), float(turn_s), int(turn_at))
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -4,7 +4,8 @@ decide/dump_state: adds to an answer all that the choice saw: for /explain, and 
 Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and its match as the choice saw it (a
 verification may have shortened it afterwards). Returns the answer with, at its end, {median speed, block_tokens, turn,
 time in ms modulo 2^32, 1 if the request would wait its turn first, seconds by which costs may differ and count as
-equal, and for a request that was not to wait any longer the numbers of the candidates with room, joined by commas},
+equal, for a request that was not to wait any longer the numbers of the candidates with room, joined by commas, and for
+one that waits the price of its turn in seconds and the number of the candidate that it waits for (decide/wait_turn)},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the six terms of the cost in
 seconds, joined by commas (decide/cost_rule)}.
 --]]
@@ -19,7 +20,8 @@ return function(s, answer, chosen, match_seen)
   end
   answer[#answer + 1] =
     { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % U32),
-      s.waits and "1" or "0", format("%.6f", s.tie_s), table.concat(with_room, ",") }
+      s.waits and "1" or "0", format("%.6f", s.tie_s), table.concat(with_room, ","),
+      s.turn_s or "0", format("%d", s.waits and s.turn_at or 0) }
   for i = 1, s.count do
     local row, blocks, tokens = s.rows[i], s.speculated[i], 0
     if blocks then

@@ -10,8 +10,9 @@ Takes the candidates of this request after the choice (decide/cost_rule), and th
 candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
 replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
 (of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
-ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit).
-Sets s.room (seconds of room by candidate) if the request is not to wait.
+ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit), dry (nothing
+is written).
+Sets s.room (seconds of room by candidate) if the request is not to wait, else s.turn_at (the candidate of its price).
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, price of the turn in seconds, tokens of the
 prompt that the worker of this price holds}; or nil, the candidate (another than the choice if that has no room), and a
 function to call when the request is booked, with the tokens of work that it makes. The price of the turn is that by
@@ -36,7 +37,8 @@ end
 
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
-  local queue = fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
+  local queue = request.dry and (include "decide/dry_queue")(fair_queue, queue_key, now_us, constants.ticket_ms)
+    or fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
   local flow, own_s, slots = queue.flow(request.priority, request.tenant), nil, {}
   local function answer(word, turn_s, matched)
     local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
@@ -59,11 +61,13 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       local seconds = (left.ahead[slots[s.slots[i]]] or 0) + own_s[i]
       if seconds < least then least, nearest = seconds, i end
     end
+    s.turn_at = nearest
     local others_s = queue.ahead_us(flow, request.size_us) / 1e6 / s.count
     return least + left.wait_price * others_s, s.matched[nearest]
   end
 
-  call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
+  -- The first write frees memory: a full Redis then allows the writes after it.
+  if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
   local ticket = queue.find(id)
   if ticket == queue.DISPLACED then

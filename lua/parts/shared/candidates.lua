@@ -82,5 +82,6 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
     now = now, waits = nil, constants = nil, policy = nil, prompt = nil, seed = nil, prefix_tokens = nil, order = nil,
     objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil, confirmed = nil,
-    chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil }
+    chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
+    turn_s = nil, turn_at = nil }
 end

@@ -18,15 +18,16 @@ of displaced tickets, which are leases, too. If one of the keys is lost, the que
 takes a new ticket, at its old place.
 A ticket of a client with limits counts as one of its requests in flight, and its prompt as used; both are given back
 with the ticket.
-Takes the key `queue2`, the time in us, how long a ticket lives (ms), and the key prefix. Returns the functions below
-and DISPLACED, the record of a ticket whose place another request took.
+Takes the key `queue2`, the time in us, how long a ticket lives (ms), the key prefix (nil: tickets do not count
+as a client's), and own_call, which stands for redis.call (decide/dry_queue; nil: that itself). Returns the functions
+below and DISPLACED, the record of a ticket whose place another request took.
 Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> prices, flow, arrival, place, prices of
 named workers (decide/prices), slots of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms),
 :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets),
 :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it
 stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets in us).
 --]]
-local call, sub, format, unpack_from = redis.call, string.sub, string.format, struct.unpack
+local sub, format, unpack_from = string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
 local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue2`: flow, place, id
 local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
@@ -36,7 +37,8 @@ local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
 local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
-return function(queue_key, now_us, ticket_ms, prefix)
+return function(queue_key, now_us, ticket_ms, prefix, own_call)
+  local call = own_call or redis.call
   local tickets, leases, flows = queue_key .. ":tickets", queue_key .. ":leases", queue_key .. ":flows"
   local lengths, served, clock = queue_key .. ":lengths", queue_key .. ":served", queue_key .. ":clock"
   local queue, now = { DISPLACED = "" }, now_us / 1000
@@ -60,7 +62,9 @@ return function(queue_key, now_us, ticket_ms, prefix)
   end
   function queue.find(id) return call("HGET", tickets, id) end
   -- The client of a ticket, nil if it has no limits.
-  local function client_of(id) return #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil end
+  local function client_of(id)
+    return prefix and #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil
+  end
   function queue.renew(id)
     call("ZADD", leases, "XX", exact(now + ticket_ms), id)
     local client = client_of(id)

@@ -10,7 +10,7 @@ import pytest
 from warmfleet.api import fleet_status
 from warmfleet.api.fleet_status import _offer, explain
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Weights
+from warmfleet.fleet import Place, Weights
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ def row(name: str, matched: int, wait_s: float, cost_s: float, *, chosen: bool) 
     return {"worker_id": name, "matched_tokens": matched, "terms": terms, "cost_s": cost_s, "chosen": chosen}
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool) -> None:
+@pytest.mark.parametrize(("waits", "waits_for"), [(False, ""), (True, "slow"), (True, "")])
+def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool, waits_for: str) -> None:
     rows = [row("slow", 90, 1.0, 2.0, chosen=False), row("fast", 0, 0.0, 1.5, chosen=True)]
-    worker, offer = _offer({"prompt_tokens": 100, "waits": waits, "candidates": rows}, pool())
+    told = {"prompt_tokens": 100, "waits": waits, "waits_for": waits_for, "turn_s": 7.5, "candidates": rows}
+    worker, offer = _offer(told, pool())
     if waits:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("slow", None, 90)
-        assert offer.turn_s == pytest.approx(0.5 * 1.0 + 0.02 * 10), "half of the wait, and what it lacks"
+        price = 7.5 if waits_for else 0.5 * 1.0 + 0.02 * 10  # of a full queue: half of the wait, and what it lacks
+        assert offer.turn_s == pytest.approx(price)
     else:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("fast", 1.5, 0)
         assert offer.turn_s == pytest.approx(0.01 * 100)
@@ -74,8 +76,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001)
         for one in pools:
             one.view = view
-        given = cast("Any", None)
-        return await explain(cast("Any", model), pools[0], SimpleNamespace(model="m"), given, Settings(models=("m",)))  # type: ignore[arg-type]
+        given, request = cast("Any", None), cast("Any", SimpleNamespace(model="m"))
+        return await explain(cast("Any", model), pools[0], request, given, Settings(models=("m",)), Place())
 
     async def identify(*_: object, **__: object) -> None:
         return None

@@ -311,7 +311,9 @@ class TestExplain:
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
             assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
-        assert "it would wait for its turn first. As things stand it would go to sim-1.0" in capsys.readouterr().out
+        assert "It would wait for its turn first. As things stand it would go to sim-1.0" in capsys.readouterr().out
+        told = plain(explain.parts_of(EXPLAINED | {"waits": True, "waits_for": "sim-2.0"}))
+        assert "It would wait for its turn at sim-2.0 first. As things stand it would go to sim-1.0" in told
 
     def test_a_prompt_shorter_than_a_block_is_never_found_again(self) -> None:
         said = "shorter than one block of an engine's cache"

@@ -27,7 +27,7 @@ class Tenancy:
         """key: the operator's secret; without one, tenants are not kept apart. header: its value names the tenant."""
         self._key = key.encode()
         self._header = header.lower().encode("latin-1")
-        self._no_flow = self._flow(b"")
+        self._no_flow = self.flow_of(b"")
 
     def name(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
         """The tenant of a request, b"" if tenants are not kept apart. client: the name of the request's key, if any.
@@ -53,9 +53,10 @@ class Tenancy:
         by chance this happens to one pair of tenants in 10^19.
         """
         values = self._values(headers, client)
-        return self._flow(values) if values else self._no_flow
+        return self.flow_of(values) if values else self._no_flow
 
-    def _flow(self, values: bytes) -> bytes:
+    def flow_of(self, values: bytes) -> bytes:
+        """``flow`` of the tenant header's values."""
         return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
