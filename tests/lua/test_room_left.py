@@ -47,7 +47,7 @@ return told
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """What a ticket's record says, in us. named: slot and price."""
+    """The prices of a ticket's record, in us. named: slot and price."""
 
     size: int
     tie: int
@@ -71,7 +71,7 @@ class Plain:
         return [(self.ahead[at] + price / US, at, price) for at, price in (*others, *own)]
 
     def step(self, asks: Asks) -> list[int]:
-        """What the script tells: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
+        """The script's answers: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
         free = [room > NO_ROOM_S for room in self.room]
         costs = self.costs(asks)
         lowest, nearest, _ = min(costs, key=lambda one: one[0], default=(math.inf, -1, 0))

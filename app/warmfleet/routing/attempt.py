@@ -322,7 +322,7 @@ class Attempt(InPool):
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Nobody will tell of the first token: take it that it comes after so many seconds, if the attempt lasts."""
+        """Count the prefill as done after so many seconds, if the attempt lasts: nobody tells of its first token."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 

@@ -217,7 +217,7 @@ async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:
 
 
 async def test_an_outcome_is_kept_no_longer_than_its_lease_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The master of a removed pool may never come back: what waits for it would hold the pool for ever."""
+    """The master of a removed pool may never come back: outcomes that wait for it would hold the pool for ever."""
     monkeypatch.setattr(open_reservations, "KEPT_S", 0.0)
     attempt, attempts, store = begun()
     booked(attempt)

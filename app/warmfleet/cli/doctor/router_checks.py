@@ -119,7 +119,7 @@ def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registe
 
 
 def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
-    """What this replica does otherwise than it could. named: that for --model, which stands for all pools it can."""
+    """Findings about what this replica does otherwise than it could. named: of --model, for all pools if it can be."""
     findings = []
     if told.get("template") == "sandbox":
         text = (
