@@ -359,11 +359,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in wanted:
             arrivals(CASES[job.case].workload, job.rows or CASES[job.case].rows)
         rows = measured(wanted, args.jobs)
+        print(table(rows), file=sys.stderr, flush=True)  # before the last part, whose failure must not lose it
         told_of_fairness = fairness(0) if STARVE in (args.case or ([] if args.quick else [STARVE])) else {}
     except (OSError, ValueError, WarmfleetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(rows), file=sys.stderr)
     told = [{"case": row.case, "load": row.load, "fleet": row.fleet, "speed": row.speed, **row.figures} for row in rows]
     fair = {name: round(value, 4) for name, value in told_of_fairness.items()}
     print(json.dumps({"mode": args.mode, **bounds(rows), **fair, "rows": told}), flush=True)
