@@ -20,7 +20,7 @@ WAIT_PRICE = Weights().wait_price
 
 
 class Stub:
-    """Has these attributes, and can be a key."""
+    """An object with these attributes that can be a key."""
 
     def __init__(self, **attributes: object) -> None:
         vars(self).update(attributes)

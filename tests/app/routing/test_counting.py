@@ -386,7 +386,7 @@ async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
 
 
 def as_router(replica: Fixture, attempt: Attempt) -> Router:
-    """What ``settle`` and ``renew`` of a router need of it, for the reservation of this attempt."""
+    """The parts of a router that its ``settle`` and ``renew`` need, for the reservation of this attempt."""
 
     async def booked(_model: str, _reservation: str) -> tuple[Pool, str]:
         return attempt.pool, attempt.reservation

@@ -42,9 +42,7 @@ MOST_ASKED = 3  # pools that may be full before the request is refused
 LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
 GRACE_S = 0.005  # for answers that have come while this replica itself stood still
 LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
-ENOUGH = (
-    4  # requests of this replica in flight at each worker of a pool that is away; more only if full pools have more
-)
+ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
 
 
 class PoolChoice:
