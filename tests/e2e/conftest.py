@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
@@ -11,6 +11,7 @@ import redis
 from tests.e2e.streams import Stream
 from tests.topology import until
 
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.demo import BLOCKS
 from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.engines import EngineOptions
@@ -45,18 +46,28 @@ def patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def started(left: ExitStack, plan: Plan) -> Stack:
+    """A stack that ends with ``left``. It is begun anew if a server of another test took one of its ports first."""
+    try:
+        return left.enter_context(Stack(plan))
+    except CommandError as error:
+        if "address already in use" not in str(error):
+            raise
+    return left.enter_context(Stack(plan))
+
+
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
     """Four engines and two replicas for the whole session, for tests that leave them as they were."""
-    with patient(), Stack(Plan(engines=EngineOptions(count=4, blocks=BLOCKS))) as running:
-        yield running
+    with patient(), ExitStack() as left:
+        yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
 
 
 @pytest.fixture(scope="module")
 def fragile_stack() -> Iterator[Stack]:
     """Three engines and two replicas for the tests of one file that kill one of them each."""
-    with patient(), Stack(Plan(engines=EngineOptions(count=3))) as running:
-        yield running
+    with patient(), ExitStack() as left:
+        yield started(left, Plan(engines=EngineOptions(count=3)))
 
 
 @pytest.fixture
