@@ -268,7 +268,7 @@ class Counted:
         self._joining = None if pool is self.pool else pool
 
     def joined(self) -> None:
-        """That pool counts it, so the one before counts it no longer."""
+        """The pool of ``joins`` counts the request, so the pool before is told that it is over there."""
         pool, self._joining = self._joining, None
         if pool is None:
             return
@@ -277,7 +277,7 @@ class Counted:
             self._counting.end_in(before, self.name, 0)
 
     def stays(self) -> None:
-        """That pool failed: the request counts where it did."""
+        """The pool of ``joins`` did not answer: the request counts where it counted before."""
         self._joining = None
 
     def end(self, tokens: int | None) -> None:
