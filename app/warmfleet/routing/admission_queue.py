@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from warmfleet.errors import Overloaded, QueueTimeout, WarmfleetError
@@ -18,8 +17,6 @@ from warmfleet.fleet import Decision, Queued, Standing
 from warmfleet.routing.tickets import POLL_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
@@ -78,13 +75,18 @@ class AdmissionQueue:
         left_s = job.call.patience_s - (time.perf_counter() - job.call.received_at)
         deadline = asyncio.get_running_loop().time() + min(left_s, self._settings.queue_timeout_s)
         self._check_ticket(attempt.pool, answer, may_wait=may_wait)
-        with self._counted(attempt.pool):
+        pool, began = attempt.pool, time.perf_counter()
+        try:
             while isinstance(answer, Queued):
-                await self._turn(attempt.pool, attempt.reservation, deadline, answer)
-                answer = await decide(job, attempt, may_wait=may_wait)
-                self._check_ticket(attempt.pool, answer, may_wait=may_wait)
-                if isinstance(answer, Queued) and attempt.avoided:
-                    await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
+                pool = attempt.pool  # where the ticket is now: a decision may have left one pool's line for another's
+                with self._metrics.queued.labels(pool.tag).track_inprogress():
+                    await self._turn(pool, attempt.reservation, deadline, answer)
+                    answer = await decide(job, attempt, may_wait=may_wait)
+                    self._check_ticket(attempt.pool, answer, may_wait=may_wait)
+                    if isinstance(answer, Queued) and attempt.avoided:
+                        await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
+        finally:
+            self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer
 
     def _check_ticket(self, pool: Pool, answer: Decision | Queued, *, may_wait: bool) -> None:
@@ -112,16 +114,6 @@ class AdmissionQueue:
             self._tenant_bytes[flow] = held
         else:
             self._tenant_bytes.pop(flow, None)
-
-    @contextmanager
-    def _counted(self, pool: Pool) -> Iterator[None]:
-        queued, began = self._metrics.queued.labels(pool.tag), time.perf_counter()
-        queued.inc()
-        try:
-            yield
-        finally:
-            queued.dec()
-            self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
 
     async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:
         """Return when the ticket's request should ask for a decision again. deadline: by the event loop's clock.

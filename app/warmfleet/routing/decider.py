@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Ask
     from warmfleet.metrics import Counter, Histogram, Metrics
-    from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
     from warmfleet.routing.decision_log import DecisionLog
@@ -166,7 +165,7 @@ class Decider:
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            raise NoWorker(_nobody(pool))
+            raise NoWorker(_nobody(job))
         self._metrics.fallback.labels(reason, pool.tag).inc()
         if job.call.limits is not None and not job.homes:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
@@ -192,7 +191,7 @@ def _question(
     return ask, place, rings
 
 
-def _nobody(pool: Pool) -> str:
-    """Why no worker can be chosen, and what to do about it."""
-    known = len(pool.view.workers or pool.last_known.workers)
-    return NONE_ROUTABLE.format(known, pool.name) if known else NO_ENGINE.format(pool.name)
+def _nobody(job: Job) -> str:
+    """Why no worker of any pool of the model can be chosen, and what to do about it."""
+    known = sum(len(pool.view.workers or pool.last_known.workers) for pool in job.homes or (job.pool,))
+    return NONE_ROUTABLE.format(known, job.pool.name) if known else NO_ENGINE.format(job.pool.name)

@@ -101,7 +101,6 @@ class Router:
     async def serve(self, call: Call, answer: ClientAnswer) -> None:
         """Answer ``call``. Raises WarmfleetError; unless ``answer.started``, nothing was sent to the client then."""
         job = self._continuation.prepared(await self._prepare(call))
-        answer.model = job.pool.tag
         retries = _Retries(job, self._retry_budget)
         while True:
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
@@ -109,7 +108,6 @@ class Router:
             try:
                 if job.homes:
                     job, decision = await self._choice.admit(job, attempt)
-                    answer.model = job.pool.tag
                 else:
                     decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
                 outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward
@@ -140,6 +138,7 @@ class Router:
                 outcome = "failed"
                 raise
             finally:
+                answer.model = attempt.pool.tag
                 attempt.release(outcome)  # 5 settle
 
     async def _prepare(self, call: Call) -> Job:

@@ -38,6 +38,7 @@ from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.homes import pool_choice
 from warmfleet.routing.homes.pool_choice import PoolChoice
+from warmfleet.routing.rescue.retry_budget import RetryBudget
 from warmfleet.routing.router import Router, _holder
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
@@ -294,6 +295,64 @@ async def test_full_everywhere_is_refused() -> None:
     fixture.script("book", "ended")
     with pytest.raises(CancelledReservation):
         await fixture.admit()
+
+
+async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_are_identified(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fixture = Fixture()
+    job = fixture.job()._replace(homes=tuple(fixture.pools[1:]))
+    fixture.script("", "full", "full", "full")
+
+    async def prepare(_call: Call) -> Job:
+        return job
+
+    router: Any = SimpleNamespace(
+        _continuation=SimpleNamespace(prepared=lambda job: job),
+        _prepare=prepare,
+        _retry_budget=RetryBudget(),
+        _attempts=fixture.attempts,
+        _choice=fixture.choice,
+    )
+    answer: Any = SimpleNamespace(model="", started=False)
+    with pytest.raises(Overloaded):
+        await Router.serve(router, job.call, answer)
+    assert (answer.model, job.pool.tag) == ("m#2", "m#1")
+    assert fixture.metrics.queue_rejections.labels("full", "m#2")._value.get() == 1
+    assert "m#2 is overloaded" in caplog.text
+    await fixture.nothing_left()
+
+
+async def test_a_refusal_counts_the_engines_of_all_pools() -> None:
+    fixture = Fixture()
+    fixture.script("none", "none", "none", "none")
+    for pool in fixture.pools:
+        pool.show(View((), read_at=2.0))
+        pool.last_known._with_routable = View()
+    drained = cast("WorkerView", SimpleNamespace(worker_id="w", routable=False, server=None, draining=True))
+    fixture.pools[0].show(View((drained, drained), read_at=3.0))
+    with pytest.raises(NoWorker, match="None of the 2 engines of `m` takes requests"):
+        await fixture.admit()
+
+
+async def test_a_request_that_waits_counts_in_the_pool_that_has_its_ticket() -> None:
+    fixture = Fixture()
+    first, second, third, _ = fixture.stores.values()
+    first.turn_s, third.turn_s = 0.1, 9.0
+    fixture.script("queue none", "queue " * 400, "queue " * 400)
+    waiting = {tag: fixture.metrics.queued.labels(tag)._value for tag in TAGS}
+
+    async def in_second() -> None:
+        while not waiting["m#2"].get():  # noqa: ASYNC110  a metric tells nobody that it has changed
+            await asyncio.sleep(0.001)
+        assert waiting["m#1"].get() == 0, "no worker was left there, so the request went to another line"
+        second.words = ["book"]
+
+    (tag, _), _ = await asyncio.gather(fixture.admit(), in_second())
+    assert tag == "m#2"
+    assert [value.get() for value in waiting.values()] == [0, 0, 0, 0]
+    [waits] = fixture.metrics.queue_seconds.collect()
+    assert {one.labels["model"] for one in waits.samples if one.name.endswith("_count") and one.value} == {"m#2"}
 
 
 def is_away(pool: Pool) -> None:

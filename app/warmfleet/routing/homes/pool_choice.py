@@ -152,7 +152,8 @@ class _Choosing:
         full = next((one for one in asked if isinstance(one.answer, Queued)), None)
         if full is not None and full.answer is not None:
             idle = await self._while_away(attempt, full.job.pool, None)
-            attempt.withdraw_others()
+            if idle is None:
+                attempt.take_over(full.attempt)  # so the log and the metrics name the pool that refuses the request
             return idle or full.answer
         return await self._without_redis(attempt, asked)
 
