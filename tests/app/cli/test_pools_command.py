@@ -256,7 +256,6 @@ def test_a_tag_for_one_more_pool_keeps_away_from_pools_of_other_models(
         (["add", "m#1", "n#1"], "pools of one model"),
         (["add", "m#a b"], "is not a name"),
         (["add", "{model}#"], "names no pool behind its '#'"),
-        (["remove", "{model}#"], "names no pool behind its '#'"),
         (["list", "--model", "{model}#"], "names no pool behind its '#'"),
         (["drain", "m#1", "--move", "--undo"], "choose one"),
         (["drain", "m#1", "--force"], "--force is for remove"),
@@ -270,6 +269,16 @@ def test_what_cannot_be_done_is_refused_with_a_reason(pools: Commands, model: st
     pools("add", f"{model}#1", f"{model}#2")
     assert told in pools(*[word.format(model=model) for word in words], status=2)
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
+
+
+def test_a_nameless_pool_of_an_earlier_version_is_struck_out_and_nothing_else(pools: Commands, model: str) -> None:
+    """Its keys would be those of the pool that has the model's name."""
+    pools("add", model, f"{model}#1")
+    pools.client.hset(Keys(model).pools, f"{model}#", pools.client.hget(Keys(model).pools, model) or b"")
+    pools.client.set(f"{Keys(model).prefix}tick", "1")
+    assert f"{model}# is not in the registry any more" in pools("remove", f"{model}#")
+    assert pools.client.hkeys(Keys(model).pools) == [model.encode(), f"{model}#1".encode()]
+    assert pools.client.exists(f"{Keys(model).prefix}tick")
 
 
 def test_without_a_registry_no_pool_in_use_is_removed(pools: Commands, model: str) -> None:

@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError("--move sends workers away, --undo lets them stay: choose one of them")
     for tag in tags:
         try:
-            model_tag(tag)
+            model_tag(tag.removesuffix("#") if action == "remove" else tag)
         except WireError as error:
             raise CommandError(str(error)) from error
     if len({served_model(tag) for tag in tags}) > 1:
@@ -251,6 +251,11 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
 
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
     """Strike pools out of the registry, and delete what Redis holds of them."""
+    nameless = f"{registry.name}#"  # an earlier `pools add` took such a tag, which has no keys of its own
+    if nameless in tags:
+        await registry.remove(nameless)
+        print(f"{nameless} is not in the registry any more; nothing else is deleted, because it names no pool")
+        tags = [tag for tag in tags if tag != nameless]
     entries = {entry.tag: entry for entry in await registry.read()}
     if not entries and registry.name in tags:
         raise CommandError(
