@@ -406,6 +406,16 @@ async def test_a_mistyped_model_is_told_which_there_are(valkey_url: str, model: 
         assert model in re.split(r"[ ,]+", finding.remedy)
 
 
+async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -> None:
+    """Routers that name it serve it while it has workers. It is told of also where the registry has one pool."""
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(f"{model}#1")])
+    await client.aclose()
+    told = await doctor(valkey_url, f"{model}#2")
+    text = f"{model}#2 is named here, but the registry of {model} has no such pool: only routers that name it serve it"
+    told.names("pools", text, f"warmfleet pools add {model}#2", State.NOTE)
+
+
 async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
     """By the registry, whatever the settings name: an empty pool, a drained one, one that nobody serves, a stranger."""
     tags = [f"{model}#{number}" for number in range(1, 6)]

@@ -358,10 +358,11 @@ async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
 
 async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report) -> None:
     """The pools of each served model beside each other, where there are several. named: model tags of the settings."""
-    several = [name for name, count in Counter(served_model(one.tag) for one in known.pools).items() if count > 1]
+    tags = {*(one.tag for one in known.pools), *(tag for tag in named if "#" in tag)}
+    several = [name for name, count in Counter(map(served_model, sorted(tags))).items() if count > 1]
     for name in several:
         report.part(f"Pools of {name}")
-        report.add(pool_checks.unserved([tag for tag in named if served_model(tag) == name], known.pools))
+        report.add(pool_checks.unregistered([tag for tag in named if served_model(tag) == name], known.pools))
         pools = [entry for entry in known.pools if served_model(entry.tag) == name and entry.tag in known.fleets]
         report.add(pool_checks.beside_each_other(pools, known.workers))
     if several and parse(plan.url).kind == "cluster":

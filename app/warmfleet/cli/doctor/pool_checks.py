@@ -31,7 +31,7 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ..
     """The pools of these models, and why a registry could not be read, by the name of its model.
 
     The pools are those of the registry in Redis; without one, and where it cannot be read, those that are named here. A
-    named pool that the registry lacks is not served, so it is left out; ``unserved`` tells of it.
+    named pool that the registry lacks is left out; ``unregistered`` tells of it.
     """
     found: dict[str, PoolEntry] = {}
     unread: dict[str, str] = {}
@@ -86,14 +86,15 @@ async def slots(url: str) -> tuple[SlotRange, ...]:
         await connections.aclose()
 
 
-def unserved(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Finding]:
+def unregistered(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Finding]:
     """Pools that the settings name, and the registry does not have."""
     known = {entry.tag for entry in pools}
     registered = {served_model(entry.tag) for entry in pools if entry.since_ms}
     return [
         note(
             "pools",
-            f"{tag} is named here, but the registry of {served_model(tag)} has no such pool: no router serves it",
+            f"{tag} is named here, but the registry of {served_model(tag)} has no such pool: only routers that name it"
+            " serve it, and only while it has workers. Engines leave it, except those whose WARMFLEET_MODEL names it",
             f"enter it (warmfleet pools add {tag}), or take it out of WARMFLEET_MODELS",
         )
         for tag in models
