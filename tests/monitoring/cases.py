@@ -46,6 +46,7 @@ class Case:
 
 M = 'model="m"'
 MODEL = {"model": "m"}
+SERVED = {"served_model": "m"}
 REPLICA = {"job": "router", "instance": "a"}
 BUILT = {'warmfleet_build_info{job="router",instance="a"}': steady(1)}
 DAY = 24 * MINUTES
@@ -62,11 +63,11 @@ def workers(routable: int, pool: str = "m") -> dict[str, str]:
     return series
 
 
-def answers(errors_a_minute: float) -> dict[str, str]:
-    """1,000 answers a minute of two replicas."""
-    good, bad = rising((1_000 - errors_a_minute) / 2), rising(errors_a_minute / 2)
+def answers(errors_a_minute: float, pool: str = "m", count: int = 1_000) -> dict[str, str]:
+    """So many answers a minute of two replicas."""
+    good, bad = rising((count - errors_a_minute) / 2), rising(errors_a_minute / 2)
     return {
-        f'warmfleet_requests_total{{{M},instance="{instance}",status="{status}"}}': values
+        f'warmfleet_requests_total{{model="{pool}",instance="{instance}",status="{status}"}}': values
         for instance in "ab"
         for status, values in (("200", good), ("503", bad))
     }
@@ -97,6 +98,11 @@ def by_load(share: float) -> dict[str, str]:
     }
 
 
+def in_pools(metric: str, values: str, labels: str = 'instance="a"') -> dict[str, str]:
+    """The same in each of two pools of a model."""
+    return {f'{metric}{{model="{pool}",{labels}}}': values for pool in ("m#1", "m#2")}
+
+
 def one(metric: str, values: str, labels: str = 'instance="a"') -> dict[str, str]:
     return {f"{metric}{{{labels}}}": values}
 
@@ -104,20 +110,38 @@ def one(metric: str, values: str, labels: str = 'instance="a"') -> dict[str, str
 CASES = (
     Case("WarmfleetFewReplicas", BUILT, BUILT | {'warmfleet_build_info{job="router",instance="b"}': steady(1)}),
     Case("WarmfleetFewReplicas", {"up": steady(0)}, BUILT | {"warmfleet_build_info": steady(1)}),
-    Case("WarmfleetNoWorker", workers(0), workers(1), MODEL),
-    Case("WarmfleetNoWorker", workers(0, "m#1") | workers(0, "m#2"), workers(0, "m") | workers(1, "m#2"), MODEL),
-    Case("WarmfleetErrors", answers(60), answers(40), MODEL),
+    Case("WarmfleetNoWorker", workers(0), workers(1), SERVED),
+    Case("WarmfleetNoWorker", workers(0, "m#1") | workers(0, "m#2"), workers(0, "m") | workers(1, "m#2"), SERVED),
+    Case("WarmfleetErrors", answers(60), answers(40), SERVED),
+    Case(
+        "WarmfleetErrors",
+        answers(0, "m#1") | answers(80, "m#2", 100),
+        answers(0, "m#1") | answers(40, "m#2", 100),
+        SERVED,
+    ),
     Case(
         "WarmfleetStreamsBreak",
         one("warmfleet_stream_errors_total", rising(0.6), M),
         one("warmfleet_stream_errors_total", rising(0.4), M),
-        MODEL,
+        SERVED,
+    ),
+    Case(
+        "WarmfleetStreamsBreak",
+        in_pools("warmfleet_stream_errors_total", rising(0.3)),
+        in_pools("warmfleet_stream_errors_total", rising(0.2)),
+        SERVED,
     ),
     Case(
         "WarmfleetRefuses",
         one("warmfleet_queue_rejections_total", rising(7), f'{M},reason="full"'),
         one("warmfleet_queue_rejections_total", rising(5), f'{M},reason="full"'),
-        MODEL | {"reason": "full"},
+        SERVED | {"reason": "full"},
+    ),
+    Case(
+        "WarmfleetRefuses",
+        in_pools("warmfleet_queue_rejections_total", rising(4), 'reason="full"'),
+        in_pools("warmfleet_queue_rejections_total", rising(2), 'reason="full"'),
+        SERVED | {"reason": "full"},
     ),
     Case(
         "WarmfleetQueueIsLong",

@@ -54,6 +54,7 @@ def query_faults(expr: str) -> list[str]:
         reachable |= labels
         strangers = {matcher.name for matcher in selector.matchers.matchers} - labels - SCRAPED
         faults += [f"{selector.name} has no label {name}" for name in sorted(strangers)]
+    reachable |= set(re.findall(r', "(\w+)", "[^"]*", "\w+", "[^"]*"\)', plain))  # made by label_replace
     grouped = {name for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", plain) for name in group.split(", ") if name}
     return faults + [f"no metric of {expr!r} has the label {name}" for name in sorted(grouped - reachable)]
 
