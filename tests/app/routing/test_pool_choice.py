@@ -24,6 +24,7 @@ from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
+from warmfleet.pools.homes import late_pools
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.pool import Pool, Pools, ServedModel
@@ -720,7 +721,7 @@ async def test_two_pools_of_real_engines_serve_one_model(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt goes where its beginning is; when a pool loses its engine, the other one serves."""
-    monkeypatch.setattr(pool_choice, "LATE_S", 1.0)  # the machine of a test may be busy
+    monkeypatch.setattr(late_pools, "LATE_S", 1.0)  # the machine of a test may be busy
     tags = (f"{model}#1", f"{model}#2")
     fleets = [Fleet(connect(valkey_url, timeout_s=2), tag) for tag in tags]
     prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Queued
+from warmfleet.pools.homes.late_pools import LatePool, late
 from warmfleet.pools.homes.prices import HOMES, Offer, best, turn_s
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.routing.attempt import AttemptState
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
 
 MOST_ASKED = 3  # pools that may be full before the request is refused
-LATE_S = 0.05  # longest wait for the second answer; a decision takes a hundredth of it
-GRACE_S = 0.005  # for answers that have come while this replica itself stood still
 LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
 ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
 
@@ -207,7 +206,7 @@ class _Choosing:
 
     def _pass_over(self, pool: Pool, error: WarmfleetError | None) -> None:
         """Ask this pool no more for this attempt. error: why; None: it is known to be away."""
-        reason = "no_worker" if isinstance(error, NoWorker) else "late" if isinstance(error, _Late) else "away"
+        reason = "no_worker" if isinstance(error, NoWorker) else "late" if isinstance(error, LatePool) else "away"
         self._failed[pool.tag] = reason
         self._note(pool, reason)
 
@@ -227,28 +226,22 @@ class _Choosing:
         return asked
 
     async def _at_once(self, asked: Sequence[_Asked], *, may_wait: bool) -> None:
-        """Ask them together. Once one has answered, the others have LATE_S left."""
+        """Ask them together. Once one has answered, the others may be late."""
         tasks = {asyncio.create_task(one.ask(self._choice.decider, may_wait=may_wait)): one for one in asked}
         waiting = set(tasks)
         try:
-            while waiting:
-                answered = any(one.answer is not None for one in asked)
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=LATE_S if answered else None, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()  # raises a bug of ours
-                if answered and not done:
-                    await asyncio.sleep(GRACE_S)
-                    waiting = {task for task in waiting if not task.done()}
-                    break
+            while waiting and all(one.answer is None for one in asked):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            waiting = await late(waiting)
         finally:
             for task in waiting:
                 task.cancel()
-        for task in waiting:
-            late = tasks[task]
-            late.error = _Late(f"no answer within {LATE_S:g} s of another pool's")
-            late.job.pool.degraded.failed(str(late.error))
+        for task, one in tasks.items():
+            if task in waiting:
+                one.error = LatePool()
+                one.job.pool.degraded.failed(str(one.error))
+            else:
+                task.result()  # raises a bug of ours
 
     async def _at(self, pool: Pool) -> Job:
         """The job as the workers of this pool have it."""
@@ -339,10 +332,6 @@ class _Choosing:
                 if isinstance(answer, Decision):
                     return answer
         return None
-
-
-class _Late(FleetUnavailable):
-    """Another pool has answered, and this one has not for a while."""
 
 
 def at_once(pools: Sequence[Pool]) -> int:
