@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.routing.test_pool_choice import TAGS, Fixture
-from tests.conftest import PATIENT
+from tests.conftest import PATIENT, poll
 
 from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
 from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect
+from warmfleet.pools.homes import late_pools
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.call import Ending
 from warmfleet.routing.clients import counting
@@ -33,7 +35,7 @@ LIMITS = ClientLimits("team-a", 3, 1_000_000)
 @pytest.fixture
 async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """Makes replicas that choose among pools of their own, which count in the same Redis."""
-    monkeypatch.setattr(counting, "LATE_S", 5.0)  # the machine of a test may be busy
+    monkeypatch.setattr(late_pools, "LATE_S", 5.0)  # the machine of a test may be busy
     fleets: list[Fleet] = []
 
     def make(count: int) -> list[Fixture]:
@@ -112,9 +114,51 @@ async def test_the_limit_holds_over_all_pools_and_replicas(
                 at_once -= 1
                 attempt.release(rng.choice(("finished", "failed", "cancelled")))
 
-    await asyncio.gather(*(client(replica) for replica in made for _ in range(4)))
+    await asyncio.gather(*(client(replica) for replica in made for _ in range(2)))
     assert 1 < most <= LIMITS.concurrency
     assert served > LIMITS.concurrency
+    await quiet(*made)
+    assert await keys(valkey_url, model) == {}
+    assert not any(replica.counting.open for replica in made)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_no_count_is_left_whatever_answers_are_late_or_lost(
+    replicas: Any, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(late_pools, "LATE_S", 0.01)
+    rng, made, loop = random.Random(seed), replicas(2), asyncio.get_running_loop()
+
+    def unsure(admit: Any) -> Any:
+        def does(name: str, limits: ClientLimits, tokens: int, on_answer: OnAnswer) -> None:
+            late: OnAnswer = partial(cast("Any", loop.call_later), 0.03, on_answer)
+            answers = rng.choice((on_answer, on_answer, late))
+            lost = FleetUnavailable("no answer within the time limit")
+            admit(name, limits, tokens, rng.choice((answers, answers, lambda *_: answers(None, lost))))
+
+        return does
+
+    def loses(keep: Any) -> Any:
+        return lambda names: rng.choice((keep, loses_answers(keep)))(names)
+
+    async def client(replica: Fixture) -> None:
+        for _ in range(5):
+            with suppress(WarmfleetError, TimeoutError):
+                async with asyncio.timeout(rng.choice((0.02, 5.0))):
+                    attempt, _ = await begin(replica)
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(rng.choice((0.0, 0.04)))
+                    with suppress(WarmfleetError):
+                        await replica.counting.keep()
+                attempt.release(rng.choice(("finished", "failed", "cancelled")))
+
+    for replica in made:
+        for store in replica.stores.values():
+            store.admit, store.keep_counted = unsure(store.admit), loses(store.keep_counted)
+        for pool in replica.pools:
+            pool.degraded._retry_s = 0.02
+    await asyncio.gather(*(client(replica) for replica in made for _ in range(2)))
+    await asyncio.sleep(0.04)
     await quiet(*made)
     assert await keys(valkey_url, model) == {}
     assert not any(replica.counting.open for replica in made)
@@ -199,9 +243,9 @@ async def test_requests_count_on_in_another_pool_when_theirs_is_away(
     assert {*await keys(valkey_url, model)} > {before}
     await replica.counting.keep()
     await replica.counting.drained()
-    ((after, counted),) = (await keys(valkey_url, model)).items()
-    assert after != before
-    assert len(counted) == 2
+    other = replica.counting.pool_of("m", LIMITS.tag)
+    counted = {number: len(names) for number, names in (await keys(valkey_url, model)).items()}
+    assert counted == {before: 1, other.tag[-1]: 2}, "a pool that comes back soon still has its count"
     for attempt in (first, second):
         attempt.release("finished")
     await quiet(replica)
@@ -211,7 +255,7 @@ async def test_requests_count_on_in_another_pool_when_theirs_is_away(
 async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
     replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting, "LATE_S", 0.01)
+    monkeypatch.setattr(late_pools, "LATE_S", 0.01)
     (replica,) = replicas(1)
     late: list[OnAnswer] = []
     for store in replica.stores.values():
@@ -271,7 +315,7 @@ async def test_while_a_pool_is_away_the_next_one_counts_whoever_else_asks_it(
 ) -> None:
     """No prompt has the pool as its home, so nothing but the counting finds out that it is away."""
     if not answers:
-        monkeypatch.setattr(counting, "LATE_S", 0.2)
+        monkeypatch.setattr(late_pools, "LATE_S", 0.2)
     (replica,) = replicas(1)
     pool = loses(replica, answers=answers)
     homes = (*(one for one in replica.pools if one is not pool), pool)
@@ -355,6 +399,137 @@ async def test_an_end_while_a_request_changes_its_pool_reaches_both(replicas: An
     await replica.counting.keep()
     await quiet(replica)
     assert await keys(valkey_url, model) == {}
+
+
+async def test_a_refused_request_counts_nowhere_and_has_no_end(replicas: Any, valkey_url: str, model: str) -> None:
+    """Its home pools are still asked when a renewal comes."""
+    (replica,) = replicas(1)
+    held = [await begin(replica) for _ in range(3)]
+    pool = replica.counting.pool_of("m", LIMITS.tag)
+    told: list[object] = []
+    replica.stores[pool.tag].end_counted = lambda *given: told.append(given)
+    asked = asyncio.Event()
+
+    async def decides(*_given: object, **_more: object) -> Decision:
+        asked.set()
+        await asyncio.sleep(3_600)
+        raise AssertionError
+
+    for home in replica.stores.values():
+        home.decide_in_turn = decides
+    refused = asyncio.create_task(begin(replica))
+    await asked.wait()
+    await poll(lambda: all(one.answered for one in replica.counting.open.values()), what="the limit refuses it")
+    await replica.counting.keep()
+    assert [len(names) for names in (await keys(valkey_url, model)).values()] == [LIMITS.concurrency]
+    refused.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await refused
+    assert not told
+    for attempt, _ in held:
+        attempt.release("finished")
+    assert len(told) == LIMITS.concurrency
+
+
+async def test_one_renewal_that_fails_takes_no_count_from_the_pool(replicas: Any, valkey_url: str, model: str) -> None:
+    (replica,) = replicas(1)
+    held = [await begin(replica) for _ in range(3)]
+    store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
+    keep = store.keep_counted
+    store.keep_counted = loses_answers(keep)
+    with pytest.raises(FleetUnavailable):
+        await replica.counting.keep()
+    await replica.counting.drained()
+    store.keep_counted = keep
+    with pytest.raises(RateLimited):
+        await begin(replica)
+    for attempt, _ in held:
+        attempt.release("finished")
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
+
+
+def loses_answers(keep: Any) -> Any:
+    """A renewal of counts that Redis carries out and that gets no answer."""
+
+    async def does(names: list[str]) -> None:
+        await keep(names)
+        raise FleetUnavailable("no answer within the time limit")
+
+    return does
+
+
+async def test_an_end_reaches_a_pool_that_took_a_count_and_did_not_say_so(
+    replicas: Any, valkey_url: str, model: str
+) -> None:
+    (replica,) = replicas(1)
+    attempt, _ = await begin(replica)
+    for _ in range(2):
+        replica.counting.pool_of("m", LIMITS.tag).degraded.failed("away")
+    store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
+    store.keep_counted = loses_answers(store.keep_counted)
+    with pytest.raises(FleetUnavailable):
+        await replica.counting.keep()
+    attempt.release("finished")
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
+
+
+async def test_a_late_answer_is_one_failure_of_its_pool(replicas: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (replica,) = replicas(1)
+    late: list[OnAnswer] = []
+    for store in replica.stores.values():
+        monkeypatch.setattr(store, "admit", lambda *given: late.append(given[-1]))
+    monkeypatch.setattr(late_pools, "LATE_S", 0.2)
+    attempt, decision = await begin(replica)
+    assert (decision.use, len(late)) == (None, 2)
+    for on_answer in late:
+        on_answer(None, FleetUnavailable("no answer within the time limit"))
+    assert all(pool.degraded.asks_redis for pool in replica.pools), "a pool is away after two failures"
+    attempt.release("finished")
+    await quiet(replica)
+
+
+async def test_where_all_pools_are_slow_a_refused_client_passes_no_limit(
+    replicas: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked about first, so no answer tells whether the pool is late."""
+    (replica,) = replicas(1)
+    held = [await begin(replica) for _ in range(3)]
+    monkeypatch.setattr(late_pools, "LATE_S", 0.1)
+    for store in replica.stores.values():
+        store.slow_s = 0.3
+        monkeypatch.setattr(store, "admit", partial(asyncio.get_running_loop().call_later, 0.25, store.admit))
+    for _ in range(3):
+        with pytest.raises(RateLimited):
+            await begin(replica)
+    assert all(pool.degraded.asks_redis for pool in replica.pools)
+    for attempt, _ in held:
+        attempt.release("finished")
+    await quiet(replica)
+
+
+async def test_no_pool_waits_for_the_renewal_of_another(replicas: Any) -> None:
+    (replica,) = replicas(1)
+    tags = {replica.counting.pool_of("m", one.tag): one for one in map(ClientLimits, "abcdefghijklmnop", [3] * 16)}
+    held = [await begin(replica, limits) for limits in tags.values()]
+    together = asyncio.Barrier(len(held))
+    assert len(held) > 1
+
+    def waits(keep: Any) -> Any:
+        async def does(names: list[str]) -> None:
+            await together.wait()
+            await keep(names)
+
+        return does
+
+    for pool in tags:
+        replica.stores[pool.tag].keep_counted = waits(replica.stores[pool.tag].keep_counted)
+    async with asyncio.timeout(5):
+        await replica.counting.keep()
+    for attempt, _ in held:
+        attempt.release("finished")
+    await quiet(replica)
 
 
 async def test_a_gateway_keeps_and_ends_what_it_was_given(replicas: Any, valkey_url: str, model: str) -> None:

@@ -5,9 +5,10 @@ without asking anybody. A request is counted there while its home pools are aske
 and the home pools count nothing. Only a client that was refused a moment ago is asked about first: else each of its
 refused requests would cost two decisions, and book load for a moment.
 
-Where that pool does not answer, the next one is asked; a request passes unchecked if none answers. When the pool
-changes (a pool comes or goes, or is away), requests that run count in the new one within a renewal, and in the old one
-until then. So a pool that does not come back takes no count from another one.
+Where that pool does not answer, the next one is asked; a request passes unchecked if that does not answer in time,
+either. When the pool changes (a pool comes or goes, or is away), requests that run count in the new one within a
+renewal, and in the old one until they end or expire there. So a pool that does not come back takes no count from
+another one, and a pool that was away for a moment still has its own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import asyncio
 import logging
 import time
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import KEEP_AT_ONCE, ClientUse
+from warmfleet.pools.homes.late_pools import LatePool, late
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.protocol.wire import RESERVATION_LENGTH
 
@@ -33,14 +36,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.clients.counting")
 
-LATE_S = 0.05  # longest wait for the answer once a pool has answered; counting takes a tenth of a decision
-GRACE_S = 0.005  # for answers that have come while this replica itself stood still
 REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
 MAX_REFUSED = 1_024  # clients that are remembered for it
 
 
 class Counting:
-    """Lets pools count this replica's requests for clients with limits. ``open``: the requests that count, by id."""
+    """Lets pools count this replica's requests for clients with limits.
+
+    ``open``: by id, the requests that this replica lets count on.
+    """
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self.open: dict[str, Counted] = {}
@@ -72,7 +76,8 @@ class Counting:
     async def keep(self) -> None:
         """Let the requests of this replica count on, each in the first pool of its client that answers.
 
-        Raises the first failure of a pool, once all were asked.
+        All these pools are asked at once, and those after them only once they have failed. Raises the first failure of
+        a pool, once no request is left.
         """
         left = [counted for counted in self.open.values() if counted.answered]
         failures: dict[Pool, WarmfleetError] = {}
@@ -84,33 +89,31 @@ class Counting:
                 pool = pools[counted.model, counted.limits.tag]
                 if pool is not None:
                     kept.setdefault(pool, []).append(counted)
-            left = []
-            for pool, requests in kept.items():
-                left += await self._keep_in(pool, requests, failures)
+            calls = [self._keep_in(pool, requests, failures) for pool, requests in kept.items()]
+            left = list(chain.from_iterable(await asyncio.gather(*calls)))
         for failure in failures.values():
             raise failure
 
     async def _keep_in(
         self, pool: Pool, requests: Sequence[Counted], failures: dict[Pool, WarmfleetError]
     ) -> Sequence[Counted]:
-        """Let these requests count on in this pool; returns those that it did not take, because it failed."""
+        """Let these requests count on in this pool; returns those that it did not take, because it failed.
+
+        failures: of this renewal, by pool; a failure of this pool is put in.
+        """
         for start in range(0, len(requests), KEEP_AT_ONCE):
             # Those that ended meanwhile are left out: nobody would end them again.
             batch = [counted for counted in requests[start : start + KEEP_AT_ONCE] if counted.name in self.open]
             if not batch:
                 continue
             for counted in batch:
-                counted.joins(pool)
+                counted.counts_in(pool)
             try:
                 await pool.fleet.keep_counted([counted.name for counted in batch])
             except WarmfleetError as error:
                 self.failed(pool, error)
                 failures[pool] = error
-                for counted in batch:
-                    counted.stays()
                 return requests[start:]
-            for counted in batch:
-                counted.joined()
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
@@ -174,27 +177,25 @@ class Counting:
 class Counted:
     """A request of a client with limits, from the moment at which it is asked about until it ends.
 
-    ``name``: its reservation with the client's tag behind it. ``pool``: that counts it, None if none can. ``first``:
-    await ``check`` before pools are asked. ``use``: of the limits, with this request; None while it is not known.
+    ``name``: its reservation with the client's tag behind it. ``first``: await ``check_first`` before pools are asked.
+    ``use``: of the limits, with this request; None while it is not known.
     """
 
     __slots__ = (
-        "_answer", "_charged", "_counting", "_ended", "_joining", "_tried", "first", "limits", "model", "name", "pool",
-        "prompt_tokens", "use",
+        "_answer", "_asked", "_charged", "_checked", "_counting", "first", "limits", "model", "name", "prompt_tokens",
+        "use",
     )  # fmt: skip
 
     def __init__(self, counting: Counting, model: str, name: str, limits: ClientLimits, prompt_tokens: int) -> None:
         self._counting = counting
-        self._answer: asyncio.Future[Any] | None = asyncio.get_running_loop().create_future()
-        self._ended = False
-        self._tried: tuple[Pool, ...] = ()
-        self._charged = False  # ``pool`` has counted the tokens of the prompt, or may have
-        self._joining: Pool | None = None  # may count the request, too: it has not answered yet
+        self._answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # None: no pool can answer
+        self._checked = False
+        self._asked: list[Pool] = []  # each after the one before had failed or was late
+        self._charged: dict[Pool, int] = {}  # tokens of its prompt, by each pool that counts it or may do so
         self.model = model
         self.name = name
         self.limits = limits
         self.prompt_tokens = prompt_tokens
-        self.pool: Pool | None = None
         self.first = False
         self.use: ClientUse | None = None
 
@@ -203,53 +204,61 @@ class Counted:
 
         Without such a pool there is no answer.
         """
-        pool = self._counting.pool_of(self.model, self.limits.tag, self._tried)
+        pool = self._counting.pool_of(self.model, self.limits.tag, self._asked)
         if pool is None:
-            self._known(None)
+            self._answer.set_result(None)
             return
-        if self.pool is not None:
-            self._counting.end_in(self.pool, self.name, -self.prompt_tokens)
-        self._tried = (*self._tried, pool)
-        self.pool, self._charged = pool, True
+        if self._asked:
+            self._give_back(self._asked[-1])
+        self._asked.append(pool)
+        self._charged[pool] = self.prompt_tokens
         pool.fleet.admit(self.name, self.limits, self.prompt_tokens, partial(self._told, pool))
 
+    def _give_back(self, pool: Pool) -> None:
+        """Let the request, and its prompt, count in this pool no longer."""
+        charged = self._charged.pop(pool, None)
+        if charged is not None:
+            self._counting.end_in(pool, self.name, -charged)
+
     def _told(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
-        """The answer of a pool, which may come late."""
-        if error is not None:
-            self._counting.failed(pool, error)
-        if pool is not self.pool:  # it was given up, and told so
-            return
-        if error is not None or answer[0] == b"LIMITED":
-            self._charged = False
-        if self._ended or self.answered:
+        """The answer of a pool, perhaps a late one."""
+        if pool not in self._charged:  # it was told that the request is over
             return
         if error is not None:
-            self.ask()
+            self._give_back(pool)
+            if not self.answered:  # else the pool was late, which was its failure
+                self._counting.failed(pool, error)
+                self.ask()
+        elif self.answered:
+            if answer[0] == b"LIMITED":  # too late: the request passed, and may count there from the next renewal on
+                self._charged[pool] = 0
         else:
             pool.degraded.succeeded()
-            self._known(answer)
+            if answer[0] == b"LIMITED":
+                self._leave()  # it counts nowhere, so nothing is left to keep or to end
+            self._answer.set_result(answer)
 
     @property
     def answered(self) -> bool:
-        """Whether a pool has answered, or none can."""
-        return self._answer is None or self._answer.done()
+        """Whether a pool has answered in time, or none does."""
+        return self._answer.done()
 
-    def _known(self, answer: Any) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(answer)
+    async def check_first(self) -> None:
+        """As ``check``, but return, too, if the answer takes long: no other pool has answered, so none is late."""
+        if not await late([self._answer]):
+            await self.check()
 
     async def check(self) -> None:
         """Return when the request is counted, or is to pass unchecked. Raises RateLimited. Later calls do nothing."""
-        future = self._answer
-        if future is None:
+        if self._checked:
             return
-        if not await _in_time(future):
-            self._late()
+        if await self._is_late():
             self.ask()
-            if not await _in_time(future):
-                self._late()
-        self._answer = None
-        answer = future.result() if future.done() else None
+            await self._is_late()
+        self._checked = True
+        if not self.answered:
+            self._answer.set_result(None)
+        answer = self._answer.result()
         if answer is None:
             self._counting.unchecked(self)
         elif answer[0] == b"LIMITED":
@@ -259,56 +268,32 @@ class Counted:
         else:
             self.use = ClientUse(*answer)
 
-    def _late(self) -> None:
-        if self.pool is not None:
-            self._counting.failed(self.pool, FleetUnavailable(f"no answer within {LATE_S:g} s of another pool's"))
+    async def _is_late(self) -> bool:
+        """Wait for the answer; whether the pool that was asked last is late."""
+        if not await late([self._answer]):
+            return False
+        self._counting.failed(self._asked[-1], LatePool())
+        return True
 
-    def joins(self, pool: Pool) -> None:
-        """This pool is told that it counts the request from now on."""
-        self._joining = None if pool is self.pool else pool
-
-    def joined(self) -> None:
-        """The pool of ``joins`` counts the request, so the pool before is told that it is over there."""
-        pool, self._joining = self._joining, None
-        if pool is None:
-            return
-        before, self.pool, self._charged = self.pool, pool, False
-        if before is not None:
-            self._counting.end_in(before, self.name, 0)
-
-    def stays(self) -> None:
-        """The pool of ``joins`` did not answer: the request counts where it counted before."""
-        self._joining = None
+    def counts_in(self, pool: Pool) -> None:
+        """This pool counts the request from now on. Pools that counted it before are told when it ends."""
+        self._charged.setdefault(pool, 0)
 
     def end(self, tokens: int | None) -> None:
         """The request is over. tokens: of its answer; None: it was not served, so its prompt costs nothing, either."""
-        if not self._leave():
-            return
-        if tokens is None:
-            tokens = -self.prompt_tokens if self._charged else 0
-        if self.pool is not None:
-            self._counting.end_in(self.pool, self.name, tokens)
-        if self._joining is not None:
-            self._counting.end_in(self._joining, self.name, 0)
+        for pool, charged in self._leave().items():
+            self._counting.end_in(pool, self.name, -charged if tokens is None else tokens)
 
     def hand_over(self) -> str:
         """Leave the request to a gateway, so that this replica keeps it no longer; returns the id for the gateway."""
         self._leave()
         return self.name
 
-    def _leave(self) -> bool:
-        ended, self._ended = self._ended, True
+    def _leave(self) -> dict[Pool, int]:
+        """Keep the request no longer, and forget the pools that count it; returns ``_charged`` as it was."""
         self._counting.open.pop(self.name, None)
-        return not ended
-
-
-async def _in_time(answer: asyncio.Future[Any]) -> bool:
-    """Whether the answer comes within LATE_S."""
-    if not answer.done():
-        await asyncio.wait((answer,), timeout=LATE_S)
-    if not answer.done():
-        await asyncio.sleep(GRACE_S)
-    return answer.done()
+        charged, self._charged = self._charged, {}
+        return charged
 
 
 @lru_cache(maxsize=4_096)

@@ -165,7 +165,7 @@ class _Choosing:
             )
             attempt.counted = begun
             if begun.first:
-                await begun.check()
+                await begun.check_first()
         return attempt.counted
 
     async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
