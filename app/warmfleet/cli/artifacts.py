@@ -7,25 +7,22 @@ import json
 import os
 import re
 import sys
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.pools.served import tags_of
+from warmfleet.cli.pools.served import answers_of, fleets_of, tag_of, tags_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, printable, show
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Fleet, connect
-from warmfleet.protocol.redis_address import RedisAddressError, with_ca
-from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
+
+    from warmfleet.fleet import Fleet
 
 HEADER = ("SHA256", "ARTIFACT", "BYTES", "WORKERS", "STATE")
 TEMPLATE = "chat_template.jinja"  # the only artifact that is code
-TIMEOUT_S = 2.0
 NAMED_WORKERS = 8
 APPROVED_TEMPLATES = "WARMFLEET_APPROVED_TEMPLATES"
 MAY_BE_APPROVED = (
@@ -69,15 +66,16 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError("list takes no SHA256; show, approve and revoke take at least one")
     if options.json and options.action != "list":
         raise CommandError("--json is for list")
-    models = tags_of(options)
-    asyncio.run(_run(options.action, wanted, options.redis, models, as_json=options.json))
+    asyncio.run(_run(options.action, wanted, options.redis, tags_of(options), as_json=options.json))
     return 0
 
 
-async def _run(action: str, wanted: Sequence[str], url: str, models: Sequence[str], *, as_json: bool) -> None:
-    async with _shelves(url, models) as shelves:
+async def _run(action: str, wanted: Sequence[str], url: str, tags: Sequence[str], *, as_json: bool) -> None:
+    async with fleets_of(url, tags) as fleets:
+        answers, lost = await answers_of(fleets, _shelf)
+        shelves = [shelf for _, shelf in answers]
         if action == "list" and as_json:
-            print(json.dumps({shelf.fleet.keys.tag.replace("~", "/"): rows(shelf) for shelf in shelves}, indent=2))
+            print(json.dumps({tag_of(shelf.fleet): rows(shelf) for shelf in shelves}, indent=2))
             return
         if action == "list":
             footnote: list[Part] = [MAY_BE_APPROVED] if any(map(may_be_approved, shelves)) else []
@@ -89,20 +87,8 @@ async def _run(action: str, wanted: Sequence[str], url: str, models: Sequence[st
                 print(await _source(shelves, digest))
             else:
                 await _change(action, digest, shelves)
-
-
-@asynccontextmanager
-async def _shelves(url: str, models: Sequence[str]) -> AsyncIterator[list[Shelf]]:
-    fleets: list[Fleet] = []
-    try:
-        complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
-        fleets += [Fleet(connect(complete, model_tag(model), timeout_s=TIMEOUT_S), model) for model in models]
-        yield [await _shelf(fleet) for fleet in fleets]
-    except (RedisAddressError, WireError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        for fleet in fleets:
-            await fleet.close()
+    if lost and action in ("approve", "revoke"):
+        raise CommandError(f"nothing has changed in {', '.join(lost)}: call this again when all answer")
 
 
 async def _shelf(fleet: Fleet) -> Shelf:

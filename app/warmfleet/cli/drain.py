@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.pools.served import tags_of
+from warmfleet.cli.pools.served import answers_of, fleets_of, tags_of
 from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Fleet, WorkerState, connect
-from warmfleet.protocol.redis_address import RedisAddressError, with_ca
-from warmfleet.protocol.wire import WireError, model_tag
+from warmfleet.fleet import Fleet, WorkerState
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from warmfleet.fleet import WorkerView
 
-TIMEOUT_S = 2.0
 POLL_S = 0.5
 #: A worker has finished when no request was seen there for so long. A replica that could not reach Redis when the drain
 #: began may still send requests until its next reading of the fleet.
@@ -31,15 +25,15 @@ QUIET_S = 3.0
 
 def run(options: argparse.Namespace) -> int:
     """Drain, or undo it; 0. Raises CommandError with a sentence for the operator."""
-    models = tags_of(options)
+    tags = tags_of(options)
     if options.undo and options.wait:
         raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
-    asyncio.run(_run(options.workers, options.redis, models, undo=options.undo, wait=options.wait))
+    asyncio.run(_run(options.workers, options.redis, tags, undo=options.undo, wait=options.wait))
     return 0
 
 
-async def _run(names: Sequence[str], url: str, models: Sequence[str], *, undo: bool, wait: bool) -> None:
-    async with _fleets(url, models) as fleets:
+async def _run(names: Sequence[str], url: str, tags: Sequence[str], *, undo: bool, wait: bool) -> None:
+    async with fleets_of(url, tags) as fleets:
         chosen = await _chosen(names, fleets)
         for fleet, worker in chosen:
             if not await fleet.drain(worker.worker_id, draining=not undo):
@@ -51,55 +45,23 @@ async def _run(names: Sequence[str], url: str, models: Sequence[str], *, undo: b
                 await _all_finished(chosen, progress)
 
 
-@asynccontextmanager
-async def _fleets(url: str, models: Sequence[str]) -> AsyncIterator[list[Fleet]]:
-    fleets: list[Fleet] = []
-    try:
-        complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
-        fleets += [Fleet(connect(complete, model_tag(model), timeout_s=TIMEOUT_S), model) for model in models]
-        yield fleets
-    except (RedisAddressError, WireError) as error:
-        raise CommandError(str(error)) from error
-    finally:
-        for fleet in fleets:
-            await fleet.close()
-
-
 async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
     """The workers with these names; the name of a server means all its engine cores.
 
-    A pool that does not answer is told on standard error, and keeps no name from being found in another one. Raises
-    FleetUnavailable if none answers.
+    A pool that does not answer keeps no name from being found in another one. Raises FleetUnavailable if none answers.
     """
-    errors: dict[str, FleetUnavailable] = {}
-    answered: list[tuple[Fleet, list[WorkerView]]] = []
-    for fleet, told in zip(fleets, await asyncio.gather(*[_read(fleet) for fleet in fleets]), strict=True):
-        if isinstance(told, FleetUnavailable):
-            errors[fleet.keys.tag.replace("~", "/")] = told
-        else:
-            answered.append((fleet, told))
-    if not answered:
-        raise next(iter(errors.values()))
-    for tag, error in errors.items():
-        print(f"warmfleet drain: {tag} is left out, its engines are not known: {error}", file=sys.stderr)
+    answered, lost = await answers_of(fleets, Fleet.workers)
     known = [(fleet, worker) for fleet, workers in answered for worker in workers]
     chosen: list[tuple[Fleet, WorkerView]] = []
     for name in names:
         found = [(fleet, one) for fleet, one in known if name in (one.worker_id, str(one.record.get("server_id", "")))]
-        if errors and not any(worker.heard for _, worker in found):  # it may be alive in a pool that does not answer
-            raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(errors)} cannot be asked")
+        if lost and not any(worker.heard for _, worker in found):  # it may be alive in a pool that does not answer
+            raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(lost)} cannot be asked")
         if not found:
             workers = ", ".join(worker.worker_id for _, worker in known) or "none"
             raise CommandError(f"no worker is called {name!r}; known are: {workers}")
         chosen += [one for one in found if one not in chosen]
     return chosen
-
-
-async def _read(fleet: Fleet) -> list[WorkerView] | FleetUnavailable:
-    try:
-        return await fleet.workers()
-    except FleetUnavailable as error:
-        return error
 
 
 async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Progress) -> None:

@@ -50,7 +50,7 @@ def joined(url: str, model: str, *names: str) -> Iterator[None]:
 
 
 async def apply(url: str, model: str, count: int) -> None:
-    fleet = Fleet(connect(url, timeout_s=2), model)
+    fleet = Fleet(connect(url, wire.model_tag(model), timeout_s=2), model)
     async with asyncio.timeout(10):
         while sum(worker.server is not None for worker in await fleet.workers()) < count:
             await fleet.step()
@@ -104,8 +104,9 @@ def test_list_show_approve_revoke(
         assert "no chat template begins" in capsys.readouterr().err
     says("approve", "a" * 64)  # before any worker announces it
     assert asyncio.run(approved(valkey_url, f"{model}#other")) == {"a" * 64}
-    [line] = [line for line in says("list", "--model", model).splitlines() if line.startswith("a" * 64)]
-    assert line.split() == ["a" * 64, "chat_template.jinja", "-", "-", "approved"]
+    lines = [line for line in says("list", "--model", model).splitlines() if line.startswith("a" * 64)]
+    assert len(lines) == 2, "without a registry the model has the pools of the settings"
+    assert lines[0].split() == ["a" * 64, "chat_template.jinja", "-", "-", "approved"]
 
 
 @pytest.mark.parametrize(

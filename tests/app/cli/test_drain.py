@@ -18,6 +18,7 @@ from tests.conftest import poll
 from warmfleet.__main__ import main
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.cli import drain
+from warmfleet.cli.pools import served
 from warmfleet.fleet import WorkerState, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.protocol.wire import model_tag
@@ -195,7 +196,7 @@ async def test_a_pool_that_does_not_answer_keeps_no_engine_of_another_from_its_d
     def of_master(url: str, tag: str, **options: Any) -> aioredis.Redis:
         return connect("redis://127.0.0.1:1/0" if tag == model_tag(lost) else url, tag, **options)
 
-    monkeypatch.setattr(drain, "connect", of_master)
+    monkeypatch.setattr(served, "connect", of_master)
     async with fleet_of(valkey_url, model, 1) as fleet:
         await fleet.router.routable(1)
         client = connect(valkey_url, timeout_s=5)

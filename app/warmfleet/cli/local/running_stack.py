@@ -62,22 +62,26 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
 
 
 def models_of(options: argparse.Namespace) -> list[str]:
-    """The tags of the models that a command with ``--model`` and ``--redis`` is about.
-
-    They are the named ones, else those of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its
-    store. Raises CommandError if there are none, or one is no tag.
+    """The tags of the models that a command with ``--model`` and ``--redis`` is about: the named ones, else those of
+    the settings. Raises CommandError if there are none, or one is no tag.
     """
-    models = options.model or [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
-    local = found()
-    if not models and local is not None and local.redis_url == options.redis:
-        models = list(local.models)
+    models: list[str] = options.model or models_of_settings(options)
     if not models:
-        raise no_model(local)
+        raise no_model(found())
     for model in models:
         try:
             model_tag(model)
         except WireError as error:
             raise CommandError(str(error)) from error
+    return models
+
+
+def models_of_settings(options: argparse.Namespace) -> list[str]:
+    """The tags of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its store."""
+    models = [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
+    local = found()
+    if not models and local is not None and local.redis_url == options.redis:
+        models = list(local.models)
     return models
 
 

@@ -200,7 +200,7 @@ async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace
     named: Sequence[str] = ()
     with suppress(CommandError):  # none is: then this model's own pools count
         named = [tag for tag in models_of(options) if served_model(tag) != registry.name]
-    others = await all_tags(url, named)
+    others = await all_tags(url, map(served_model, named), named)
     connections = RedisConnections(complete(url), timeout_s=TIMEOUT_S)
     try:
         ranges = await connections.slot_ranges()

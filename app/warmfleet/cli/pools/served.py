@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
+from warmfleet.cli.local.running_stack import models_of, models_of_settings
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.pool_registry import PoolRegistry
@@ -18,44 +19,83 @@ from warmfleet.protocol.wire import WireError, model_tag
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-    from warmfleet.protocol.pools import PoolEntry
-
+Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:
     """The tags of all pools of the models that a command with ``--model`` and ``--redis`` is about.
 
-    A model without ``#`` stands for all its pools. Raises CommandError and FleetUnavailable.
+    ``--model`` with ``#`` is one pool; any other model stands for all its pools. Raises CommandError, FleetUnavailable.
     """
-    return asyncio.run(all_tags(options.redis, models_of(options)))
+    models, settings = models_of(options), models_of_settings(options)
+    return asyncio.run(all_tags(options.redis, models if options.model else map(served_model, models), settings))
 
 
-async def all_tags(url: str, models: Sequence[str]) -> list[str]:
-    """As ``tags_of``, for these models. Raises CommandError and FleetUnavailable."""
+async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> list[str]:
+    """As ``tags_of``, for these models. settings: the tags of WARMFLEET_MODELS."""
     found: list[str] = []
-    for model in models:
-        registered: Sequence[str] = ()
-        if "#" not in model:
-            async with registry_of(url, model) as registry:
-                registered = [entry.tag for entry in await _read(registry, url)]
-        found += registered or [model]
+    for model in dict.fromkeys(models):
+        named = [tag for tag in settings if served_model(tag) == model]
+        found += [model] if "#" in model else await _pools(url, model, named)
     return list(dict.fromkeys(found))
 
 
-async def _read(registry: PoolRegistry, url: str) -> Sequence[PoolEntry]:
-    try:
-        return await registry.read()
-    except FleetUnavailable as error:
-        if parse(url).kind != "cluster":
-            raise
-        name = registry.name
-        text = (
-            f"{error}; it has the registry of {name}'s pools: name pools of other masters yourself (--model '{name}#1')"
-        )
-        raise FleetUnavailable(text) from error
+async def _pools(url: str, name: str, named: Sequence[str]) -> Sequence[str]:
+    """The tags of a served model's pools, as the registry tells them; without one they are those that settings name.
+
+    In a Cluster only the master with the registry may be away: then ``named`` is used, with a warning.
+    """
+    async with registry_of(url, name) as registry:
+        try:
+            return [entry.tag for entry in await registry.read()] or named or [name]
+        except FleetUnavailable as error:
+            if parse(url).kind != "cluster":
+                raise
+            lost = f"the registry of {name}'s pools cannot be read ({error})"
+            if not any("#" in tag for tag in named):
+                text = f"{lost}: name pools that may be on other masters, by --model '{name}#1' or in WARMFLEET_MODELS"
+                raise FleetUnavailable(text) from error
+    told = f"{lost}: of its pools only those that WARMFLEET_MODELS names are known, {', '.join(named)}"
+    print(f"warmfleet: warning: {told}", file=sys.stderr)
+    return named
+
+
+async def answers_of(
+    fleets: Sequence[Fleet], ask: Callable[[Fleet], Awaitable[Answer]]
+) -> tuple[list[tuple[Fleet, Answer]], list[str]]:
+    """Ask all pools at once: the answers, and the tags of pools whose Redis does not answer.
+
+    Such a pool is told on standard error, and left out. Raises FleetUnavailable if no pool answers.
+    """
+    answers: list[tuple[Fleet, Answer]] = []
+    errors: dict[str, FleetUnavailable] = {}
+    for fleet, told in zip(fleets, await asyncio.gather(*map(ask, fleets), return_exceptions=True), strict=True):
+        if isinstance(told, FleetUnavailable):
+            errors[tag_of(fleet)] = told
+        elif isinstance(told, BaseException):
+            raise told
+        else:
+            answers.append((fleet, told))
+    if not answers:
+        raise next(iter(errors.values()))
+    for tag, error in errors.items():
+        print(f"warmfleet: warning: {tag} is left out: {error}", file=sys.stderr)
+    return answers, list(errors)
+
+
+def tag_of(fleet: Fleet) -> str:
+    """The tag of a pool, as WARMFLEET_MODELS would name it."""
+    return fleet.keys.tag.replace("~", "/")
+
+
+@asynccontextmanager
+async def fleets_of(url: str, tags: Sequence[str]) -> AsyncIterator[list[Fleet]]:
+    """All calls on these pools. Raises CommandError."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(pool_of(url, tag)) for tag in tags]
 
 
 @asynccontextmanager

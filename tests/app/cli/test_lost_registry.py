@@ -1,0 +1,163 @@
+"""Commands that name a model while the master with its registry of pools is away, and those of its pools answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.app.cli.test_artifacts_command import DIGEST, approved, joined
+from tests.topology import whole_cluster
+
+from warmfleet.__main__ import main
+from warmfleet.cli.pools import served
+from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.connection.pool_masters import next_tag
+from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
+from warmfleet.protocol.wire import model_tag
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
+
+CLUSTER = "redis+cluster://127.0.0.1:1"
+
+
+class Masters:
+    """A Cluster as commands see it: one store has all keys, but those of the models and pools in ``away``."""
+
+    def __init__(self, url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.url, self.model, self.capsys = url, model, capsys
+        self.away: set[str] = set()
+        self.pools = [f"{model}#{number}" for number in (1, 2)]
+
+    def connect(self, _url: str, tag: str, **options: Any) -> aioredis.Redis:
+        lost = tag in map(model_tag, self.away)
+        return connect("redis://127.0.0.1:1/0" if lost else self.url, tag, **options)
+
+    def __call__(self, *words: str, status: int = 0) -> tuple[str, str]:
+        """Standard output and standard error of a command that names the model."""
+        assert main([*words, "--model", self.model, "--redis", CLUSTER]) == status
+        told = self.capsys.readouterr()
+        return told.out, told.err
+
+    def register(self, *pools: str) -> None:
+        async def write() -> None:
+            client = connect(self.url, timeout_s=5)
+            await PoolRegistry(client, self.model).write(map(PoolEntry, pools))
+            await client.aclose()
+
+        asyncio.run(write())
+
+    def policies(self) -> list[str]:
+        """That each pool was switched to."""
+
+        async def ask(pool: str) -> str:
+            fleet = Fleet(connect(self.url, timeout_s=2), pool)
+            try:
+                return await fleet.switched()
+            finally:
+                await fleet.close()
+
+        return [asyncio.run(ask(pool)) for pool in self.pools]
+
+
+@pytest.fixture
+def masters(
+    valkey_url: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Masters:
+    made = Masters(valkey_url, model, capsys)
+    monkeypatch.setattr(served, "connect", made.connect)
+    monkeypatch.setenv("WARMFLEET_MODELS", ",".join(made.pools))
+    made.register(*made.pools)
+    return made
+
+
+def test_the_pools_of_the_settings_are_used_with_a_warning(masters: Masters) -> None:
+    masters.away.add(masters.model)
+    told, warned = masters("policy", "sticky")
+    assert told == "".join(f"{pool}: sticky\n" for pool in masters.pools)
+    assert f"the registry of {masters.model}'s pools cannot be read" in warned
+    assert f"only those that WARMFLEET_MODELS names are known, {', '.join(masters.pools)}" in warned
+    assert masters.policies() == ["sticky", "sticky"]
+    with joined(masters.url, masters.pools[1], "w"):
+        told, warned = masters("artifacts")
+        assert DIGEST in told
+        assert "cannot be read" in warned
+        told, warned = masters("drain", "w")
+        assert told.startswith("w.0 gets no new requests")
+        assert "cannot be read" in warned
+
+
+def test_without_a_pool_in_the_settings_the_error_says_to_name_one(
+    masters: Masters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_MODELS", masters.model)
+    masters.away.add(masters.model)
+    for words in (("policy",), ("artifacts",), ("drain", "w")):
+        told = masters(*words, status=2)[1]
+        assert f"name pools that may be on other masters, by --model '{masters.model}#1' or in WARMFLEET" in told
+
+
+def test_a_pool_that_is_away_as_well_is_told_and_keeps_no_other_from_its_orders(masters: Masters) -> None:
+    lost, other = masters.pools
+    masters.away |= {masters.model, lost}
+    told, warned = masters("policy", "sticky", status=2)
+    assert told == f"{other}: sticky\n"
+    assert f"{lost} is left out" in warned
+    assert f"{lost} may go by another policy: call this again" in warned
+    assert masters.policies() == ["", "sticky"]
+    assert json.loads(masters("policy", "--json")[0]) == {other: "sticky"}
+    with joined(masters.url, other, "w"):
+        assert DIGEST in masters("artifacts")[0]
+        told, warned = masters("artifacts", "approve", DIGEST, status=2)
+        assert f"{DIGEST} approved" in told
+        assert f"nothing has changed in {lost}: call this again" in warned
+    assert asyncio.run(approved(masters.url, other)) == {DIGEST}
+    masters.away.add(other)
+    assert masters("policy", status=2)[0] == ""
+
+
+def test_the_registry_tells_the_pools_of_a_model_that_settings_name(masters: Masters) -> None:
+    """The environment of a router names some of them, for the time when the registry is away."""
+    third = f"{masters.model}#3"
+    masters.register(third)
+    assert main(["policy", "--json", "--redis", CLUSTER]) == 0
+    assert [*json.loads(masters.capsys.readouterr().out)] == [*masters.pools, third]
+
+
+@pytest.mark.long(
+    minutes=1,
+    shows=(
+        "a Cluster that has lost the master with the registry of a model's pools, and its replica: `warmfleet policy`, "
+        "`artifacts` and `drain` by the model's name work on the pools of the other masters"
+    ),
+)
+def test_a_cluster_that_has_lost_the_master_with_the_registry(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with whole_cluster() as cluster:
+        tags: list[str] = []
+        while len(tags) < 3:
+            tags.append(next_tag(model, tags, cluster.ranges))
+        home = cluster.number_of(model_tag(model))
+        tags.sort(key=lambda tag: cluster.number_of(model_tag(tag)) == home)
+        *others, lost = tags
+        monkeypatch.setenv("WARMFLEET_MODELS", ",".join(tags))
+        assert main(["pools", "add", *tags, "--redis", cluster.url]) == 0
+        with joined(cluster.url, others[1], "w"):
+            for node in (cluster.masters[home], cluster.replicas[home]):
+                node.kill()
+            capsys.readouterr()
+            named = ["--model", model, "--redis", cluster.url]
+            assert main(["policy", "sticky", *named]) == 2
+            told = capsys.readouterr()
+            assert told.out == "".join(f"{tag}: sticky\n" for tag in tags if tag != lost)
+            assert f"{lost} may go by another policy" in told.err
+            assert main(["drain", "w", *named]) == 0
+            assert main(["artifacts", *named]) == 0
+            told = capsys.readouterr()
+            assert "w.0 gets no new requests" in told.out
+            assert DIGEST in told.out
+            assert told.err.count("cannot be read") == 2
+            print(told.err)
