@@ -358,6 +358,36 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
     await quiet(replica)
 
 
+async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
+    replicas: Any, valkey_url: str, model: str
+) -> None:
+    """Else a client is refused for up to 30 s after a failover of Redis, though nothing of it runs."""
+    (replica,) = replicas(1)
+    slow = ClientLimits("team-a", 3, 1_000)
+    held = [await begin(replica, slow) for _ in range(3)]
+    pool = replica.counting.pool_of("m", slow.tag)
+    assert pool is not None
+    store = replica.stores[pool.tag]
+    calls = {name: getattr(store, name) for name in ("admit", "keep_counted", "end_counted")}
+    assert loses(replica) is pool
+    for attempt, _ in held:
+        attempt.output = type("Output", (), {"count": 7})()
+        attempt.release("finished")
+    await quiet(replica)
+    for name, call in calls.items():
+        setattr(store, name, call)
+    with pytest.raises(RateLimited):
+        await begin(replica, slow)
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
+    replica.counting._refused_until.clear()
+    attempt, decision = await begin(replica, slow)
+    assert decision.use is not None
+    assert (decision.use.in_flight, round((decision.use.tokens or 0) - 421, -1)) == (1, 0), "each end counts once"
+    attempt.release("finished")
+    await quiet(replica)
+
+
 async def test_what_was_not_charged_is_not_refunded(replicas: Any) -> None:
     """A request that passed unchecked counts within a renewal, but not its prompt."""
     (replica,) = replicas(1)

@@ -38,6 +38,7 @@ logger = logging.getLogger("warmfleet.routing.clients.counting")
 
 REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
 MAX_REFUSED = 1_024  # clients that are remembered for it
+MAX_UNTOLD = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
 
 
 class Counting:
@@ -52,6 +53,7 @@ class Counting:
         self._metrics = metrics
         self._refused_until: dict[str, float] = {}  # by the tag of a client
         self._telling = 0  # ends that Redis has neither taken nor refused
+        self._untold: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
         self._all_told = asyncio.Event()
 
     def begin(self, model: str, reservation: str, limits: ClientLimits, prompt_tokens: int) -> Counted:
@@ -114,6 +116,7 @@ class Counting:
                 self.failed(pool, error)
                 failures[pool] = error
                 return requests[start:]
+            self.answers(pool)
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
@@ -146,14 +149,23 @@ class Counting:
     def end_in(self, pool: Pool, name: str, tokens: int) -> None:
         """Tell a pool that a request counts no longer, and wait for nothing."""
         self._telling += 1
-        pool.fleet.end_counted(name, tokens, self._told)
+        pool.fleet.end_counted(name, tokens, partial(self._told, pool, name, tokens))
 
-    def _told(self, _answer: object, error: WarmfleetError | None) -> None:
+    def _told(self, pool: Pool, name: str, tokens: int, _answer: object, error: WarmfleetError | None) -> None:
         self._telling -= 1
         if not self._telling:
             self._all_told.set()
-        if error is not None:
-            logger.info("a request of a client with limits counts until it expires: %s", error)
+        if error is None:
+            return
+        logger.info("a request of a client with limits counts until its pool answers, or it expires: %s", error)
+        untold = self._untold.setdefault(pool, {})
+        if len(untold) < MAX_UNTOLD:
+            untold[name] = tokens
+
+    def answers(self, pool: Pool) -> None:
+        """This pool answers: it gets the ends that it did not take before."""
+        for name, tokens in self._untold.pop(pool, {}).items():
+            self.end_in(pool, name, tokens)
 
     async def drained(self) -> None:
         """Return when Redis has taken or refused every end."""
@@ -234,6 +246,7 @@ class Counted:
                 self._charged[pool] = 0
         else:
             pool.degraded.succeeded()
+            self._counting.answers(pool)
             if answer[0] == b"LIMITED":
                 self._leave()  # it counts nowhere, so nothing is left to keep or to end
             self._answer.set_result(answer)
