@@ -348,6 +348,36 @@ async def test_engines_that_leave_are_asked_a_few_at_a_time(
         assert most == 1
 
 
+async def test_an_engine_that_moves_to_another_pool_takes_no_more_requests_in_the_one_before(
+    replica: Callable[..., Checks], model: str, valkey_url: str
+) -> None:
+    """Else both would choose it until its last check is a TTL old, each without the load of the other."""
+    async with engines(model, 1) as (engine,):
+        checks = [replica(engine.url), replica(engine.url)]
+        fleets = {tag: Fleet(connect(valkey_url, timeout_s=5), tag) for tag in (f"{model}#1", f"{model}#2")}
+        for one in checks:
+            one.engines._pools = Pools([Pool(tag, fleet, DegradedMode(1.0)) for tag, fleet in fleets.items()])
+
+        async def routable() -> list[str]:
+            return [tag for tag, fleet in fleets.items() if any(one.routable for one in await fleet.workers())]
+
+        for one in checks:
+            await one.round()
+        (before,) = await routable()
+        (after,) = fleets.keys() - {before}
+        ask = asked(b"word " * 400)
+        assert (await fleets[before].decide(ask)).url == engine.url
+        for one in checks:
+            one.engines._pools.served[model].drain(frozenset({before}))
+        await checks[0].round()
+        await checks[1].round()
+        assert await routable() == [after]
+        await fleets[before].settle(ask.reservation, "finished")
+        assert [one.load.in_flight for one in await fleets[before].workers()] == [0], "what it had begun is given back"
+        for fleet in fleets.values():
+            await fleet.close()
+
+
 async def test_the_models_of_an_engine_must_be_the_fleets(valkey_url: str, model: str) -> None:
     async with stock("another", answer_well) as engine:
         checks = Checks(valkey_url, model, [engine.url])

@@ -150,6 +150,10 @@ class StockEngines:
         self._checked[url] = engine
         check = Check("PASSED", self._replica)
         await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
+        if last is not None and last.pool is not engine.pool:  # it moved: else both would choose it for a TTL
+            await last.pool.fleet.register(
+                worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
+            )
 
     async def _let_go(self, url: str) -> None:
         """Drain an engine that is no longer listed, and forget it once nothing runs there, unless others list it."""
@@ -202,7 +206,7 @@ class StockEngines:
         """The pool of an engine that serves these models. Raises ValueError.
 
         Of several pools that of the greatest weight for its URL: all replicas take the same, and a pool more or fewer
-        moves few engines. Where one was before, it expires.
+        moves few engines.
         """
         served = self._pools.served
         model = next((model for name, model in served.items() if name in models), None)
