@@ -2,14 +2,15 @@
 
 An engine idles if the next prompt is still on its way when it has computed what it was sent. The way is a decision,
 HTTP, and the engine's own work before it begins to compute. A request that finds an engine with nothing to do shows it:
-it is what its first byte takes longer than its prefill does at the engine's speed. Steps of running answers delay some
-of these, so the lower quartile of the last ones counts.
+it is what its first byte takes longer than its prefill does at the engine's speed. The median of the last ones counts:
+steps of running answers and a busy machine delay some of them, and an engine that is short of work waits as long.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,6 @@ logger = logging.getLogger("warmfleet.pools.recent.engine_way")
 
 SAMPLES = 32  # the last so many requests are looked at
 LOOK_EACH = 8  # requests, from one look at them to the next
-QUARTILE = 0.25
 LONGEST_PREFILL_S = 0.2  # of a longer one a wrong speed tells more than the way
 WAYS = 2  # a request that is on its way counts as ahead, too: while the engine computes another one
 MARGIN_S = 0.01  # from the moment in which it is a request's turn until its replica has asked for it
@@ -59,7 +59,7 @@ class EngineWay:
         if not limits.max_engine_wait_s:
             return  # there is no queue
         set_s = limits.max_engine_wait_s if self._set_s is None else self._set_s
-        way_s = sorted(self._samples)[int(QUARTILE * len(self._samples))]
+        way_s = statistics.median(self._samples)
         needed_s = STEP_S * math.ceil((WAYS * way_s + MARGIN_S) / STEP_S)
         wanted_s = max(set_s, min(needed_s, self._most_s))
         if wanted_s == limits.max_engine_wait_s:
