@@ -154,16 +154,20 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(worl
     assert {(False, "booked"), (True, "queued")} <= seen
 
 
-async def test_more_tenants_than_a_look_takes_are_told_as_decided(world: World) -> None:
-    """All but one can be served by the busy worker only; w2 is idle."""
+@pytest.mark.parametrize("tenants", [700, 1], ids=["a tenant each", "one tenant"])
+async def test_more_tickets_than_a_look_takes_are_told_as_decided(world: World, tenants: int) -> None:
+    """All but those asked about can be served by the busy worker only; w2 is idle."""
     q = await saturated(world)
-    world.fleet.limits = QueueLimits(0.1, 400)
+    world.fleet.limits = QueueLimits(0.1, 800)
     await world.worker(2, **FULL)
-    for number in range(300):
+    for number in range(700):
         ask = world.ask(prompt_tokens=100, decode_tokens=0, exclude=("w2.0",))
-        place = Place(number.to_bytes(8, "big"), 0, 0, ("w2.0",))
+        place = Place((number % tenants).to_bytes(8, "big"), 0, 0, ("w2.0",))
         assert isinstance(await world.fleet.decide_in_turn(ask, place), Queued)
     await world.change(2, prefill_tokens=0, in_flight=0)
-    assert isinstance(await told_and_done(q, world.ask(extra_tokens=100), OTHER), Decision)
+    own = Place(bytes(8)) if tenants == 1 else OTHER
+    for _ in range(3):
+        await q.workers()  # nothing goes on with time
+        assert isinstance(await told_and_done(q, world.ask(extra_tokens=100), own), Decision)
     await world.change(2, **FULL, under_way_tokens=0)
     assert isinstance(await told_and_done(q, world.ask(extra_tokens=100), OTHER), Queued)
