@@ -196,9 +196,15 @@ class ServedModel:
 
     @property
     def missing(self) -> list[str]:
-        """The tags of the pools that get new requests and are not usable."""
+        """The tags of the pools that a new replica waits for: they get new requests, and are not usable yet.
+
+        A pool that was read and has no worker at all may be new: it is waited for only if no other pool is usable.
+        """
         drained = len(self.draining) == len(self.pools)
-        return [pool.tag for pool in self.pools if not pool.usable and (drained or not pool.draining)]
+        waited_for = [pool for pool in self.pools if not pool.usable and (drained or not pool.draining)]
+        if any(pool.usable for pool in self.pools):
+            waited_for = [pool for pool in waited_for if pool.view.workers or not pool.contacted]
+        return [pool.tag for pool in waited_for]
 
     @property
     def reference(self) -> Pool:
@@ -277,8 +283,8 @@ class Pools:
     def unready(self) -> str:
         """Why this new replica should get no requests yet; "" once it is ready.
 
-        It is ready when every pool is usable that serves and does not drain. After a worker's TTL it is ready in any
-        case: what is missing then is missing in the fleet, not in this replica.
+        It is ready when no pool is ``missing``. After a worker's TTL it is ready in any case: what is missing then is
+        missing in the fleet, not in this replica.
         """
         if not self.contacted:
             return "no contact with Redis yet"

@@ -122,6 +122,24 @@ def test_pools_that_leave_or_drain_keep_no_replica_waiting() -> None:
     assert alone.unready() == ""
 
 
+def test_a_pool_that_has_no_worker_yet_keeps_no_replica_waiting() -> None:
+    """As one that was just added: every replica lacks its workers. A pool that was not read yet may have some."""
+    fleet, now = pools(), time.monotonic()
+    serving, added = (Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2"))
+    fleet.change(ServedModel("m", [serving, added]))
+    serving.show(View((worker(True),), text=True, read_at=now))
+    assert fleet.unready().endswith(": m#2"), "not read yet"
+    added.show(View((worker(False),), read_at=now))
+    assert fleet.unready().endswith(": m#2"), "its worker may be routable soon"
+    added.show(View((), read_at=now))
+    assert fleet.unready() == ""
+
+    nothing = Pools([Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2")])
+    for one in nothing.all:
+        one.show(View((), read_at=now))
+    assert nothing.unready().endswith(": m#1, m#2"), "no pool can serve: Redis may have come back empty"
+
+
 def test_every_model_counts() -> None:
     fleet = Pools([*pools().all, *pools().all])
     for one in fleet.all:
