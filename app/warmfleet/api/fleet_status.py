@@ -14,7 +14,7 @@ from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_re
 from warmfleet.pools.homes.prices import HOMES, Offer, best, prices, turn_s
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
-from warmfleet.routing.homes.pool_choice import at_once
+from warmfleet.routing.homes.pool_choice import MOST_ASKED, at_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,17 +113,20 @@ async def explain(
 ) -> dict[str, Any]:
     """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
 
-    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the answers of those that
-    a router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
+    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the offers of those that a
+    router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
     place: the request's in the queue, but for the workers that cannot serve it.
     """
     if len(model.pools) == 1:
         return await _explained(pool, request, hints, settings, place) | {"pools": [], "passed_over": []}
     prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
-    homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens)
+    homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens, counted=False)
     answers, failed = await _of_homes(homes, request, hints, settings, place)
     if not answers:
         raise next(iter(failed.values()))
+    full = {one for one, answer in answers.items() if _refuses(answer)}
+    if len(full) < len(answers):
+        answers = {one: answer for one, answer in answers.items() if one not in full}
     offered = [_offer(answer, one) for one, answer in answers.items()]
     stay = pool.fleet.weights.stay
     told = [
@@ -138,8 +141,9 @@ async def explain(
             answers, offered, prices([offer for _, offer in offered], stay), strict=True
         )
     ]
+    reasons: dict[Pool, object] = {**failed, **dict.fromkeys(full, "its queue is full")}
     passed_over = [
-        {"pool": one.tag, "why": str(failed.get(one) or ("its Redis is away" if one.usable else "it has no worker"))}
+        {"pool": one.tag, "why": str(reasons.get(one) or ("its Redis is away" if one.usable else "it has no worker"))}
         for one in homes[:HOMES]
         if one not in answers and not one.draining
     ]
@@ -155,8 +159,9 @@ async def _of_homes(
     left = [one for one in reachable if one.usable] or reachable
     answers: dict[Pool, dict[str, Any]] = {}
     failed: dict[Pool, WarmfleetError] = {}
-    while left and not answers:
-        asked, left = (left[:1], left[1:]) if failed else (left[: at_once(left)], left[at_once(left) :])
+    while left and len(answers) < MOST_ASKED and all(map(_refuses, answers.values())):
+        count = 1 if answers or failed else at_once(left)
+        asked, left = left[:count], left[count:]
         found = await asyncio.gather(
             *(_explained(one, request, hints, settings, place) for one in asked), return_exceptions=True
         )
@@ -170,24 +175,28 @@ async def _of_homes(
     return answers, failed
 
 
+def _refuses(explained: dict[str, Any]) -> bool:
+    """Whether the pool's queue is full, and the request would find no room besides."""
+    return bool(explained["waits"] and not explained["waits_for"])
+
+
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
     """The worker that the request would get or wait for in this pool, and the offer, as a decision makes it."""
 
     def turn(row: dict[str, Any]) -> float:
-        uncached = explained["prompt_tokens"] - row["matched_tokens"]
-        wait_s: float = row["terms"]["wait_s"] / pool.fleet.weights.wait_price
-        return turn_s(wait_s, pool.view.token_s_of(row["worker_id"]) * uncached)
+        token_s = pool.view.token_s_of(row["worker_id"])
+        ahead = row["prefill_tokens"] + row["foreign_prefill_tokens"]
+        return turn_s(token_s * ahead, token_s * (explained["prompt_tokens"] - row["matched_tokens"]))
 
     rows: list[dict[str, Any]] = explained["candidates"]
     if not explained["waits"]:
         row = next(row for row in rows if row["chosen"])
         return row["worker_id"], Offer(row["cost_s"], turn(row), row["matched_tokens"], pool.view.token_s)
-    waits_for = explained["waits_for"]
-    if not waits_for:  # a full queue refuses it
+    if _refuses(explained):
         row = min(rows, key=turn)
         return row["worker_id"], Offer(None, turn(row), row["matched_tokens"], pool.view.token_s)
-    row = next(row for row in rows if row["worker_id"] == waits_for)
-    return waits_for, Offer(None, explained["turn_s"], row["matched_tokens"], pool.view.token_s)
+    row = next(row for row in rows if row["worker_id"] == explained["waits_for"])
+    return row["worker_id"], Offer(None, explained["turn_s"], row["matched_tokens"], pool.view.token_s)
 
 
 async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:

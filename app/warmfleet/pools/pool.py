@@ -220,17 +220,21 @@ class ServedModel:
         """How many workers of all pools serve this name or adapter."""
         return sum(pool.servers_of(model) for pool in self.pools)
 
-    def order_for(self, prompt: IdentifiedPrompt, model: str, depth_tokens: int) -> tuple[Pool, ...]:
+    def order_for(
+        self, prompt: IdentifiedPrompt, model: str, depth_tokens: int, *, counted: bool = True
+    ) -> tuple[Pool, ...]:
         """The pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves an adapter of this name are left out.
+        counted: the prompt counts among those that share its beginning.
         """
         if len(self.pools) == 1:
             return self.pools
         able = self.pools
         if model and model != self.name:
             able = tuple(pool for pool in able if pool.servers_of(model)) or able
-        key = self._beginnings.key(prompt.chains, depth_tokens, len(self.pools)) or os.urandom(RANDOM_BYTES)
+        key = self._beginnings.key(prompt.chains, depth_tokens, len(self.pools), counted=counted)
+        key = key or os.urandom(RANDOM_BYTES)
         by_tag = {pool.tag: pool for pool in able}
         ordered = [by_tag[tag] for tag in in_order(key, {pool.tag: pool.weight for pool in able})]
         if self.draining:

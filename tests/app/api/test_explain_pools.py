@@ -14,9 +14,9 @@ from warmfleet.fleet import Place, Weights
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from warmfleet.pools.pool import Pool
+    from collections.abc import Collection
 
-WAIT_PRICE = Weights().wait_price
+    from warmfleet.pools.pool import Pool
 
 
 class Stub:
@@ -31,14 +31,15 @@ def pool() -> Pool:
     return cast("Pool", Stub(view=view, fleet=SimpleNamespace(weights=Weights())))
 
 
-def row(name: str, matched: int, wait_s: float, cost_s: float, *, chosen: bool) -> dict[str, Any]:
-    terms = {"wait_s": WAIT_PRICE * wait_s}
-    return {"worker_id": name, "matched_tokens": matched, "terms": terms, "cost_s": cost_s, "chosen": chosen}
+def row(name: str, matched: int, ahead: int, cost_s: float, *, chosen: bool) -> dict[str, Any]:
+    """ahead: tokens of prefill, a tenth of them of requests that came past the routers."""
+    load = {"prefill_tokens": ahead - ahead // 10, "foreign_prefill_tokens": ahead // 10}
+    return {"worker_id": name, "matched_tokens": matched, "cost_s": cost_s, "chosen": chosen, **load}
 
 
 @pytest.mark.parametrize(("waits", "waits_for"), [(False, ""), (True, "slow"), (True, "")])
 def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool, waits_for: str) -> None:
-    rows = [row("slow", 90, 1.0, 2.0, chosen=False), row("fast", 0, 0.0, 1.5, chosen=True)]
+    rows = [row("slow", 90, 50, 2.0, chosen=False), row("fast", 0, 20, 1.5, chosen=True)]
     told = {"prompt_tokens": 100, "waits": waits, "waits_for": waits_for, "turn_s": 7.5, "candidates": rows}
     worker, offer = _offer(told, pool())
     if waits:
@@ -47,14 +48,19 @@ def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool
         assert offer.turn_s == pytest.approx(price)
     else:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("fast", 1.5, 0)
-        assert offer.turn_s == pytest.approx(0.01 * 100)
+        assert offer.turn_s == pytest.approx(0.5 * 0.01 * 20 + 0.01 * 100), "as the router prices what was booked"
 
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Explains a request to a model of three pools, whose answers are given: cost and matched tokens, or an error."""
+    """Explains a request to a model of three pools, whose answers are given: cost and matched tokens, or an error.
 
-    async def asked(answers: list[tuple[float, int] | WarmfleetError], **states: Any) -> dict[str, Any]:
+    full: the numbers of the pools whose queue is full.
+    """
+
+    async def asked(
+        answers: list[tuple[float, int] | WarmfleetError], full: Collection[int] = (), **states: Any
+    ) -> dict[str, Any]:
         pools = [cast("Any", pool()) for _ in answers]
         for number, one in enumerate(pools, 1):
             one.tag, one.usable, one.draining = f"m#{number}", True, False
@@ -68,11 +74,19 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
             answer = answers[pools.index(one)]
             if isinstance(answer, WarmfleetError):
                 raise answer
-            rows = [row(f"{one.tag}.w", answer[1], 0.0, answer[0], chosen=True)]
-            return {"model": one.tag, "prompt_tokens": 100, "waits": False, "candidates": rows}
+            rows = [row(f"{one.tag}.w", answer[1], 0, answer[0], chosen=True)]
+            waits = {"waits": number_of(one) in full, "waits_for": "", "turn_s": 0.0}
+            return {"model": one.tag, "prompt_tokens": 100, "candidates": rows, **waits}
+
+        def number_of(one: Any) -> int:
+            return pools.index(one) + 1
+
+        def order_for(*_: object, counted: bool) -> list[Any]:
+            assert not counted, "the next prompts have the home pools that they would have had"
+            return pools
 
         monkeypatch.setattr(fleet_status, "_explained", explained)
-        model = SimpleNamespace(pools=pools, order_for=lambda *_: pools)
+        model = SimpleNamespace(pools=pools, order_for=order_for)
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001)
         for one in pools:
             one.view = view
@@ -107,3 +121,13 @@ async def test_a_home_pool_that_gives_no_answer_is_told(ask: Any) -> None:
     assert told["model"] == "m#3"
     with pytest.raises(FleetUnavailable):
         await ask([FleetUnavailable("gone")] * 3)
+
+
+async def test_a_pool_whose_queue_is_full_offers_nothing(ask: Any) -> None:
+    told = await ask([(0.1, 90), (1.0, 0), (0.1, 0)], full={1})
+    assert (told["model"], [one["pool"] for one in told["pools"]]) == ("m#2", ["m#2"])
+    assert told["passed_over"] == [{"pool": "m#1", "why": "its queue is full"}]
+    told = await ask([(0.1, 0), (1.0, 0), (2.0, 0)], full={1, 2})
+    assert told["model"] == "m#3"
+    told = await ask([(0.1, 0)] * 4, full={1, 2, 3})
+    assert (len(told["pools"]), told["passed_over"]) == (3, []), "it would be refused"

@@ -40,6 +40,18 @@ def test_a_system_prompt_that_most_have_is_no_key() -> None:
     assert depth < 1.25 * 300
 
 
+def test_prompts_that_are_only_asked_about_are_no_conversations() -> None:
+    beginnings, asked, system = Beginnings(), Beginnings(), blocks(300)
+    prompts = [chain(system + blocks(100)) for _ in range(100)]
+    for prompt in prompts:
+        assert asked.key(prompt, DEPTH, POOLS, counted=False) == system[8 * 63 : 8 * 64]
+    assert len(asked) == 0
+    for prompt in prompts:
+        assert beginnings.key(prompt, DEPTH, POOLS) == asked.key(prompt, DEPTH, POOLS)
+    hot = beginnings.key(prompts[0], DEPTH, POOLS)
+    assert asked.key(prompts[0], DEPTH, POOLS, counted=False) == hot != system[8 * 63 : 8 * 64]
+
+
 def test_prompts_that_are_alike_to_their_ends_keep_one_key() -> None:
     beginnings, text = Beginnings(), blocks(70)
     assert {beginnings.key(chain(text), DEPTH, POOLS) for _ in range(100)} == {text[8 * 63 : 8 * 64]}

@@ -41,21 +41,23 @@ class Beginnings:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int) -> bytes:
+    def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
         """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
 
-        depth_tokens: where a key is looked for first.
+        depth_tokens: where a key is looked for first. counted: False if the prompt is only asked about.
         """
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:
             return b""
         beginnings = _beginnings(chain, depth_tokens)
-        self._count(beginnings, pools)
+        if counted:
+            self._count(beginnings, pools)
         limit = self._limit(pools)
         for key in beginnings:
-            if self._counts[key] <= limit and key not in self._hot:
+            if self._counts.get(key, 0.0) <= limit and key not in self._hot:
                 return key
-            self._hot.add(key)
+            if counted:
+                self._hot.add(key)
         return chain.hashes[-HASH_BYTES:]
 
     def _count(self, beginnings: list[bytes], pools: int) -> None:
