@@ -137,6 +137,11 @@ class DegradedMode:
         return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
     @property
+    def failing(self) -> bool:
+        """Whether Redis has answered nobody since a question failed."""
+        return self._failures > 0
+
+    @property
     def silent(self) -> bool:
         """Whether Redis has answered nothing for SILENT_S. Until then waiting requests keep their places."""
         return self._failures >= FAILURES_TO_OPEN and time.monotonic() - self._failing_since >= SILENT_S

@@ -422,6 +422,35 @@ async def test_a_request_in_line_leaves_it_when_its_wait_becomes_long_and_a_home
     assert tag == "m#1"
 
 
+async def test_a_pool_that_answers_again_is_not_away_for_a_request_in_line() -> None:
+    """Its workers get no request past their Redis then, for which they may be full."""
+    fixture = Fixture()
+    second = fixture.stores["m#2"]
+    fixture.stores["m#3"].turn_s = 9.0
+    fixture.script("away", "queue " * 4 + "book", "queue " * 100)
+
+    async def grows() -> None:
+        while second.asked < 2:  # noqa: ASYNC110  a stand-in counts its questions, it tells nobody
+            await asyncio.sleep(0.001)
+        fixture.stores["m#1"].away = False
+        fixture.pools[0].degraded.succeeded()  # another request's decision
+        second.turn_s = 5.0
+
+    (tag, _), _ = await asyncio.gather(fixture.admit(), grows())
+    assert tag == "m#2"
+    assert fixture.stores["m#1"].asked == 1, "a tombstone of this reservation may be left there"
+
+
+async def test_a_request_counts_once_for_a_pool_that_it_passes_over_however_long_it_waits() -> None:
+    fixture = Fixture()
+    is_away(fixture.pools[0])
+    fixture.stores["m#3"].turn_s = 9.0
+    fixture.script("", "queue " * 4 + "book", "queue " * 100)
+    assert (await fixture.admit())[0] == "m#2"
+    assert fixture.stores["m#2"].asked == 5
+    assert fixture.metrics.passed_over.labels("away", "m#1")._value.get() == 1
+
+
 async def test_the_span_of_a_second_worker_tells_its_pool() -> None:
     fixture = Fixture()
     fixture.stores["m#1"].cost_s = 9.0

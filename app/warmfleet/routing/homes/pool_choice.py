@@ -119,7 +119,10 @@ class _Choosing:
         self.job = self._first = job
         self._choice = choice
         self._must = must
-        self._failed: dict[str, str] = {}  # tag -> why; a pool that failed this attempt is asked by no other round
+        #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
+        #: was cancelled there.
+        self._failed: dict[str, str] = {}
+        self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
         """A worker of the best pool, or a place in its line. Raises as ``Decider.decide``.
@@ -144,13 +147,13 @@ class _Choosing:
             if offers:
                 chosen = _best(offers, self.job.pool.fleet.weights.stay)
                 line = chosen.line
-                idle = None if line is None else await self._while_away(attempt, chosen.job.pool, line)
+                idle = None if line is None else await self._worker_of_pool_away(attempt, chosen.job.pool, line)
                 return idle or self._take(attempt, chosen, asked)
             if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
         full = next((one for one in asked if isinstance(one.answer, Queued)), None)
         if full is not None and full.answer is not None:
-            idle = await self._while_away(attempt, full.job.pool, None)
+            idle = await self._worker_of_pool_away(attempt, full.job.pool, None)
             if idle is None:
                 attempt.take_over(full.attempt)  # so the log and the metrics name the pool that refuses the request
             return idle or full.answer
@@ -178,7 +181,7 @@ class _Choosing:
         if own.line is None:
             _raise_refusal([own])
             if own.answer is not None:  # its place went to another request
-                return await self._while_away(attempt, attempt.pool, None) or own.answer
+                return await self._worker_of_pool_away(attempt, attempt.pool, None) or own.answer
             self._pass_over(attempt.pool, own.error)
             attempt.withdraw()
             return None
@@ -188,7 +191,7 @@ class _Choosing:
             if _best(offers, attempt.pool.fleet.weights.stay) is other:
                 return self._take(attempt, other, (own, other))
         attempt.withdraw_others()
-        return await self._while_away(attempt, attempt.pool, own.line) or own.line
+        return await self._worker_of_pool_away(attempt, attempt.pool, own.line) or own.line
 
     def _candidates(self) -> list[Pool]:
         """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
@@ -197,8 +200,9 @@ class _Choosing:
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
 
     def _note(self, pool: Pool, reason: str) -> bool:
-        """Count that a home pool is passed over; returns False."""
-        if pool in self._first.homes[:HOMES]:
+        """Count once that a home pool is passed over by this request; returns False."""
+        if pool in self._first.homes[:HOMES] and pool.tag not in self._counted_over:
+            self._counted_over.add(pool.tag)
             self._choice.passed_over(reason, pool.tag).inc()
             level = logging.INFO if reason == "empty" else logging.WARNING  # of an empty pool the readings tell
             logger.log(level, "%s is passed over, other pools of the model are asked: %s", pool.tag, reason)
@@ -314,7 +318,7 @@ class _Choosing:
             attempt.span.decided(decision, "", reason)
         return decision
 
-    async def _while_away(self, attempt: Attempt, busy: Pool, line: Queued | None) -> Decision | None:
+    async def _worker_of_pool_away(self, attempt: Attempt, busy: Pool, line: Queued | None) -> Decision | None:
         """A worker of a pool that is away, for a request that would be refused or wait for long; None if there is none.
 
         busy: a pool that is full. line: where the request would wait, None if it is refused.
@@ -322,8 +326,8 @@ class _Choosing:
         homes = self._first.homes
         pools = homes if line is None else [pool for pool in homes[:HOMES] if not pool.draining]
         for pool in pools:
-            away = not pool.degraded.asks_redis or self._failed.get(pool.tag) in ("away", "late")
-            if not away or not self._must:
+            has_failed = pool.degraded.failing and self._failed.get(pool.tag) in ("away", "late")
+            if not self._must or (pool.degraded.asks_redis and not has_failed):
                 continue
             if line is not None and line.turn_s < LONG_S + self._first.prompt.prompt_tokens * pool.view.token_s:
                 continue
