@@ -44,10 +44,11 @@ class Cut(Exception):  # noqa: N818  an expected end
 
 @dataclass
 class Load:
-    """``total`` requests by CLIENTS clients. replicas: those that a load balancer would use now."""
+    """``total`` requests by so many ``clients``. replicas: those that a load balancer would use now."""
 
     replicas: list[Replica]
     total: int
+    clients: int = CLIENTS
     begun: int = 0
     done: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -60,7 +61,7 @@ class Load:
         )  # shorter than the 5 s after which the replicas close
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
-            await asyncio.gather(*[self._client(random.Random(number)) for number in range(CLIENTS)])
+            await asyncio.gather(*[self._client(random.Random(number)) for number in range(self.clients)])
 
     async def _client(self, rng: random.Random) -> None:
         while self.begun < self.total:

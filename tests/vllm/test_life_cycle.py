@@ -90,8 +90,8 @@ async def serving(one: Life) -> None:
     raise AssertionError(f"not healthy:\n{one.engine.log.read_text(errors='replace')[-3_000:]}")
 
 
-def words(count: int) -> str:
-    rng = random.Random(1)
+def words(count: int, seed: int = 1) -> str:
+    rng = random.Random(seed)
     return " ".join(rng.choice(["import", "return", "class", "value", "index", "yield", "self"]) for _ in range(count))
 
 
@@ -101,11 +101,11 @@ async def ask(url: str) -> int:
         return (await client.post(f"{url}/v1/completions", json=body)).status_code
 
 
-async def stream(url: str, begun: asyncio.Event) -> int:
-    """A long greedy answer; returns the number of its tokens, by what the engine counted."""
+async def stream(url: str, begun: asyncio.Event, seed: int = 1) -> int:
+    """A long greedy answer to a random prompt; returns the number of its tokens, by what the engine counted."""
     body: dict[str, Any] = {
         "model": SERVED_NAME,
-        "prompt": words(60),
+        "prompt": words(60, seed),
         "max_tokens": LONG_ANSWER,
         "ignore_eos": True,
         "temperature": 0,
