@@ -117,8 +117,9 @@ async def test_engines_find_their_pools_and_one_moves_while_it_serves(tmp_path: 
         assert sorted(map(len, seats.values())) == [1, 1], "each has a pool of its own"
         old, new = fleet.pools
         [mover] = seats[old]
-        await restart(fleet, mover, old)
+        empty = await restart(fleet, mover, old)
         assert (await fleet.seats()).items() >= seats.items(), "both are where they were"
+        await fleet.change("remove", empty)
 
         talks = await hold(fleet.real)
         await move(fleet, mover, old, new)
@@ -133,8 +134,8 @@ async def test_engines_find_their_pools_and_one_moves_while_it_serves(tmp_path: 
         assert await fleet.seats() == {new: sorted(fleet.real.engines)}
 
 
-async def restart(fleet: Spread, worker_id: str, tag: str) -> None:
-    """Restart the engine of this pool while there is an empty one, where a new engine of its name would go."""
+async def restart(fleet: Spread, worker_id: str, tag: str) -> str:
+    """Restart the engine of this pool beside an empty one, where a new engine of its name would go: returns its tag."""
     engine = fleet.real.engines[worker_id]
     name = engine.options.worker_id
     others = (f"{SERVED_NAME}#{number}" for number in itertools.count(3))
@@ -149,7 +150,7 @@ async def restart(fleet: Spread, worker_id: str, tag: str) -> None:
         return worker_id in itertools.chain(*(await fleet.seats()).values())
 
     await poll(serves, 60, "it serves again", every_s=0.2)
-    await fleet.change("remove", empty)
+    return empty
 
 
 async def hold(real: Real) -> dict[str, list[Talk]]:
