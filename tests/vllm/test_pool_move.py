@@ -142,9 +142,10 @@ async def restart(fleet: Spread, worker_id: str, tag: str) -> str:
     empty = next(other for other in others if weight(other, name) > weight(tag, name))
     await fleet.change("add", empty)
     await asyncio.to_thread(engine.stop)
+    said = len(engine.log.read_bytes())
     engine.start()
     await asyncio.to_thread(engine.wait)
-    await poll(lambda: engine.log.read_text(errors="replace").count(f"{worker_id} joined ") == 2, 60, "it joined again")
+    await poll(lambda: f"{worker_id} joined ".encode() in engine.log.read_bytes()[said:], 60, "it has joined again")
 
     async def serves() -> bool:
         return worker_id in itertools.chain(*(await fleet.seats()).values())
