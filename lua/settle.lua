@@ -31,17 +31,15 @@ local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 2
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
 local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
 local MAX_EVICTED = 65535 -- as the row can hold
-local OUTCOMES = { started = 1, due = 1, finished = 1, failed = 1, cancelled = 1, unsent = 1 }
-local REFUNDED = { failed = 1, unsent = 1 }
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
   return redis.error_reply("BAD_ARGUMENT settle needs an id, tombstone_ms and linger_ms")
 end
-if not OUTCOMES[outcome] then
+local starts, unserved = outcome == "started" or outcome == "due", outcome == "failed" or outcome == "unsent"
+if not (starts or unserved or outcome == "finished" or outcome == "cancelled") then
   return redis.error_reply("BAD_ARGUMENT unknown outcome " .. outcome)
 end
-local starts = outcome == "started" or outcome == "due"
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -84,7 +82,7 @@ if starts then
 else
   row = release.load(lease, outcome == "unsent")
   local client = release.client(id)
-  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or REFUNDED[outcome] and -prompt or 0) end
+  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or 0) end
 end
 
 -- Whether the worker is approximate and has computed the prompt. Then its mirror notes it, once it is over: engines

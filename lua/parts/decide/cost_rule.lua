@@ -152,7 +152,7 @@ local function lowest_cost(s, own, home)
     if uncached < fewest then fewest = uncached end
     again = again > 0 and kappa * again or 0
     if overfill > 0 then evicts = pressure * overfill * uncached end
-    if crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
+    if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local wait_s, busy_s = wait_price * base_s[i], place * busy_share[i]
     local seconds = wait_s + (lambda * uncached + again + lost + evicts) / tps + busy_s
     cost[i] = seconds

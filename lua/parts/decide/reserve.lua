@@ -34,8 +34,10 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   end
   local epoch, prefill, decode, flight = unpack_from(ROW_EPOCH_TO_IN_FLIGHT, row)
   local uncached, context = s.prompt - own, max(0, decode_tokens - own)
-  local work = sub(row, BUSY_SHARE_AT, WORKER_ID_AT - 1)
-  if prefill <= 0 then
+  local work
+  if prefill > 0 then
+    work = sub(row, BUSY_SHARE_AT, WORKER_ID_AT - 1)
+  else
     local share, evicted, _, since = unpack_from(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
     local _, now_share = (include "shared/busy_share")(share, false, since, s.now)
     work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, now_share, evicted, uncached, s.now % U32)

@@ -11,16 +11,15 @@ of a block (1: not known).
 Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn),
 speed (tokens/s), busy_share (of its time, what was prefill lately), fill (share of its cache that is held; 1 if
 its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), crowd (how many
-caches more the booked contexts need; nil: they fit), slots, schemes (-1: its blocks may not be matched), cost (to be
-set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait, total_fill, median, now;
-usable: flags -> "match", "load" or "no".
+caches more the booked contexts need; nil: they fit, and no table: those of all do), slots, schemes (-1: its blocks may
+not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait,
+total_fill, median, now; usable: flags -> "match", "load" or "no".
 --]]
 local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.exp
 local PREFILL_TOKENS_AT, WORKER_ID_AT = 5, 59 -- of a packed row
-local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4xxxxI4I2I4I4I4I4I4I4I2xxI4I4"
+local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
 local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
-local IN_FLIGHT_AT, ROW_IN_FLIGHT = 13, ">i4"
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
 local MEMORY_MS, ALWAYS, U32, PAST_MS = 15000, 65535, 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
@@ -31,14 +30,14 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
   local slowest, fastest, count, least_wait, total_fill = median / 8, median * 4, 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
-  local some, usable, crowd = #all <= MAX_PREFILLED and all or {}, {}, {}
+  local some, usable, crowd = #all <= MAX_PREFILLED and all or {}, {}, nil
   local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
   local speed, fill, cost, schemes = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
   local busy_share = { unpack(some) }
   for k = 1, #all do
     local row = all[k]
-    local prefill, decode, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, busy, going, since =
-      unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
+    local prefill, decode, flight, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, busy, _, going,
+      since = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
     local use = usable[flags]
     if not use then
       use = band(flags, ROUTABLE_MASK) ~= ROUTABLE and "no" or band(flags, MATCHABLE) ~= 0 and "match" or "load"
@@ -46,9 +45,7 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
     end
     local lives = not alive or alive[sub(row, WORKER_ID_AT)]
     if lives == nil then lives = band(flags, FLAG_UNHEARD) ~= 0 end
-    if flags >= FLAG_TRIAL and band(flags, FLAG_TRIAL) > 0 and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0 then
-      lives = false
-    end
+    if flight > 0 and flags >= FLAG_TRIAL and band(flags, FLAG_TRIAL) > 0 then lives = false end
     if lives and use ~= "no" and #row >= WORKER_ID_AT then
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
       local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and blocks / capacity or 0
@@ -56,19 +53,23 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       local context, most = decode + foreign_decode, capacity * block
       -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
       count, total_fill = count + 1, total_fill + share
-      if context > most and most > 0 then crowd[count] = context / most - 1 end
+      if context > most and most > 0 then
+        crowd = crowd or {}
+        crowd[count] = context / most - 1
+      end
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
       slots[count], schemes[count] = slot, use == "match" and scheme or -1
       -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
-      local passed, done, target = (now - since) % U32, 0, 0
-      if prefill > 0 then
-        done, target = passed / 1000 * tps, ALWAYS
-        if done > going then done = going end
-      end
-      -- The share by now, as shared/busy_share computes it: a call for each worker took 5 % of a decision.
-      if (busy > 0 or target > 0) and since > 0 and passed < PAST_MS then
-        busy = target + (busy - target) * exp(-passed / MEMORY_MS)
+      local done = 0
+      if prefill > 0 or busy > 0 then
+        local passed, target = (now - since) % U32, 0
+        if prefill > 0 then
+          done, target = passed / 1000 * tps, ALWAYS
+          if done > going then done = going end
+        end
+        -- The share by now, as shared/busy_share computes it: a call for each worker took 5 % of a decision.
+        if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / MEMORY_MS) end
       end
       -- Of requests that came past the routers only what waits is known: a second of it counts as no idle time at all.
       busy = busy / ALWAYS + foreign / tps

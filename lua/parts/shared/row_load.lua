@@ -13,7 +13,7 @@ in prefill is brought up to date (shared/busy_share).
 local call = redis.call
 local ROW_EPOCH_TO_IN_FLIGHT, ROW_EPOCH_TO_SLOT = ">I4i4i4i4", ">I4i4i4i4I4"
 local ROW_BUSY_SHARE_TO_SINCE_MS = ">I2I2I4I4"
-local SLOT_AT, BUSY_SHARE_AT, WORKER_ID_AT, U32 = 17, 47, 59, 2 ^ 32 -- of a packed row
+local SLOT_AT, BUSY_SHARE_AT, U32 = 17, 47, 2 ^ 32 -- of a packed row
 
 return function(load_key, now)
   return function(worker, epoch, prefill, decode, count, unsent)
@@ -21,19 +21,18 @@ return function(load_key, now)
     if not row then return end
     local row_epoch, row_prefill, row_decode, row_count, slot = struct.unpack(ROW_EPOCH_TO_SLOT, row)
     if epoch and epoch ~= row_epoch then return end
-    local left, work = row_prefill + prefill, row:sub(BUSY_SHARE_AT, WORKER_ID_AT - 1)
+    local left = row_prefill + prefill
     decode, count = row_decode + decode, row_count + count
     if count == 0 then left, decode = 0, 0 end
     local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, row_epoch, left, decode, count)
+    local share, evicted, tokens, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
     if unsent and left > 0 then
-      local share, evicted, tokens, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
-      work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, share, evicted, math.min(tokens, left), since)
+      tokens = math.min(tokens, left)
     elseif prefill < 0 or row_prefill <= 0 then
-      local tokens = math.max(0, math.min(math.abs(prefill), left))
-      local share, evicted, _, since = struct.unpack(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
-      local _, now_share = (include "shared/busy_share")(share, row_prefill > 0, since, now)
-      work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, now_share, evicted, tokens, now % U32)
+      tokens = math.max(0, math.min(math.abs(prefill), left))
+      share, since = select(2, (include "shared/busy_share")(share, row_prefill > 0, since, now)), now % U32
     end
+    local work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, share, evicted, tokens, since)
     call("HSET", load_key, worker, head .. row:sub(SLOT_AT, BUSY_SHARE_AT - 1) .. work .. worker)
     return row_epoch, slot, row
   end
