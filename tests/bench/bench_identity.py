@@ -37,7 +37,6 @@ from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.json_splice import spliced
-from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.tokenizer import Encoder
@@ -185,14 +184,14 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
     """Return the µs of the steps of each kind of request."""
     out: dict[str, dict[str, float]] = {}
     for name, make in step_requests(per_token).items():
-        view, uses, least = View(identity=ours.new(), hashers=(ours.hasher,)), PopularPrefixes(), [1e9] * 3
+        view, least = View(identity=ours.new(), hashers=(ours.hasher,)), [1e9] * 3
         for seed in range(rounds):
             before, body = make(seed)
             for one in (*before, body):
                 times = [time.process_time_ns()]
                 request = prompt.parse("chat", one)
                 times.append(time.process_time_ns())
-                found = await identify(request, lambda view=view: view, uses, 100)  # type: ignore[misc]
+                found = await identify(request, lambda view=view: view, 100)  # type: ignore[misc]
                 times.append(time.process_time_ns())
                 assert spliced("chat", one, [given.json() for given in found.prompts])
                 times.append(time.process_time_ns())

@@ -76,6 +76,7 @@ class _VirtualMultiplexed(Multiplexed):
         on_answer: OnAnswer,
         *,
         patient: bool = False,
+        moved: bool = False,
     ) -> None:
         assert script is not None, "the bench calls scripts only"
         _, _, count, *rest = words_of(command)

@@ -119,7 +119,7 @@ async def explain(
     """
     if len(model.pools) == 1:
         return await _explained(pool, request, hints, settings, place) | {"pools": [], "passed_over": []}
-    prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
+    prompt = await pool.identify(request, settings.expected_output_tokens)
     homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens, counted=False)
     answers, failed = await _of_homes(homes, request, hints, settings, place)
     if not answers:
@@ -201,7 +201,7 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
 
 async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:
     """Where the request would go in this pool."""
-    prompt = await pool.identify(request, settings.expected_output_tokens, counted=False)
+    prompt = await pool.identify(request, settings.expected_output_tokens)
     order = pool.policy.order(pool.view, request, hints.session)
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.block_hashes import Chain, Lora
-    from warmfleet.prompt.popular_prefixes import PopularPrefixes
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.request import Request
 
@@ -69,18 +68,15 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify(
-    request: Request, newest_view: Callable[[], View], uses: PopularPrefixes | None, expected_output: int
-) -> IdentifiedPrompt:
+async def identify(request: Request, newest_view: Callable[[], View], expected_output: int) -> IdentifiedPrompt:
     """Identify the prompt with what this replica has of the model. Never fails.
 
     newest_view: asked again at the end, for the workers that cannot serve the request: identifying may take seconds.
-    uses: counts how often prompts share a prefix; None: not this one. expected_output: tokens of an answer whose
-    request sets no limit.
+    expected_output: tokens of an answer whose request sets no limit.
     """
     view = newest_view()
     try:
-        found = await _reproduced(request, view, uses)
+        found = await _reproduced(request, view)
     except NotReproducible as why:
         found = await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
@@ -123,6 +119,8 @@ def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
     """The workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
+    if not (view.limits or view.adapters):
+        return ()
     if len(prompts) == 1:
         longest = prompts[0].tokens
     else:
@@ -130,7 +128,7 @@ def _barred(
     return view.barred(request.model, longest + (request.max_tokens or 1))
 
 
-async def _reproduced(request: Request, view: View, uses: PopularPrefixes | None) -> _Found:
+async def _reproduced(request: Request, view: View) -> _Found:
     """The prompt as the engines will see it. Raises NotReproducible with the reason."""
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
@@ -148,8 +146,6 @@ async def _reproduced(request: Request, view: View, uses: PopularPrefixes | None
         prompts = tuple(await identity.prompts(request, view.hashers, lora, INLINE_CHARACTERS))
         if len(prompts) == 1:
             chains, tokens = prompts[0].chains, prompts[0].tokens or 1
-            if uses is not None:
-                uses.note(prompts[0], key)
         else:
             chains = next(prompt.chains for prompt in prompts if prompt.chains or not view.hashers)
             tokens = max(1, sum([prompt.tokens for prompt in prompts]))

@@ -11,8 +11,6 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from warmfleet.fleet import Decision
 
 WINDOW_S = 30.0  # counts are halved when so much time has passed
@@ -38,16 +36,14 @@ class Outliers:
         self.verdicts: dict[str, bool] = {}
         self._counts: dict[str, tuple[float, float, float]] = {}  # worker_id -> served, failed, since (monotonic s)
 
-    def served(self, decision: Decision | Judged, to_blame: Sequence[Decision | Judged]) -> None:
-        """A worker served a request, which the workers of ``to_blame`` had failed before."""
+    def served(self, decision: Decision | Judged) -> None:
+        """A worker served a request."""
         worker_id = decision.worker_id
         if decision.trial:
             self.verdicts[worker_id] = True
         if worker_id in self._counts:  # a worker that has failed nothing is not counted, and costs nothing
             served, failed, since = self._recent(worker_id)
             self._counts[worker_id] = served + 1, failed, since
-        for other in to_blame:
-            self.failed(other)
 
     def failed(self, decision: Decision | Judged) -> None:
         """A worker failed a request through its own fault."""

@@ -132,12 +132,9 @@ class Pool:
         """How many workers serve this name or adapter; the workers that were known last, if none does now."""
         return self.view.names.get(model) or self.last_known.names.get(model, 0)
 
-    def identify(self, request: Request, expected_output: int, *, counted: bool = True) -> Awaitable[IdentifiedPrompt]:
-        """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``.
-
-        counted: its prefix counts among those that this pool's prompts share.
-        """
-        return identify(request, lambda: self.view, self.uses if counted else None, expected_output)
+    def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
+        """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
+        return identify(request, lambda: self.view, expected_output)
 
     def ask(
         self,
@@ -166,8 +163,10 @@ class Pool:
 
 
 class ServedModel:
-    """The pools of one name. ``pools``: at least one. ``draining``: tags of those that get no new request while another
-    pool can serve it. ``moving``: tags of those whose workers move to other pools; they serve with those they have."""
+    """The pools of one name. ``pools``: at least one. ``only``: the pool if there is one, None if there are several.
+    ``draining``: tags of those that get no new request while another pool can serve it. ``moving``: tags of those whose
+    workers move to other pools; they serve with those they have.
+    """
 
     def __init__(
         self,
@@ -178,6 +177,7 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.pools = tuple(pools)
+        self.only = self.pools[0] if len(self.pools) == 1 else None
         self.drain(draining, moving)
         self._beginnings = Beginnings()
 
@@ -228,8 +228,6 @@ class ServedModel:
         model: as the request names it. Pools without a worker that serves an adapter of this name are left out.
         counted: the prompt counts among those that share its beginning.
         """
-        if len(self.pools) == 1:
-            return self.pools
         able = self.pools
         if model and model != self.name:
             able = tuple(pool for pool in able if pool.servers_of(model)) or able
@@ -329,12 +327,11 @@ class Pools:
         allowed: see ``not_found``. Raises ModelNotFound, FleetUnavailable if that reading does not come, and BadRequest
         if the request names no model though this router serves several.
         """
-        self._contacted = self._contacted or self.contacted
         if not self._contacted:
             await self._first_reading()
         served = self.served.get(model)
         if served is not None:  # a name that the operator gave goes to no other model, whatever workers announce
-            return served.pools[0] if len(served.pools) == 1 else served.reference
+            return served.only or served.reference
         if not model:
             if len(self.served) == 1:
                 return next(iter(self.served.values())).reference
@@ -347,7 +344,13 @@ class Pools:
         raise self.not_found(model, allowed)
 
     async def _first_reading(self) -> None:
-        """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came."""
+        """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came.
+
+        It waits for nothing if every model was read at least once.
+        """
+        self._contacted = self.contacted
+        if self._contacted:
+            return
         if self._first_reading_until is None:
             self._first_reading_until = asyncio.get_running_loop().time() + FIRST_READING_S
         with suppress(TimeoutError):

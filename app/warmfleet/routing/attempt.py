@@ -74,6 +74,13 @@ class AttemptState(Enum):
     RELEASED = auto()
 
 
+#: To look a member up at its class costs 0.1 us, and a request needs sixteen.
+NEW, ASKED, QUEUED, BOOKED, RELEASED = AttemptState
+
+#: The fields of an attempt that change when another pool gets the request (``take_over``).
+OF_POOL = ("_before", "asked_at", "avoided", "decision", "explanation", "never", "pool", "record", "state")
+
+
 class Attempts:
     """Begins the attempts of this replica, and tells Redis how they went."""
 
@@ -135,34 +142,13 @@ class Attempts:
         await self.tickets.drained()
 
 
-class InPool:
-    """The state of an attempt in a pool. All of these fields, and no others, change when another pool gets the request.
+class Attempt:
+    """A worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``asked_at``: when its last decision was asked for (``time.perf_counter``). ``decision`` is None until a worker is
     chosen. ``never`` are workers that must not be chosen at all; ``avoided`` are other workers that failed a request a
     moment ago, which the last decision passed over. ``explanation`` explains the decision as JSON; empty if the client
     asked for none. ``record``: of the decision, for the decision log; None if it does not belong to the sample.
-    """
-
-    __slots__ = ("_before", "asked_at", "avoided", "decision", "explanation", "never", "pool", "record", "state")
-
-    def __init__(self, pool: Pool, never: tuple[str, ...]) -> None:
-        self.pool = pool
-        self.never = never
-        self.avoided: tuple[str, ...] = ()
-        self._before = self.state = AttemptState.NEW
-        self.asked_at = 0.0
-        self.decision: Decision | None = None
-        self.explanation = b""
-        self.record: dict[str, Any] | None = None
-
-    def _become(self, other: InPool) -> None:
-        for name in InPool.__slots__:
-            setattr(self, name, getattr(other, name))
-
-
-class Attempt(InPool):
-    """A worker's chance to serve a job, from before it is chosen until everything is given back.
 
     ``several``: whether the model has several pools; ``pool`` is then the chosen one. ``on_first_byte`` is called
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
@@ -172,8 +158,8 @@ class Attempt(InPool):
     """
 
     __slots__ = (
-        "_attempts", "_avoids_failing", "_beside", "_due", "counted", "on_first_byte", "output", "reservation",
-        "several", "shortfall", "span", "tail",
+        *OF_POOL, "_attempts", "_avoids_failing", "_beside", "_due", "counted", "on_first_byte", "output",
+        "reservation", "several", "shortfall", "span", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -185,10 +171,17 @@ class Attempt(InPool):
         *,
         avoids_failing: bool = False,
     ) -> None:
-        super().__init__(pool, never)
         self._attempts = attempts
         self._avoids_failing = avoids_failing
+        self.pool = pool
         self.reservation = reservation
+        self.never = never
+        self.avoided: tuple[str, ...] = ()
+        self._before = self.state = NEW
+        self.asked_at = 0.0
+        self.decision: Decision | None = None
+        self.explanation = b""
+        self.record: dict[str, Any] | None = None
         self.on_first_byte: Callable[[Attempt], None] | None = None
         self.output: OutputTokens | None = None
         self.tail: AnswerTail | None = None
@@ -208,16 +201,16 @@ class Attempt(InPool):
         """
         never = tuple(dict.fromkeys((*self.never, *unable)))
         other = Attempt(self._attempts, pool, self.reservation, never, avoids_failing=self._avoids_failing)
-        self.several = True
         self._beside = (*self._beside, other)
         return other
 
     def take_over(self, other: Attempt) -> None:
         """Become an attempt that was made ``beside`` this one; give back what this one and all others hold."""
-        if self.state is not AttemptState.NEW:
+        if self.state is not NEW:
             self.give_back("unsent", unserved=True)
-        self._become(other)
-        other.state, other.decision = AttemptState.RELEASED, None
+        for name in OF_POOL:
+            setattr(self, name, getattr(other, name))
+        other.state, other.decision = RELEASED, None
         self.withdraw_others()
 
     def withdraw_others(self) -> None:
@@ -230,7 +223,7 @@ class Attempt(InPool):
         """Give back all that this attempt holds, so that it may be made in another pool."""
         self.withdraw_others()
         self.give_back("unsent", unserved=True)
-        self.state, self.decision, self.explanation = AttemptState.NEW, None, b""
+        self.state, self.decision, self.explanation = NEW, None, b""
 
     # ------------------------------------------------ what becomes of it
 
@@ -248,31 +241,30 @@ class Attempt(InPool):
 
     def asks(self) -> None:
         """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
-        self._before, self.state = self.state, AttemptState.ASKED
+        self._before, self.state = self.state, ASKED
         self.asked_at = time.perf_counter()
 
     @property
     def waits(self) -> bool:
         """Whether the decision that was asked for last is about a request that waited already."""
-        return self._before in (AttemptState.QUEUED, AttemptState.ASKED)
+        return self._before is QUEUED or self._before is ASKED
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the request goes on waiting though Redis is not asked at this moment: it has a ticket, and Redis has
-        not been silent for long.
+        """Whether the request goes on waiting if Redis is not asked at this moment: it has a ticket, and Redis has not
+        been silent for long.
         """
-        degraded = self.pool.degraded
-        return self.state in (AttemptState.QUEUED, AttemptState.ASKED) and not (degraded.asks_redis or degraded.silent)
+        return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
     def queued(self) -> None:
         """Redis' answer to the decision was a ticket: the worker that suits the request has no room, so it waits."""
-        self.state = AttemptState.QUEUED
+        self.state = QUEUED
         if self.span is not None:
             self.span.queued()
 
     def refused(self) -> None:
         """Redis' answer was that the queue is full: the request got no ticket, and has none."""
-        self.state = AttemptState.NEW
+        self.state = NEW
 
     def limited(self) -> None:
         """Redis' answer was that the client's key is at a limit. A ticket from before is left at the end."""
@@ -280,16 +272,16 @@ class Attempt(InPool):
 
     def not_booked(self) -> None:
         """Redis' answer to the decision was that no worker can be chosen."""
-        self.state = AttemptState.QUEUED
+        self.state = QUEUED
 
     def unanswered(self) -> None:
         """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
-        self.state = AttemptState.QUEUED
+        self.state = QUEUED
         self._attempts.tell(self.pool, self.reservation, "cancelled")
 
     def booked(self, decision: Decision, explanation: bytes = b"") -> None:
         """Redis' answer to the decision was a worker: this request's load is booked there, and renewed from now on."""
-        self.state = AttemptState.BOOKED
+        self.state = BOOKED
         self.decision, self.explanation = decision, explanation
         self.pool.reservations.add(
             Renewal(self.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
@@ -310,12 +302,12 @@ class Attempt(InPool):
 
         The worker must report unbooked load as foreign, or else no decision would count it.
         """
-        return self.reservation if self.state is AttemptState.BOOKED else "unbooked"
+        return self.reservation if self.state is BOOKED else "unbooked"
 
     @property
     def reservation_word(self) -> str:
         """The reservation in a word, for the client and the metrics: ``booked``, ``known`` or ``fallback``."""
-        return self.decision.outcome if self.decision and self.state is AttemptState.BOOKED else "fallback"
+        return self.decision.outcome if self.decision and self.state is BOOKED else "fallback"
 
     def sent(self, worker_id: str, response: EngineResponse, received_at: float) -> None:
         """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
@@ -353,10 +345,10 @@ class Attempt(InPool):
 
         Returns None, and gives everything back, if Redis booked nothing.
         """
-        if self.state is not AttemptState.BOOKED or self.decision is None:
+        if self.state is not BOOKED or self.decision is None:
             self.release("cancelled")
             return None
-        self.state = AttemptState.RELEASED
+        self.state = RELEASED
         self.pool.reservations.remove(self.reservation)
         self.pool.degraded.give(self.decision.worker_id)
         return self.reservation if self.counted is None else self.counted.hand_over()
@@ -366,36 +358,40 @@ class Attempt(InPool):
 
         It never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is decided.
         """
-        if self._beside:
+        if self.state is RELEASED:
+            return
+        unserved = outcome == "failed"
+        if self.several:
             self.withdraw_others()
-        state = self.give_back(outcome, unserved=outcome == "failed")
-        if self.counted is not None:
-            unserved = outcome == "failed" or self.decision is None
-            self.counted.end(None if unserved else self.output.count if self.output is not None else 0)
-        if self.span is not None and state is not AttemptState.RELEASED:
-            self.span.end(outcome)
-        if state in (AttemptState.ASKED, AttemptState.BOOKED):
+            if self.counted is not None:
+                unpaid = unserved or self.decision is None
+                self.counted.end(None if unpaid else self.output.count if self.output is not None else 0)
+        if self.give_back(outcome, unserved=unserved):
             self._attempts.settled[outcome].inc()
+        if self.span is not None:
+            self.span.end(outcome)
 
-    def give_back(self, outcome: Outcome, *, unserved: bool) -> AttemptState:
-        """Give back what this attempt holds in its pool; returns the state in which it was.
+    def give_back(self, outcome: Outcome, *, unserved: bool) -> bool:
+        """Give back what this attempt holds in its pool; returns whether Redis may have booked it.
 
         unserved: a client with limits does not pay for the prompt.
         """
-        state, self.state = self.state, AttemptState.RELEASED
-        if state is AttemptState.RELEASED:
-            return state
-        self._stop_clock()
+        state, self.state = self.state, RELEASED
+        if state is RELEASED:
+            return False
+        if self._due is not None:
+            self._stop_clock()
         pool, reservation = self.pool, self.reservation
         pool.reservations.remove(reservation)
         pool.tries.end(reservation)
         if self.decision is not None:
             pool.degraded.give(self.decision.worker_id)
-        if state in (AttemptState.ASKED, AttemptState.QUEUED) and pool.fleet.limits.max_engine_wait_s:
+        if (state is ASKED or state is QUEUED) and pool.fleet.limits.max_engine_wait_s:
             self._attempts.tickets.leave(pool, reservation)
-        if state in (AttemptState.ASKED, AttemptState.BOOKED):
-            tokens = 0 if self.output is None else self.output.count
-            if unserved and self.decision is not None and self.decision.use is not None:
-                tokens = -self.decision.prompt_tokens
-            self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall)
-        return state
+        if state is not BOOKED and state is not ASKED:
+            return False
+        tokens = 0 if self.output is None else self.output.count
+        if unserved and self.decision is not None and self.decision.use is not None:
+            tokens = -self.decision.prompt_tokens
+        self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall)
+        return True

@@ -70,14 +70,14 @@ class Decider:
         """
         pool, call = job.pool, job.call
         exclude = attempt.excluded()
-        if attempt.keeps_place:
-            return STILL_QUEUED
-        if alone and not pool.degraded.asks_redis:
-            return await self.without_redis(job, attempt, "open")
-        counted, started = self._of_model(pool.tag), time.perf_counter()
-        ask, place, rings = _question(job, attempt, exclude, started, may_wait=may_wait)
-        tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
+        if not pool.degraded.asks_redis:
+            if attempt.keeps_place:
+                return STILL_QUEUED
+            if alone:
+                return await self.without_redis(job, attempt, "open")
         attempt.asks()
+        ask, place, rings = _question(job, attempt, exclude, may_wait=may_wait)
+        tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         try:
             answer = await pool.fleet.decide_in_turn(ask, place, tell=tell)
         except WarmfleetError as error:
@@ -88,7 +88,7 @@ class Decider:
                 raise
             return await self.without_redis(job, attempt, reason)
         finally:
-            counted.seconds.observe(time.perf_counter() - started)
+            self._of_model(pool.tag).seconds.observe(time.perf_counter() - attempt.asked_at)
         pool.degraded.succeeded()
         if isinstance(answer, Queued):
             attempt.queued() if answer.outcome == "queued" else attempt.refused()
@@ -128,7 +128,7 @@ class Decider:
 
     def keep(self, job: Job, attempt: Attempt, decision: Decision, policy: str) -> None:
         """Count a decision of Redis that stands, and keep it for people who look."""
-        pool, call = job.pool, job.call
+        pool, call, prompt = job.pool, job.call, job.prompt
         counted = self._of_model(pool.tag)
         if attempt.record is not None:
             self._log.note(attempt.record)
@@ -137,7 +137,9 @@ class Decider:
         counted.prompt_tokens.inc(decision.prompt_tokens)
         counted.matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()
-        pool.recent.note(call.request_id, call.path.name, job.prompt.kind, policy, decision)
+        pool.recent.note(call.request_id, call.path.name, prompt.kind, policy, decision)
+        if len(prompt.prompts) == 1:
+            pool.uses.note(prompt.prompts[0], prompt.identity_key)
 
     def _explain(
         self, job: Job, attempt: Attempt, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None
@@ -178,11 +180,11 @@ class Decider:
 
 
 def _question(
-    job: Job, attempt: Attempt, exclude: tuple[str, ...], now: float, *, may_wait: bool
+    job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool
 ) -> tuple[Ask, Place, Mapping[str, tuple[str, ...]] | None]:
     """What Redis is asked, where the request may wait, and the hash rings for a decision that is logged."""
     pool, call = job.pool, job.call
-    waited_ms = round(1_000 * (now - call.received_at))
+    waited_ms = round(1_000 * (attempt.asked_at - call.received_at))
     place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
     order = pool.policy.order(pool.view, job.request, call.hints.session)
     rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None

@@ -41,15 +41,12 @@ class Identifier:
         self._tokens = cache(lambda tag: (tokens.labels("known", tag), tokens.labels("new", tag)))
         self._logged: set[tuple[str, str]] = set()
 
-    async def identify(
-        self, pool: Pool, request: Request, body: bytes, headers: bytes, *, counted: bool = True
-    ) -> IdentifiedPrompt:
+    async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
         """The request's prompt, as far as this replica or an engine can tell it. Never fails.
 
-        body and headers: the request as an engine gets it when it is asked for the token ids. counted: see
-        ``Pool.identify``.
+        body and headers: the request as an engine gets it when it is asked for the token ids.
         """
-        prompt = await pool.identify(request, self._expected_output, counted=counted)
+        prompt = await pool.identify(request, self._expected_output)
         if prompt.reason in ENGINE_CAN_TELL:
             prompt = await self._from_elsewhere(pool, request, prompt, body, headers)
         self._count(pool, prompt)

@@ -89,7 +89,8 @@ class Relay:
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
-        call, rank = job.call, job.pool.view.ranks.get(decision.worker_id)
+        call, view = job.call, job.pool.view
+        rank = view.ranks.get(decision.worker_id)
         request_id = call.id_at_engine(attempt.owner)
         headers = call.headers + f"X-Request-Id: {request_id}\r\n".encode()
         if attempt.span is not None:
@@ -100,8 +101,7 @@ class Relay:
             headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
         attempt.sent(decision.worker_id, response, call.received_at)
-        view = job.pool.view
-        if not job.request.stream and decision.worker_id in view.unreported:
+        if decision.worker_id in view.unreported and not job.request.stream:
             token_s = view.token_s_of(decision.worker_id) or UNKNOWN_TOKEN_S
             attempt.prefill_due_in(token_s * (decision.wait_tokens + decision.prefill_tokens))
         return response
@@ -205,9 +205,10 @@ class Relay:
             took_s = time.perf_counter() - attempt.asked_at
             pool.way.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
         self._requests(job.call.path.name, status, word, pool.tag).inc()
+        if whole is not None:
+            return
         # With several prompts in a request, only the engine knows when the prefill of each is done.
-        told_once = decision.approximate or decision.worker_id in pool.view.unreported
-        if whole is None and (job.prompt.prompt_count == 1 or told_once):
+        if job.prompt.prompt_count == 1 or decision.approximate or decision.worker_id in pool.view.unreported:
             attempt.prefill_done()
 
 

@@ -112,7 +112,7 @@ class Router:
                     decision = await self._queue.admit(job, attempt, self._decider.decide)  # 3 decide
                 outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward
                 if outcome == "finished":
-                    job.pool.outliers.served(decision, ())
+                    job.pool.outliers.served(decision)
                     retries.blame()
                 return  # noqa: TRY300  an else would part the five steps
             except StreamCut as cut:
@@ -149,13 +149,12 @@ class Router:
         pool = await self.pools.find(request.model, call.models)
         self._check_model(call, request, pool)
         served = self.pools.served[pool.name]
-        several = len(served.pools) > 1
-        prompt = await self._identifier.identify(pool, request, body, call.headers, counted=not several)  # 2 identify
+        prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         if call.trace is not None:
             model = (request.model or pool.name)[:MAX_NAME_CHARACTERS]
             facts = PromptFacts(model, prompt.kind, prompt.reason, prompt.prompt_tokens, request.stream)
             call.trace.identified(facts)
-        homes = served.order_for(prompt, request.model, self._prefix_tokens) if several else ()
+        homes = () if served.only else served.order_for(prompt, request.model, self._prefix_tokens)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants(), homes=homes)
 
     def _check_model(self, call: Call, request: Request, pool: Pool) -> None:
@@ -312,8 +311,9 @@ def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
     on_trial = {worker.worker_id: bool(worker.load.flags & Flag.TRIAL) for worker in pool.view.workers}
     worker = Judged(worker_id, on_trial.get(worker_id, False))
     if ending.served:
-        blamed = on_trial.keys() & {*ending.failed_workers} - {worker_id}
-        pool.outliers.served(worker, [Judged(name, on_trial[name]) for name in blamed])
+        pool.outliers.served(worker)
+        for name in on_trial.keys() & {*ending.failed_workers} - {worker_id}:
+            pool.outliers.failed(Judged(name, on_trial[name]))
     elif ending.broke_off:
         pool.outliers.failed(worker)
 

@@ -7,12 +7,13 @@ import time
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import pytest
 
 from warmfleet.errors import ModelNotFound
-from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
+from warmfleet.fleet import Decision, Flag, LoadRow, WorkerState, WorkerView
+from warmfleet.metrics import Metrics
 from warmfleet.pools import pool as pool_module
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
@@ -21,11 +22,15 @@ from warmfleet.pools.pool import Pool, Pools, ServedModel
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.prompt.request import parse
+from warmfleet.routing.decider import Decider
+from warmfleet.routing.decision_log import DecisionLog
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.prompt.request import Request
+    from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.call import Call, Job
 
 
 def worker(routable: bool) -> WorkerView:
@@ -207,3 +212,31 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
         held = len(chain.hashes) // 8 * chain.block_tokens
         assert held <= max(count, len(chain.hashes) // 8)
         assert (count, chain.block_tokens) in {(100, 2), (1_000, 16), (5, 1)}
+
+
+async def test_a_prompt_counts_as_a_use_of_its_prefix_when_it_is_decided_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Probes and people who ask where a request would go make no prefix popular."""
+    (only,) = pools().all
+    noted: list[Prompt] = []
+    monkeypatch.setattr(only.uses, "note", lambda prompt, _: noted.append(prompt))
+
+    class Known:
+        loras: ClassVar[dict[str, str]] = {}
+        max_model_len, key = 4_096, "k"
+
+        async def prompts(self, *_: object) -> list[Prompt]:
+            return [Prompt((array("I", [1, 2]),), 2, ())]
+
+    only.show(View((worker(True),), cast("Identity", Known()), (), read_at=time.monotonic()))
+    prompt = await only.identify(parse("completions", b'{"prompt": "x"}'), 1)
+    assert noted == []
+    metrics = Metrics()
+    decider = Decider(DecisionLog("", 0.0, metrics), metrics)
+    call = cast("Call", SimpleNamespace(request_id="r", path=SimpleNamespace(name="completions")))
+    job = cast("Job", SimpleNamespace(pool=only, call=call, prompt=prompt))
+    attempt = cast("Attempt", SimpleNamespace(record=None, span=None))
+    decision = Decision("wf-0", "booked", "w.0", "w", "http://w", 0, 2, False, False, 0.1, 0, False, 2, 3)
+    decider.keep(job, attempt, decision, "cost")
+    assert noted == [prompt.prompts[0]]

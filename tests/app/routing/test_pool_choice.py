@@ -464,9 +464,8 @@ async def test_the_span_of_a_second_worker_tells_its_pool() -> None:
 async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_itself() -> None:
     fixture, asked = Fixture(), list[str]()
 
-    async def identify(pool: Pool, *_request: object, counted: bool) -> IdentifiedPrompt:
+    async def identify(pool: Pool, *_request: object) -> IdentifiedPrompt:
         asked.append(pool.tag)
-        assert not counted
         return IdentifiedPrompt((Chain(2, 32, b"anything"),), 99, 110, "exact")
 
     fixture.choice.identifier = cast("Identifier", SimpleNamespace(identify=identify))

@@ -53,19 +53,12 @@ class MasterLine(Multiplexed):
         """No call waits for an answer on it."""
         return not self._early and (self._channel is None or not self._channel.waiting)
 
-    def take_over(self, call: Call, left_s: float, on_answer: OnAnswer) -> None:
-        """Send a call that another master has refused because this one owns its slot. left_s: its time."""
-        call.due = self._clock + left_s
-        call.again = False  # this server may not know the script
-        self._put(call, on_answer)
-
     def _refused(self, channel: Channel, call: Call, reply: str) -> None:
         word, _, rest = reply.partition(" ")
         on_answer = call.on_answer
         if word == "MOVED" and on_answer is not None and not call.moved:
-            call.moved = True
             owner = self._masters.moved(rest, self.place[0])
-            owner.take_over(call, call.due - self._clock, on_answer)
+            owner.send(call.script, call.command, call.due - self._clock, on_answer, moved=True)
             return
         if word in NO_MASTER:
             self._masters.doubt()

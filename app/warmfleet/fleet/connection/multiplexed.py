@@ -56,12 +56,20 @@ class Call:
     """A call that waits. ``on_answer`` is None once its time was up: its answer is dropped when it comes.
 
     due: when its time is up, by the clock of ``Multiplexed``; last: the same by the monotonic clock, MOST_S later.
+    moved: it was sent once more, to the master that a reply MOVED named.
     """
 
     __slots__ = ("again", "command", "due", "last", "moved", "on_answer", "script")
 
     def __init__(
-        self, script: PackedScript | None, command: bytes, on_answer: OnAnswer, due: float, last: float
+        self,
+        script: PackedScript | None,
+        command: bytes,
+        on_answer: OnAnswer,
+        due: float,
+        last: float,
+        *,
+        moved: bool = False,
     ) -> None:
         self.script = script
         self.command = command
@@ -69,7 +77,7 @@ class Call:
         self.due = due
         self.last = last
         self.again = False  # it was sent once more, behind its script
-        self.moved = False  # it was sent once more, to the master that a reply MOVED named
+        self.moved = moved
 
 
 class Channel(asyncio.Protocol):
@@ -180,22 +188,22 @@ class Multiplexed:
         on_answer: OnAnswer,
         *,
         patient: bool = False,
+        moved: bool = False,
     ) -> None:
         """Call a script: ``command`` is the whole call as it packs it. script: None for a command of Redis itself.
 
-        patient: nobody waits for the answer, so the call may wait a moment for others that go out with it.
+        patient: nobody waits for the answer, so the call may wait a moment for others that go out with it. moved: see
+        ``Call``.
         """
-        due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
-        self._put(Call(script, command, on_answer, due, last), on_answer, patient=patient)
-
-    def _put(self, call: Call, on_answer: OnAnswer, *, patient: bool = False) -> None:
         channel = self._channel
         waiting = self._early if channel is None else channel.waiting
-        size = len(call.command)
-        if self._closed or self._away or len(waiting) >= MOST_WAITING or self._bytes + size > MOST_BYTES:
+        held = self._bytes + len(command)
+        if self._closed or self._away or len(waiting) >= MOST_WAITING or held > MOST_BYTES:
             on_answer(None, FleetUnavailable(self._why_not()))
             return
-        self._bytes += size
+        self._bytes = held
+        due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
+        call = Call(script, command, on_answer, due, last, moved=moved)
         if self._timer is None:
             self._silent_s = 0.0
             self._set_timer()

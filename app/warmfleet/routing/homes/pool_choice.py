@@ -129,6 +129,7 @@ class _Choosing:
 
         job: as it was before a pool was chosen.
         """
+        attempt.several = True
         if attempt.state is not AttemptState.NEW:
             answer = await self._in_line(attempt, may_wait=may_wait)
             if answer is not None:
@@ -256,7 +257,7 @@ class _Choosing:
         if prompt is not None:
             return first._replace(pool=pool, prompt=prompt)
         identify = self._choice.identifier.identify
-        prompt = await identify(pool, first.request, first.body, first.call.headers, counted=False)
+        prompt = await identify(pool, first.request, first.body, first.call.headers)
         return first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
 
     def _take(self, attempt: Attempt, best: _Asked, asked: Sequence[_Asked]) -> Decision | Queued:
@@ -272,12 +273,9 @@ class _Choosing:
         return cast("Queued", best.answer)
 
     def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
-        pool, prompt = self.job.pool, self.job.prompt
         if attempt.counted is not None:
             decision.use = attempt.counted.use
-        self._choice.decider.keep(self.job, attempt, decision, pool.policy.name)
-        if len(prompt.prompts) == 1:
-            pool.uses.note(prompt.prompts[0], prompt.identity_key)
+        self._choice.decider.keep(self.job, attempt, decision, self.job.pool.policy.name)
         return decision
 
     async def _without_redis(self, attempt: Attempt, asked: Sequence[_Asked]) -> Decision:

@@ -128,7 +128,7 @@ class Hedging:
         self._hedged.labels("won").inc()
         outcome = await second
         if outcome == "finished" and other.decision is not None:
-            other.pool.outliers.served(other.decision, ())
+            other.pool.outliers.served(other.decision)
             if failed:
                 job.pool.outliers.failed(decision)
         return "failed" if failed else "cancelled"
