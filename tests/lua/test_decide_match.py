@@ -49,7 +49,7 @@ async def test_only_proven_workers_of_the_scheme_are_matched(world: World) -> No
 
 async def test_a_new_prompt_goes_where_its_blocks_can_be_found_again(world: World) -> None:
     """An engine whose blocks cannot be matched reports none, or none that count. That does not make it look empty."""
-    await world.workers(3, capacity_blocks=1_000, blocks=900, evicted=50)
+    await world.workers(3, capacity_blocks=1_000, blocks=1_000, evicted=50)
     await world.change(3, flags=READY & ~Flag.PROVEN, blocks=0, evicted=0)
     for _ in range(12):
         decision = await world.fleet.decide(world.ask(world.chain(40)))

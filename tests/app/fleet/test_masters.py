@@ -176,7 +176,7 @@ async def test_masters_that_name_each_other_end_a_call_and_no_more() -> None:
         first.refusals["alpha"] = f"MOVED {slot} 127.0.0.1:{second.port}"
         second.refusals["alpha"] = f"MOVED {slot} 127.0.0.1:{first.port}"
         with pytest.raises(FleetUnavailable, match="MOVED"):
-            await router.settle("alpha")
+            await asyncio.wait_for(router.settle("alpha"), 10)
         assert first.calls + second.calls == ["alpha", "alpha"]
         assert await asyncio.gather(*map(router.settle, TAGS[1:])) == ["UNKNOWN"] * 3
 
