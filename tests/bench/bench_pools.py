@@ -14,7 +14,7 @@ time that engines compute if an oracle chooses among eight of them for one copy 
 
 The second part, 1,024 engines as one pool and as 16 pools of 64, needs more of a store than a bench can wait for.
 It is an exact simulation (`exact_pools`): it knows the caches and the work of all engines, chooses by the cost
-rule, and takes the queue into account.
+rule, and takes the queue into account. It plays the first 150 requests of each of 128 copies, unless --rows is given.
 
 With --seeds each run is repeated with copies that begin at other places and whose text, hence whose home pools, is
 another. Ratios are those of the means over the seeds: the P99 of a few agents' conversations varies by a tenth.
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 ENGINES, COPIES = 64, 8
 THOUSAND, THOUSAND_POOLS = 1_024, 16
+THOUSAND_ROWS = 150  # of each of 128 copies: one pool of 600 takes twenty minutes
 POOLS = (1, 2, 4, 8)
 LOADS = (0.5, 0.7, 0.85)
 DEPTH_TOKENS = 1_024  # of the trace's own tokens
@@ -245,7 +246,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--loads", type=_loads, help="shares of time (default: .5, .7 and .85; with --quick .7)")
     made.add_argument("--pools", type=_counts, help="numbers of pools (default: 1, 2, 4 and 8; with --quick 1 and 8)")
     made.add_argument("--sizes", type=_sizes, metavar="N,N,…", help="only pools of so many engines against one of all")
-    made.add_argument("--rows", type=int, help="first so many requests of a copy (default: all; with --quick 300)")
+    rows = "first so many requests of a copy (default: all, of the second part 150; with --quick 300)"
+    made.add_argument("--rows", type=int, help=rows)
     made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
     made.add_argument("--seeds", type=int, default=1, help="runs of each, with other copies (default %(default)s)")
     made.add_argument(
@@ -272,7 +274,8 @@ def _of_one_seed(args: argparse.Namespace) -> list[Job]:
     jobs = [Job(case, load, count, rows) for case in args.case or PUBLIC for load in loads for count in counts]
     if args.thousand and not args.quick:
         for case in args.case or OF_THOUSAND:
-            jobs += [Job(case, load, count, rows, THOUSAND, True) for load in loads for count in (1, THOUSAND_POOLS)]
+            first = args.rows or THOUSAND_ROWS
+            jobs += [Job(case, load, count, first, THOUSAND, True) for load in loads for count in (1, THOUSAND_POOLS)]
     return jobs
 
 
