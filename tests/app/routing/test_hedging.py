@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.api.test_client_keys import line
 from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, reply, reset
 from tests.app.replica import Replica, replica
+from tests.app.routing.test_pool_choice import Fixture
 from tests.conftest import poll
 
 from warmfleet.errors import NoWorker, UpstreamGone
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.rescue import hedging, retry_budget
+from warmfleet.routing.rescue.hedging import Hedging, Race
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from warmfleet.fleet.reservations import Outcome
 
 STREAM = {"prompt": "hello", "stream": True, "max_tokens": 3}
 WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % number for number in range(3))
@@ -116,6 +120,28 @@ async def test_the_first_worker_may_still_win(valkey_url: str, model: str) -> No
         assert await results(router) == {"lost": 1}
         await router.unloaded()
         await poll(lambda: plan.hung_up == 1, 20, "the second engine is left")
+
+
+async def test_nothing_is_left_of_a_second_worker_that_two_pools_name_in_the_turn_of_the_first_byte() -> None:
+    """Each pool is asked in a task of its own, which may take a worker until the race is over for it."""
+    fixture, answer = Fixture(), cast("Any", None)
+    job, relay = fixture.job(), cast("Any", None)
+    first, second = (fixture.attempts.begin(job, (), avoids_failing=True) for _ in range(2))
+    asks = Hedging(0.1, relay, fixture.attempts, fixture.choice, retry_budget.RetryBudget(), fixture.metrics)
+    race = Race(job, answer)
+
+    async def answers() -> Outcome:
+        while sum(fixture.asked()) < 2:
+            await asyncio.sleep(0)
+        assert first.on_first_byte is not None
+        first.on_first_byte(first)
+        return "finished"
+
+    race.run(first, answers())
+    race.run(second, asks._second(job, second, answer))
+    await asyncio.gather(*race._tasks.values(), return_exceptions=True)
+    first.release("finished")
+    await fixture.nothing_left()
 
 
 async def test_a_request_of_a_key_with_limits_is_not_hedged(valkey_url: str, model: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ long prompts, which are late because they are long.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import NoWorker, UpstreamGone
@@ -56,7 +57,7 @@ class Race:
         for other, task in self._tasks.items():
             if other is not attempt:
                 task.cancel()
-                other.release("cancelled")
+                task.add_done_callback(partial(_release, other))  # until then it may still take a worker
 
     async def end(self) -> None:
         """Give up what still runs; return when nothing does."""
@@ -151,6 +152,10 @@ class Hedging:
         finally:
             attempt.release(outcome)
         return outcome
+
+
+def _release(attempt: Attempt, _task: object) -> None:
+    attempt.release("cancelled")
 
 
 def _blames_worker(error: BaseException | None) -> bool:
