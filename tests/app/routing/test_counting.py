@@ -388,6 +388,28 @@ async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
     await quiet(replica)
 
 
+async def test_an_end_that_a_pool_did_not_take_ends_no_count_of_a_request_that_is_back_there(
+    replicas: Any, valkey_url: str, model: str
+) -> None:
+    """The pool comes back while the request runs, which another one counted meanwhile."""
+    (replica,) = replicas(1)
+    pool = replica.counting.pool_of("m", LIMITS.tag)
+    assert pool is not None
+    store = replica.stores[pool.tag]
+    calls = {name: getattr(store, name) for name in ("admit", "keep_counted", "end_counted")}
+    loses(replica)
+    attempt, _ = await begin(replica)
+    await replica.counting.drained()
+    for name, call in calls.items():
+        setattr(store, name, call)
+    await replica.counting.keep()
+    await replica.counting.drained()
+    assert pool.tag[-1] in await keys(valkey_url, model), "it counts where new requests of its client do"
+    attempt.release("finished")
+    await quiet(replica)
+    assert await keys(valkey_url, model) == {}
+
+
 async def test_what_was_not_charged_is_not_refunded(replicas: Any) -> None:
     """A request that passed unchecked counts within a renewal, but not its prompt."""
     (replica,) = replicas(1)

@@ -110,6 +110,7 @@ class Counting:
                 continue
             for counted in batch:
                 counted.counts_in(pool)
+                self._untold.get(pool, {}).pop(counted.name, None)  # it runs, and is to count there again
             try:
                 await pool.fleet.keep_counted([counted.name for counted in batch])
             except WarmfleetError as error:
