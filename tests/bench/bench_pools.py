@@ -90,6 +90,10 @@ class Job:
     seed: int = 0
 
     @property
+    def place(self) -> tuple[str, float]:
+        return self.case, self.load
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return self.unequal or (self.engines // self.pools,) * self.pools
 
