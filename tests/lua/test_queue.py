@@ -376,6 +376,31 @@ async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Queuein
     assert await booked(q, behind[0]), "a decision looks at its own ticket"
 
 
+async def test_of_many_tenants_not_only_the_first_request_is_looked_at(q: Queueing) -> None:
+    """256 looks are less than two for each of 140 tenants, whose first requests all wait for a busy worker."""
+    q.world.fleet.limits = QueueLimits(0.1, 700)
+    await q.world.worker(2, **FULL)
+    for number in range(140):
+        place = Place(number.to_bytes(8, "big"))
+        for name, barred in (("first", ("w2.0",)), ("second", ())):
+            ask = q.world.ask(reservation=f"wf-{name}{number}", prompt_tokens=100, decode_tokens=0, exclude=barred)
+            assert isinstance(await q.world.fleet.decide_in_turn(ask, replace(place, barred=barred)), Queued)
+    await q.world.change(2, prefill_tokens=0, in_flight=0)
+    assert any(name.startswith("wf-second") for name in (await q.world.fleet.poll()).turns)
+
+
+async def test_a_ticket_takes_the_room_that_it_will_use(q: Queueing) -> None:
+    """It would be small at a worker that is busy for long: at the other one it fills all the room that there is."""
+    held = q.world.chain(600)
+    await q.world.worker(2, prefill_tokens=200_000, in_flight=3)
+    await q.world.hold(2, held)
+    large = q.world.ask(held, reservation="wf-large", prompt_tokens=9_600, decode_tokens=0)
+    assert isinstance(await q.world.fleet.decide_in_turn(large, Place()), Queued)
+    assert not await booked(q, ticket("later", tokens=600))
+    await q.world.change(1, prefill_tokens=100)
+    assert (await q.world.fleet.poll()).turns == {"wf-large"}
+
+
 async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
     """As many as have room, not one for each worker."""
     small = [ticket(f"s{number}", OWN, 50) for number in range(8)]

@@ -79,12 +79,14 @@ class Plain:
         best, chosen, price = min(possible, key=lambda one: one[0], default=(math.inf, -1, 0))
         size_s, serves = asks.size / US, best < math.inf and best <= lowest + asks.tie / US
         told = [int(any(free)), (chosen if serves else nearest) + 1, int(serves), int(bool(possible))]
-        if costs:
-            self.ahead[chosen if serves else nearest] += WAIT_PRICE * size_s
         if not serves:
+            if costs:
+                self.ahead[nearest] += WAIT_PRICE * size_s
             return [*told, 0, 0]
-        self.room[chosen] -= size_s
-        return [*told, chosen + 1, math.floor(max(asks.size, price) * SPEED / US + 0.5)]
+        taken_s = max(asks.size, price) / US
+        self.ahead[chosen] += WAIT_PRICE * taken_s
+        self.room[chosen] -= taken_s
+        return [*told, chosen + 1, math.floor(taken_s * SPEED + 0.5)]
 
 
 #: Powers of two in seconds, so that all sums are exact, and many are equal.

@@ -48,6 +48,8 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
   -- Where the class of a flow stands: no flow begins before it.
   local function floor_of(flow) return tonumber(call("HGET", clock, sub(flow, 1, 1))) or class_of(flow) end
 
+  local function length_of(flow) return (tonumber(call("ZSCORE", lengths, flow)) or 0) % LENGTH end
+
   function queue.flow(priority, tenant) return string.char(FIRST_CLASS + priority) .. tenant end
   function queue.waiting() return call("ZCARD", queue_key) end
   function queue.work_us() return math.max(0, tonumber(call("HGET", clock, "work_us")) or 0) end
@@ -56,7 +58,7 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
   function queue.ahead_us(flow, size_us)
     local others_us, others, class = queue.work_us() - size_us, queue.waiting() - 1, class_of(flow)
     if others_us <= 0 or others < 1 then return 0 end
-    local own = (tonumber(call("ZSCORE", lengths, flow)) or 1) % LENGTH
+    local own = math.max(1, length_of(flow))
     local before = own * call("ZCOUNT", flows, exact(class), "(" .. exact(class + CLASS)) - 1
     return others_us * math.min(1, before / others)
   end
@@ -237,7 +239,7 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
     local rank = ticket and sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) == flow
       and call("ZRANK", queue_key, member_of(last, ticket))
     if rank then rank = rank - call("ZLEXCOUNT", queue_key, "-", "(" .. flow) end
-    return further(call("ZLEXCOUNT", queue_key, "[" .. flow, "(" .. flow .. "\255"), k, most, rank)
+    return further(length_of(flow), k, most, rank)
   end
   local function further_flow(k, most, last)
     local ticket = last and queue.find(last)
@@ -259,21 +261,23 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
 
   -- Whose turn it is: the ids of tickets, in order, as long as workers have room (shared/room_left). A ticket whose
   -- cheapest workers are all busy is passed over, as is one that none of the workers with room can serve. `most`
-  -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over, half of it at
-  -- its front and half further back. So a tenant whose worker is busy delays no other tenant, nor all of its own
-  -- requests for other workers. Where more than `most` flows wait, the looks go on at flows further back as soon as
-  -- half of them were in vain. last: stop at this id. Returns id -> candidate.
+  -- tickets are looked at, of which each flow may use up an equal part on tickets that are passed over, two at least:
+  -- half of it at its front and half further back. So a tenant whose worker is busy delays no other tenant, nor all of
+  -- its own requests for other workers. Where that is too little for all flows, the looks go on at flows further back
+  -- as soon as half of them were in vain. last: stop at this id. Returns id -> candidate.
   function queue.turns(left, most, last)
     local turns, order, head, score, pages, place, missed = {}, {}, 1, {}, {}, {}, {}
-    local seen, in_vain = 0, 0
+    local seen, in_vain, following = 0, 0, 0
     local function read(first, count)
       local found = call("ZRANGE", flows, first, first + count - 1, "WITHSCORES")
-      order, head = {}, 1
+      order, head, following = {}, 1, first + count
       for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
     end
     if left.any() then read(0, most) end
-    local patience, more = math.floor(most / #order), #order == most
+    local misses_each = math.max(2, math.floor(most / #order))
+    local more = #order * misses_each > most
     for looked = 1, most do
+      if more and head > #order then read(following, most - looked + 1) end
       local flow = order[head]
       if not flow or turns[last] or not left.any() then break end
       local k, name, page = place[flow] or 0, sub(flow, PLACE_BYTES + 1), pages[flow]
@@ -290,14 +294,15 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
         turns[id], score[flow], head = worker, score[flow] + math.max(work, 1), head + 1 -- as when it is served
         put_back(order, head, score, flow)
       else
-        local misses = (missed[flow] or 0) + 1
+        local misses, rest = (missed[flow] or 0) + 1, most - looked
         missed[flow], in_vain = misses, in_vain + 1
-        if more and in_vain == math.floor(most / 2) and looked < most then
-          read(further_flow(seen, most - looked, last), most - looked)
-        elseif not id or misses >= patience then
+        if more and in_vain == math.floor(most / 2) and rest > 0 then
+          read(further_flow(seen, math.max(1, math.floor(rest / misses_each)), last), rest)
+        elseif not id or misses >= misses_each then
           head = head + 1
-        elseif misses == math.floor(patience / 2) then
-          place[flow] = further_ticket(name, k + 1, math.min(patience - misses, most - looked), last)
+        elseif misses == math.floor(misses_each / 2) then
+          place[flow] = further_ticket(name, k + 1, math.min(misses_each - misses, rest), last)
+          if place[flow] >= length_of(name) then head = head + 1 end
         end
       end
     end

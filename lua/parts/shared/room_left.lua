@@ -10,9 +10,9 @@ An engine that should have ended its prefill long ago is as much dearer: nobody 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
 gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
-ticket), which takes the room of the candidate that serves it, and returns that and the tokens that it has to compute,
-or nil if none serves it now; by candidate room (seconds that are left), slots, and ahead (seconds that the wait for it
-counts); wait_price.
+ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
+candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
+left), slots, and ahead (seconds that the wait for it counts); wait_price.
 --]]
 local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
@@ -134,8 +134,9 @@ return function(s, room_of, overdue_s)
       if nearest then base[nearest] = base[nearest] + WAIT_PRICE * size_us / US end
       return nil
     end
-    room[chosen], base[chosen] = room[chosen] - size_us / US, base[chosen] + WAIT_PRICE * size_us / US
-    return chosen, floor(max(size_us, chosen_us) * s.speed[chosen] / US + 0.5)
+    local taken_us = max(size_us, chosen_us)
+    room[chosen], base[chosen] = room[chosen] - taken_us / US, base[chosen] + WAIT_PRICE * taken_us / US
+    return chosen, floor(taken_us * s.speed[chosen] / US + 0.5)
   end
 
   return left
