@@ -2,7 +2,8 @@
 queue: keeps the tickets of one replica's waiting requests, gives up those that leave, and tells whose turn it is.
 
 Guarantee: renews tickets that are there and makes none; a ticket that leaves is gone in the same step. Whose turn it is
-follows from the queue alone, whichever replica asks. Reaps expired tickets, also those of replicas that died.
+follows from the queue and the time, whichever replica asks, as long as all have the same block sizes and weights
+(fair_queue, limit_s and turns). Reaps expired tickets, also those of replicas that died.
 
 KEYS: alive load tick queue2
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
@@ -47,7 +48,7 @@ local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, rep
 local s, turns, due_s = candidates(all, alive, median, replica.decode_s_per_token, now, 1), {}, math.huge
 local first, ids = {}, {}
 if waiting > 0 and s.count > 0 then
-  local room_of, overdue_s = capacity_of(s, replica.max_engine_wait_s, replica.block_sizes)
+  local room_of, overdue_s = capacity_of(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)
   local left = room_left(s, room_of, overdue_s)
   if #ARGV < FIRST_ID then first = queue.first(left) end
   turns = queue.turns(left, MAX_TURNS)

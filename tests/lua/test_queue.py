@@ -401,6 +401,23 @@ async def test_a_ticket_takes_the_room_that_it_will_use(q: Queueing) -> None:
     assert (await q.world.fleet.poll()).turns == {"wf-large"}
 
 
+async def test_who_gives_engines_less_ahead_is_not_overtaken_for_ever(q: Queueing) -> None:
+    """One replica gives engines 0.1 s ahead, another 0.2. The first in line belongs to the former."""
+    await q.world.change(1, prefill_tokens=2_000)
+    assert not await booked(q, first := ticket("first"))
+    own = q.world.fleet.limits
+    q.world.fleet.limits = replace(own, max_engine_wait_s=0.2)
+    assert not await booked(q, ticket("later"))
+    q.world.fleet.limits = own
+    await q.world.change(1, prefill_tokens=1_500)
+    assert await turns(q, first) == ["first"]
+    assert await booked(q, first)
+    await q.world.fleet.poll((), ["wf-later"])
+    await q.gone()
+    await q.world.change(1, prefill_tokens=1_500)
+    assert not await booked(q, ticket("next")), "once nobody waits each replica gives as much ahead as before"
+
+
 async def test_small_prompts_go_many_at_once(q: Queueing) -> None:
     """As many as have room, not one for each worker."""
     small = [ticket(f"s{number}", OWN, 50) for number in range(8)]

@@ -36,7 +36,6 @@ local function slots_of(ids, rows)
 end
 
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
-  local limit_s, block_sizes = constants.max_engine_wait_s, constants.block_sizes
   local queue = request.dry and (include "decide/dry_queue")(fair_queue, queue_key, now_us, constants.ticket_ms)
     or fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
   local flow, own_s, slots = queue.flow(request.priority, request.tenant), nil, {}
@@ -47,7 +46,8 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   -- The room of all engines. Returns it, and the room of this request's candidates: seconds, by candidate.
   local function room()
     local all = everybody()
-    local left, own = room_left(all, capacity_of(all, limit_s, block_sizes)), {}
+    local limit_s = queue.limit_s(constants.max_engine_wait_s)
+    local left, own = room_left(all, capacity_of(all, limit_s, constants.block_sizes)), {}
     for i = 1, all.count do slots[all.slots[i]] = i end
     return left, function()
       for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end

@@ -25,7 +25,8 @@ Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> pric
 named workers (decide/prices), slots of workers that cannot serve it; empty: displaced), :leases (id -> expiry ms),
 :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow -> class * 2^20 + tickets),
 :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock (class -> where it
-stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets in us).
+stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets in us; `limit_us`
+-> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
 --]]
 local sub, format, unpack_from = string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
@@ -35,6 +36,7 @@ local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_
 local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
 local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
+local US = 1e6 -- in a second
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
 return function(queue_key, now_us, ticket_ms, prefix, own_call)
@@ -53,6 +55,14 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
   function queue.flow(priority, tenant) return string.char(FIRST_CLASS + priority) .. tenant end
   function queue.waiting() return call("ZCARD", queue_key) end
   function queue.work_us() return math.max(0, tonumber(call("HGET", clock, "work_us")) or 0) end
+  -- Seconds of prefill that engines get ahead while somebody waits: the most of what the replicas that ask would give.
+  -- With a limit of its own each would see other turns: the one with more room would serve all its requests before the
+  -- first ticket of another one.
+  function queue.limit_s(own_s)
+    local own_us, known_us = math.floor(own_s * US), tonumber(call("HGET", clock, "limit_us")) or 0
+    if own_us > known_us and queue.waiting() > 0 then call("HSET", clock, "limit_us", exact(own_us)) end
+    return math.max(own_s, known_us / US)
+  end
   -- us of work that is served before a ticket of this flow and size, about. While the tickets of a flow are served,
   -- each other flow of its class gets as much: a tenant's own line counts, and not how many requests of others wait.
   function queue.ahead_us(flow, size_us)
