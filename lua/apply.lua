@@ -31,6 +31,7 @@ local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
 local NEXT_NOTHING, NEXT_APPLY, NEXT_CONTROL = 0, 1, 2
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, JSON_BYTES, U32 = 8, 16384, 2 ^ 32
+local STEP_CHANGE = 4 -- a change by more than one part in so many is noted
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
 local call = redis.call
@@ -86,10 +87,15 @@ add_progress(state, operation, LEASE, count, parse_list, integers)
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
   if not beat or not integers(beat, 1) then return false end
-  local paused = beat[#beat] == 1 and (#beat == BEAT_FIELDS + 1 or #beat == BEAT_FIELDS_WITH_DIGEST + 1)
-  if paused then beat[#beat] = nil end
-  if #beat ~= BEAT_FIELDS and #beat ~= BEAT_FIELDS_WITH_DIGEST then return false end
-  local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat)
+  -- Behind these fields stand a 1 (the engine is paused), or whether it is and how long a step takes at least (us).
+  local known = #beat < BEAT_FIELDS_WITH_DIGEST and BEAT_FIELDS or BEAT_FIELDS_WITH_DIGEST
+  local paused, step_us = beat[known + 1] == 1, beat[known + 2] or 0
+  if #beat < known or #beat > known + 2 or #beat == known + 1 and not paused then return false end
+  local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat, 1, known)
+  -- The record stays as it is for a small change: replicas read only records that have changed.
+  if STEP_CHANGE * math.abs(step_us - (record.step_us or 0)) > step_us then
+    record.step_us, changed.record = step_us, true
+  end
   state.seen, changed.row = time, true
   local flags = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PAUSED))
   row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags

@@ -320,8 +320,8 @@ class Metrics:
         )
         self.engine_wait_seconds = self._gauge(
             "engine_wait_seconds",
-            "Prefill that engines get ahead before requests wait: `WARMFLEET_MAX_ENGINE_WAIT_S`, or the time that "
-            "requests need to reach them",
+            "Prefill that engines get ahead before requests wait: `WARMFLEET_MAX_ENGINE_WAIT_S`, or more where "
+            "requests need long to reach them or their steps take long",
             "model",
         )
         self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue", "model")

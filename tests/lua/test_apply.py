@@ -128,7 +128,7 @@ async def test_a_worker_cannot_fill_the_index_beyond_its_capacity(core: Core, fl
         ("heartbeat", b"[1,2,3,4,5,6,4294967296]"),
         ("heartbeat", b"[1,2,3,4,5,6,nan]"),
         ("heartbeat", b"[1,2,3,4,5,6,7,2]"),
-        ("heartbeat", b"[1,2,3,4,5,6,7,8,9,10,1,1]"),
+        ("heartbeat", b"[1,2,3,4,5,6,7,8,9,10,1,1,1]"),
         ("heartbeat", b'[1,2,3,4,5,6,"7"]'),
         ("heartbeat", b"[1,2,3,4,5,6,null]"),
         ("progress", b"7"),

@@ -46,6 +46,20 @@ async def test_a_heartbeat_says_whether_the_engine_is_paused(core: Core) -> None
     assert not (await core.row()).flags & Flag.PAUSED
 
 
+async def test_a_heartbeat_tells_how_long_a_step_takes_at_least(core: Core) -> None:
+    async def noted() -> object:
+        return (await core.record()).get("step_us")
+
+    await core.heartbeat()
+    assert await noted() is None, "a plugin of before does not tell it"
+    for digest in (None, digest_of()):
+        for told, known in ((8_000, 8_000), (9_000, 8_000), (12_000, 12_000), (0, 0)):
+            await core.heartbeat(digest, step_us=told, paused=told == 9_000)
+            await core.applied()
+            assert await noted() == known, "a small change is not worth another record"
+            assert bool((await core.row()).flags & Flag.PAUSED) is (told == 9_000)
+
+
 async def test_a_heartbeat_is_as_old_as_its_entry(core: Core, store: aioredis.Redis, fleet: Fleet) -> None:
     other, then = Core(store, fleet, "t"), int(time.time() * 1000) - 60_000
     await other.join(at=f"{then}-0")

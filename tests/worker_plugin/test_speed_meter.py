@@ -46,3 +46,15 @@ def test_old_measurements_fade() -> None:
         meter.scheduled(step, float(step))
         meter.done(step, step + 1.0, 1_000 if step < 20 else 4_000, 0)
     assert 3_000 < meter.speed_tps < 4_000
+
+
+def test_the_least_time_of_a_step_is_that_of_steps_that_decode_a_few_tokens() -> None:
+    meter = SpeedMeter()
+    for step in range(60):
+        prefill, decode, seconds = ((1_000, 4, 0.5), (0, 200, 0.2), (0, 4, 0.02))[step % 3]
+        meter.scheduled(step, float(step))
+        meter.done(step, step + seconds, prefill, decode)
+        assert meter.step_us == (0 if step < 23 else 20_000), "eight of them tell it"
+    meter.scheduled(60, 60.0)
+    meter.done(60, 69.0, 0, 1)
+    assert meter.step_us == 20_000, "a step that was held up changes nothing"

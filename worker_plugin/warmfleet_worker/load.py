@@ -24,7 +24,8 @@ class Load:
     foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while
     not measured. A foreign request is one that no router of the fleet has sent. steps: how many steps the engine has
     begun or ended; None while it has no request to work on, or where nobody counts. paused: somebody has paused the
-    engine or put it to sleep: it takes no new request until that ends.
+    engine or put it to sleep: it takes no new request until that ends. step_us: how long a step takes however little it
+    computes, 0 while not measured.
     """
 
     running: int = 0
@@ -34,6 +35,7 @@ class Load:
     speed_tps: int = 0
     steps: int | None = None
     paused: bool = False
+    step_us: int = 0
 
     def differs_from(self, reported: Load) -> bool:
         """The engine was paused or resumed since this was ``reported``, or its foreign load has moved.

@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, measured from the durations of its steps."""
+"""How fast an engine computes prompts, and how long a step takes at least, measured from the durations of its steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import deque
 MIN_STEP_TOKENS = 128  # a step with less prefill is left out: its fixed cost would hide the speed
 MIN_TOKENS = 512  # before so many are measured no speed is reported
 MEMORY_SECONDS = 10.0  # busy seconds after which earlier measurements count half
+FEW_TOKENS = 16  # a step that decodes no more, and computes no prompt, takes hardly longer than the least there is
+LEAST_STEPS, STEPS = 8, 32  # so many of these are needed to tell their duration; the last so many are looked at
 
 
 class SpeedMeter:
@@ -20,6 +22,7 @@ class SpeedMeter:
         self._last_done = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
+        self._least: deque[float] = deque(maxlen=STEPS)
 
     def scheduled(self, step: int, now: float) -> None:
         """The step with this number begins ``now`` (monotonic seconds)."""
@@ -33,6 +36,8 @@ class SpeedMeter:
             started = at if number == step else None
         begin = max(started if started is not None else now, self._last_done)
         self._last_done = now
+        if prefill_tokens == 0 < decode_tokens <= FEW_TOKENS and begin < now:
+            self._least.append(now - begin)
         if prefill_tokens < max(MIN_STEP_TOKENS, decode_tokens) or now <= begin:
             return
         self._tokens += prefill_tokens
@@ -45,3 +50,12 @@ class SpeedMeter:
     def speed_tps(self) -> int:
         """Tokens per second; 0 = not measured yet."""
         return int(self._tokens / self._seconds) if self._tokens >= MIN_TOKENS else 0
+
+    @property
+    def step_us(self) -> int:
+        """Microseconds that a step takes however little it computes, as a median; 0 = not measured yet.
+
+        Any thread may ask: the copy is one call.
+        """
+        durations = sorted(self._least.copy())
+        return round(1e6 * durations[len(durations) // 2]) if len(durations) >= LEAST_STEPS else 0

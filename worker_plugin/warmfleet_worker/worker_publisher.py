@@ -328,6 +328,7 @@ class WorkerPublisher:
             evicted=self._evicted_blocks,
             digest=self._digest if comparable else None,
             paused=load.paused,
+            step_us=load.step_us,
         )
         self._stream.put("heartbeat", heartbeat.encode())
         self._evicted_blocks = 0

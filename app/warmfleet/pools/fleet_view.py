@@ -71,6 +71,12 @@ class View:
             object.__setattr__(self, "_token_s", 1 / speeds[len(speeds) // 2] if speeds else 0.0)
         return self._token_s or 0.0
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step takes however little it computes, at a worker of the median; 0: no worker tells it."""
+        steps = sorted(us for worker in self.workers if (us := worker.record.get("step_us", 0)))
+        return steps[len(steps) // 2] / 1e6 if steps else 0.0
+
     def token_s_of(self, worker_id: str) -> float:
         """Seconds of prefill of one token at this worker; of the median speed if its own is not known."""
         speed_tps = self.speeds.get(worker_id, 0)

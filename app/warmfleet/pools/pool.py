@@ -54,7 +54,7 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``way`` how long requests are on their way to engines, ``uses`` the prefixes that its
+    clients' times to first token, ``way`` how much prefill engines get ahead, ``uses`` the prefixes that its
     prompts share, and ``recent`` its last decisions. ``rest`` says whether none came lately. ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """
@@ -111,6 +111,7 @@ class Pool:
         """Use a new reading of the fleet from now on."""
         self.view = view
         self.fleet.block_tokens = {hasher.scheme.scheme_id: hasher.scheme.block_tokens for hasher in view.hashers}
+        self.way.steps(view.step_s)
         self.read.set()
         self.last_known.show(view)
 

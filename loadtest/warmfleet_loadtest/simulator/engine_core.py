@@ -118,7 +118,8 @@ class EngineCore:
     def load(self) -> Load:
         """What this engine is doing now; called in the publisher's thread."""
         load = load_of(self.scheduler, self._meter.speed_tps, self._left)
-        return replace(load, steps=self.steps if load.running + load.waiting else None)
+        steps = self.steps if load.running + load.waiting else None
+        return replace(load, steps=steps, step_us=self._meter.step_us)
 
 
 def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:

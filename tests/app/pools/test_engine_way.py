@@ -46,6 +46,23 @@ def test_engines_get_as_much_ahead_as_lasts_for_twice_the_way() -> None:
     assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
 
 
+def test_engines_get_as_much_ahead_as_makes_a_step_worth_its_time() -> None:
+    way, fleet = begun()
+    way.steps(0.002)
+    assert fleet.limits == QueueLimits(0.05, 7, 1.0), "steps are short"
+    way.steps(0.01)
+    assert fleet.limits.max_engine_wait_s == pytest.approx(0.16)
+    told(way, 0.005)
+    assert fleet.limits.max_engine_wait_s == pytest.approx(0.16), "the way is short"
+    told(way, 9.0)
+    told(way, 9.0)
+    assert fleet.limits.max_engine_wait_s == MOST_S
+    for _ in range(4):
+        told(way, 0.005)
+    way.steps(0.0)
+    assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
+
+
 @pytest.mark.parametrize(("slow", "expected"), [(1 / 3, 0.05), (2 / 3, 0.12)], ids=["a third", "two thirds"])
 def test_the_median_counts(slow: float, expected: float) -> None:
     """A few slow answers change nothing; where most are slow, the few that are not hide nothing."""

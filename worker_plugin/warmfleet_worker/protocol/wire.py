@@ -178,7 +178,8 @@ class Heartbeat:
     running, waiting: numbers of requests. blocks: number of held block hashes. foreign_*: tokens of requests that no
     router has sent. speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last
     heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events. paused: the
-    engine takes no new request until somebody resumes it or wakes it up.
+    engine takes no new request until somebody resumes it or wakes it up. step_us: microseconds that a step takes at
+    least, however little it computes, 0 = not measured.
     """
 
     running: int
@@ -190,13 +191,14 @@ class Heartbeat:
     evicted: int
     digest: Digest | None = None
     paused: bool = False
+    step_us: int = 0
 
     def encode(self) -> str:
-        """A list of numbers; a 1 at its end says that the engine is paused."""
+        """A list of numbers. At its end may stand a 1: the engine is paused; or two: whether it is, and step_us."""
         numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
         numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
         numbers += self.digest.as_list() if self.digest else []
-        return dumps(numbers + [1] * self.paused)
+        return dumps(numbers + ([int(self.paused), self.step_us] if self.step_us else [1] * self.paused))
 
 
 def reservation_of(request_id: str) -> tuple[str, int] | None:

@@ -185,7 +185,8 @@ class SchedulerReporter:
                 paused = int(self._scheduler.pause_state) != 0  # a sleeping engine is paused, too
                 self._load_unreadable = False
                 steps = self._steps if works else None
-                return Load(running, waiting, prefill, decode, self._speed.speed_tps, steps, paused)
+                speed = self._speed
+                return Load(running, waiting, prefill, decode, speed.speed_tps, steps, paused, speed.step_us)
         return Load()
 
 
