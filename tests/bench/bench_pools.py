@@ -303,8 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     try:
-        rows = measured(wanted, args.jobs)
+        # First, while the machine does nothing else; and if it is too busy for that, no other run is lost.
         rest = at_rest() if args.rest and not args.quick and not args.sizes else {}
+        rows = measured(wanted, args.jobs)
     except (OSError, ValueError, WarmfleetError, StackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
