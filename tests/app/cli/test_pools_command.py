@@ -12,12 +12,13 @@ import pytest
 import redis
 from tests.app.cli.test_doctor import guarded
 from tests.conftest import PATIENT, poll, redis7_binary, valkey_binary
+from tests.topology import whole_cluster
 from tests.worker_plugin.publishing import SCHEME
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
 from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
-from warmfleet.fleet.connection.pool_masters import master_of
+from warmfleet.fleet.connection.pool_masters import master_of, next_tag
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.wire import Keys
@@ -331,3 +332,17 @@ def test_the_last_pool_of_a_model_that_a_router_serves_stays(
     monkeypatch.setattr(PoolRegistry, "remove", written_back)
     assert "has written the registry back" in pools("remove", new, "--force", status=2)
     assert list(pools.listed()) == [new]
+
+
+def test_each_pool_is_listed_with_its_master_of_a_cluster(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with whole_cluster() as cluster:
+        tags: list[str] = []
+        while len(tags) < 3:
+            tags.append(next_tag(model, tags, cluster.ranges))
+        assert main(["pools", "add", *tags, "--redis", cluster.url]) == 0
+        capsys.readouterr()
+        assert main(["pools", "--json", "--redis", cluster.url, "--model", model]) == 0
+        [listed] = json.loads(capsys.readouterr().out).values()
+        homes = {tag: "{}:{}".format(*(master_of(tag, cluster.ranges) or ())) for tag in tags}
+        assert {pool["pool"]: pool["redis"] for pool in listed} == homes
+        assert len({*homes.values()}) == 3, "each pool has a master of its own"
