@@ -168,12 +168,31 @@ def test_a_pool_in_use_is_removed_only_by_force_and_leaves_no_key(pools: Command
     with engines(pools.url, one, "a"):
         applied(pools.url, {one: 1})
         booked(pools.url, one, "a.0")
+    applied(pools.url, {one: 0})
     assert len(pools.keys_of(one)) > 20
     assert "1 requests in flight" in pools("remove", one, status=2)
     pools("remove", one, "--force")
     assert pools.keys_of(one) == set()
     again = f"no pool {one} in the registry; deleted what was left of it\n"
     assert pools("remove", one) == again, "what an interrupted call has left"
+
+
+def test_the_pool_with_all_workers_stays_even_by_force(pools: Commands, model: str) -> None:
+    """Another pool is registered but empty, or drained: until engines had joined it every request would fail."""
+    one, two, three = (f"{model}#{number}" for number in (1, 2, 3))
+    pools("add", one, two, three)
+    with engines(pools.url, one, "a"), engines(pools.url, three, "c"):
+        applied(pools.url, {one: 1, three: 1})
+        booked(pools.url, one, "a.0")
+        booked(pools.url, three, "c.0")
+        pools("drain", three)
+        told = pools("remove", one, "--force", status=2)
+        assert f"no pool that serves besides {one} has a worker that takes requests" in told
+        assert f"`warmfleet pools drain {one} --move`" in told
+        assert pools.listed()[one]["workers"] == 1
+        pools("remove", two, "--force")
+        pools("drain", three, "--undo")
+        assert f"{one} is removed" in pools("remove", one, "--force")
 
 
 def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(

@@ -268,6 +268,8 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
     if last or not force:
         for tag in tags:
             await _unused(url, tag, last=last)
+    else:
+        await _others_serve(url, entries, tags)
     for tag in entries.keys() & set(tags):
         await registry.remove(tag)
     if entries.keys() & set(tags):
@@ -298,6 +300,27 @@ async def _unused(url: str, tag: str, *, last: bool) -> None:
             f"{has}: `warmfleet pools drain {tag} --move` sends its workers to other pools; with --force it is removed "
             "all the same, and they go at once"
         )
+
+
+async def _others_serve(url: str, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
+    """Raises CommandError if requests would find no worker until those of the pools ``tags`` have joined another."""
+    going = [tag for tag in entries if tag in tags and await _takes_requests(url, tag) is not False]
+    staying = [tag for tag, entry in entries.items() if tag not in tags and not entry.draining]
+    if going and not any([await _takes_requests(url, tag) for tag in staying]):
+        raise CommandError(
+            f"no pool that serves besides {', '.join(going)} has a worker that takes requests: without it every request"
+            f" would fail for some 15 s. `warmfleet pools drain {going[0]} --move` sends its workers to another pool"
+            " while they serve; `warmfleet pools add` makes one"
+        )
+
+
+async def _takes_requests(url: str, tag: str) -> bool | None:
+    """Whether some worker of the pool takes requests; None if its Redis does not answer."""
+    async with pool_of(url, tag) as fleet:
+        try:
+            return any(worker.routable for worker in await fleet.workers())
+        except FleetUnavailable:
+            return None
 
 
 def _known(registry: PoolRegistry, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
