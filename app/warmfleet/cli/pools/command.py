@@ -280,16 +280,39 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
             f"{registry.name} out of its WARMFLEET_MODELS first"
         )
     for tag in tags:  # also of a pool that is none any more: what an interrupted `remove` has left
+        await _delete(url, tag, shared=tag == registry.name, there=tag in entries)
+
+
+async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
+    """Delete what Redis holds of a pool. there: the registry had it. Raises CommandError, FleetUnavailable."""
+    try:
         async with pool_of(url, tag) as fleet:
-            await clear(fleet, shared=tag == registry.name)
-        there = tag in entries
+            await clear(fleet, shared=shared)
+    except RefusedCall:
+        raise
+    except FleetUnavailable as error:
+        text = f"its Redis does not answer: call again when it is there to delete what is left ({error})"
+        if not there:
+            raise CommandError(f"no pool {tag} in the registry; {text}") from error
+        print(f"{tag} is out of the registry; {text}")
+    else:
         print(f"{tag} is removed" if there else f"no pool {tag} in the registry; deleted what was left of it")
 
 
 async def _unused(url: str, tag: str, *, last: bool) -> None:
-    """Raises CommandError while something of the pool is in use."""
+    """Raises CommandError while something of the pool is in use, or nobody can tell."""
     async with pool_of(url, tag) as fleet:
-        workers = await fleet.workers()
+        try:
+            workers = await fleet.workers()
+        except RefusedCall:
+            raise
+        except FleetUnavailable as error:
+            text = f"the Redis that has {tag} does not answer, so nobody can tell whether it is in use ({error})"
+            if not last:
+                text += (
+                    f": `warmfleet pools drain {tag} --move` works all the same; --force takes it out of the registry"
+                )
+            raise CommandError(text) from error
     alive = [worker.worker_id for worker in workers if worker.heard]
     open_requests = sum(worker.load.in_flight for worker in workers)
     if alive or open_requests:
