@@ -416,6 +416,24 @@ async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -
     told.names("pools", text, f"warmfleet pools add {model}#2", State.NOTE)
 
 
+async def test_a_server_in_a_pool_that_the_registry_lacks(valkey_url: str, model: str) -> None:
+    """Its WARMFLEET_MODEL names that pool, and no router serves it."""
+    there, lost = f"{model}#1", f"{model}#77"
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(there)])
+    seen_ms = int(time.time() * 1000)
+    for name, place in {
+        "pin-77": Placement(lost, seen_ms=seen_ms, pinned=True),
+        "well": Placement(there, seen_ms=seen_ms),
+        "gone": Placement(lost, seen_ms=seen_ms - 600_000, pinned=True),
+    }.items():
+        await client.hset(wire.Keys(model).placement, name, place.encode())
+    await client.aclose()
+    told = await doctor(valkey_url, model)
+    told.names("pools", f"pin-77: in {lost}, which the registry lacks", f"WARMFLEET_MODEL={model}", State.NOTE)
+    assert not told.of("pools", State.FAULT)
+
+
 async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
     """By the registry, whatever the settings name: an empty pool, a drained one, one that nobody serves, a stranger."""
     tags = [f"{model}#{number}" for number in range(1, 6)]

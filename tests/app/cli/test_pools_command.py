@@ -195,6 +195,21 @@ def test_the_pool_with_all_workers_stays_even_by_force(pools: Commands, model: s
         assert f"{one} is removed" in pools("remove", one, "--force")
 
 
+def test_servers_that_are_pinned_to_a_pool_are_named_where_it_is_drained_or_removed(
+    pools: Commands, model: str
+) -> None:
+    one, two = f"{model}#1", f"{model}#2"
+    pools("add", one, two)
+    with engines(pools.url, one, "pin"), engines(pools.url, two, "other"):
+        applied(pools.url, {one: 1, two: 1})
+        booked(pools.url, two, "other.0")
+        stays = f"pin will not leave {one}, which WARMFLEET_MODEL names there"
+        assert stays in pools("drain", one, "--move")
+        assert "pin" not in pools("drain", one, "--undo")
+        assert stays in pools("remove", one, status=2)
+        assert stays in pools("remove", one, "--force")
+
+
 def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(
     pools: Commands, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

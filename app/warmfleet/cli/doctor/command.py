@@ -360,6 +360,13 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
     """The pools of each served model beside each other, where there are several. named: model tags of the settings."""
     tags = {*(one.tag for one in known.pools), *(tag for tag in named if "#" in tag)}
     several = [name for name, count in Counter(map(served_model, sorted(tags))).items() if count > 1]
+    for name in sorted({served_model(one.tag) for one in known.pools if one.since_ms}):
+        strays: list[Finding] = []
+        with suppress(WarmfleetError):  # a registry that cannot be read is told of before
+            strays = await pool_checks.strays(plan.url, name, known.pools, named, plan.wall())
+        if strays:
+            report.part(f"Servers of {name}")
+            report.add(strays)
     for name in several:
         report.part(f"Pools of {name}")
         report.add(pool_checks.unregistered([tag for tag in named if served_model(tag) == name], known.pools))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import SlotRange
 
 UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a word
+SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
 RESTART = (
     "stop some of its engines for more than 90 s, and start them again: they join the pool with the least capacity "
@@ -75,6 +76,28 @@ async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
     async with registry_of(url, model) as registry:
         places = await registry.placements()
     return {name: place.pool for name, place in places.items() if abs(now - place.moved_ms / 1_000) < MOVING_S}
+
+
+async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequence[str], now: float) -> list[Finding]:
+    """Servers that run in a pool which the registry of this model lacks. named: model tags of the settings.
+
+    now: this machine's clock, in seconds. Raises FleetUnavailable.
+    """
+    known = {*named, *(entry.tag for entry in pools)}
+    async with registry_of(url, name) as registry:
+        places = await registry.placements()
+    found: dict[str, list[str]] = {}
+    for server, place in places.items():
+        if place.pool not in known and abs(now - place.seen_ms / 1_000) < SEEN_S:
+            found.setdefault(place.pool, []).append(server)
+    return [
+        note(
+            "pools",
+            f"{', '.join(servers)}: in {tag}, which the registry lacks, so no router sends requests there",
+            f"start with WARMFLEET_MODEL={name}, or with one of its pools; or enter it: warmfleet pools add {tag}",
+        )
+        for tag, servers in found.items()
+    ]
 
 
 async def slots(url: str) -> tuple[SlotRange, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from warmfleet.fleet.pool_registry import PoolRegistry
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
 #: After a pool left the registry: replicas read that within a second, and its workers look for another pool.
 LET_GO_S = 3.0
+SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING = "moving"  # a drained pool whose workers go at once
 
 
@@ -240,6 +242,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
     if not undo and all(entry.draining or entry.tag in tags for entry in entries.values()):
         raise CommandError(f"no other pool of {registry.name} serves: `warmfleet pools add` makes one")
     await registry.write([PoolEntry(tag, draining=not undo, moving=move) for tag in tags])
+    pinned = {} if undo else await _pinned(registry, tags)
     for tag in tags:
         if undo:
             print(f"{tag} serves again")
@@ -247,6 +250,8 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
             print(f"the workers of {tag} move to other pools, an eighth of the model's or one at a time, 45 s each")
         else:
             print(f"{tag} gets no new requests; its workers join other pools when they are started again")
+        if tag in pinned:
+            print(pinned[tag])
 
 
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
@@ -267,9 +272,11 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
         raise CommandError(f"{registry.name} would have no pool: its last one goes with --force, if no worker is there")
     if last or not force:
         for tag in tags:
-            await _unused(url, tag, last=last)
+            await _unused(registry, url, tag, last=last)
     else:
         await _others_serve(url, entries, tags)
+    for text in (await _pinned(registry, [tag for tag in tags if tag in entries])).values():
+        print(text)
     for tag in entries.keys() & set(tags):
         await registry.remove(tag)
     if entries.keys() & set(tags):
@@ -299,7 +306,20 @@ async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
         print(f"{tag} is removed" if there else f"no pool {tag} in the registry; deleted what was left of it")
 
 
-async def _unused(url: str, tag: str, *, last: bool) -> None:
+async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]:
+    """By pool: a sentence about the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
+    found: dict[str, list[str]] = {}
+    for name, place in (await registry.placements()).items():
+        if place.pinned and place.pool in tags and abs(time.time() - place.seen_ms / 1_000) < SEEN_S:
+            found.setdefault(place.pool, []).append(name)
+    return {
+        tag: f"{', '.join(names)} will not leave {tag}, which WARMFLEET_MODEL names there: start with"
+        f" WARMFLEET_MODEL={registry.name} whatever shall move"
+        for tag, names in found.items()
+    }
+
+
+async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> None:
     """Raises CommandError while something of the pool is in use, or nobody can tell."""
     async with pool_of(url, tag) as fleet:
         try:
@@ -319,9 +339,10 @@ async def _unused(url: str, tag: str, *, last: bool) -> None:
         has = f"{tag} has {len(alive)} live workers and {open_requests} requests in flight"
         if last:
             raise CommandError(f"{has}, and the model has no other pool: stop its engines first")
+        stay = "".join(f". {text}" for text in (await _pinned(registry, [tag])).values())
         raise CommandError(
             f"{has}: `warmfleet pools drain {tag} --move` sends its workers to other pools; with --force it is removed "
-            "all the same, and they go at once"
+            f"all the same, and they go at once{stay}"
         )
 
 
