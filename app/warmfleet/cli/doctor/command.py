@@ -328,6 +328,7 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
             [] if workers else [tag for tag in await look.models() if known.entry(tag) is None],
             drained=entry is not None and entry.draining,
             moved=await _moved(plan, known, model) if alone or not all(one.state.alive for one in workers) else {},
+            beside=_beside(known, model),
             configured=served_model(model) if entry is not None and entry.since_ms else model,
         )
         return fleet_checks.all_of(reading)
@@ -340,6 +341,15 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
 
     await _checked(report, "names", read_again())
+
+
+def _beside(known: Known, model: str) -> list[str]:
+    """Other pools of the model, which have workers that are heard."""
+    return [
+        tag
+        for tag, workers in known.workers.items()
+        if tag != model and served_model(tag) == served_model(model) and any(worker.heard for worker in workers)
+    ]
 
 
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:

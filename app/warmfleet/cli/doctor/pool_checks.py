@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a word
 SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
-RESTART = (
-    "stop some of its engines for more than 90 s, and start them again: they join the pool with the least capacity "
-    "(app/docs/pools.md)"
-)
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
@@ -135,10 +131,16 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
         if entry.draining and not any(one.heard for one in workers.get(entry.tag, ()))
     ]
     findings += [
-        fault("pools", f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold", RESTART)
+        fault(
+            "pools",
+            f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold",
+            "see the checks of its workers above",
+        )
         for tag, some in ready.items()
-        if not some and any(ready.values())
+        if not some and any(ready.values()) and any(one.heard for one in workers.get(tag, ()))
     ]
+    if not any(ready.values()):
+        findings += [_all_drained(entry) for entry in pools if any(one.routable for one in workers.get(entry.tag, ()))]
     # Prompts go by the number of workers, so what a pool has in all is of no account.
     blocks = {tag: round(fmean(one.load.capacity_blocks for one in some)) for tag, some in ready.items() if some}
     if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
@@ -152,6 +154,15 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
         )
         findings.append(note("pools", text, remedy))
     return [*findings, *_differing(ready)]
+
+
+def _all_drained(entry: PoolEntry) -> Finding:
+    """entry: of a pool that is drained and has workers, while no pool that serves has any."""
+    text = f"{entry.tag} is drained, and no pool that serves has a worker that takes requests: all requests go there"
+    if entry.moving:
+        return note("pools", text, "wait while its workers move to other pools, 45 s each")
+    undo = f"let it serve again: warmfleet pools drain {entry.tag} --undo"
+    return fault("pools", text, f"{undo}; or send its workers to the others: --move")
 
 
 def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
