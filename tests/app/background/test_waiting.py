@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.waiting import Waiting
 
@@ -25,8 +25,8 @@ def pool(*states: str, contacted: bool = True, usable: bool = True, announced: b
 
 def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "warmfleet")
-    pools = SimpleNamespace(all=(), leaving=(), named=lambda _name: pools.all, moved=lambda *_: {})
-    waiting = Waiting(cast("Any", pools))
+    pools: Any = SimpleNamespace(all=(), leaving=(), named=lambda _name: pools.all, moved=lambda *_: {})
+    waiting = Waiting(pools)
     seen = (
         pool(contacted=False),
         pool(),
@@ -63,8 +63,9 @@ def test_what_a_pool_waits_for_beside_others(caplog: pytest.LogCaptureFixture) -
     """Engines that have moved to another pool are no loss, and a new pool needs no other plugin than its siblings."""
     caplog.set_level(logging.INFO, "warmfleet")
     other = pool("proven")
-    pools = SimpleNamespace(leaving=(other,), named=lambda _name: pools.all, moved=lambda *_: moved)
-    waiting, moved = Waiting(cast("Any", pools)), dict[str, str]()
+    moved: dict[str, str] = {}
+    pools: Any = SimpleNamespace(leaving=(other,), named=lambda _name: pools.all, moved=lambda *_: moved)
+    waiting = Waiting(pools)
     for one in (pool(), pool("proven", "proven"), pool("silent", "silent")):
         pools.all = (one, other)
         moved = {worker.worker_id: "demo#1" for worker in one.view.workers}

@@ -458,12 +458,12 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
         assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
         workers = {tag: await Fleet(fleet.redis, tag).workers() for tag in tags[:2]}
     alone = {tags[0]: workers[tags[0]]}
-    for move, state, remedy in ((False, State.FAULT, "--undo"), (True, State.NOTE, "wait while its workers move")):
-        entries = [PoolEntry(tags[0], draining=True, moving=move), PoolEntry(tags[1])]
-        [one] = pool_checks.beside_each_other(entries, alone)
-        assert one.state is state
-        assert f"{tags[0]} is drained, and no pool that serves has a worker" in one.detail
-        assert remedy in one.remedy
+    for moving, state, remedy in ((False, State.FAULT, "--undo"), (True, State.NOTE, "wait while its workers move")):
+        entries = [PoolEntry(tags[0], draining=True, moving=moving), PoolEntry(tags[1])]
+        [drained] = pool_checks.beside_each_other(entries, alone)
+        assert drained.state is state
+        assert f"{tags[0]} is drained, and no pool that serves has a worker" in drained.detail
+        assert remedy in drained.remedy
     pools = [PoolEntry(tag) for tag in tags[:2]]
     [one] = workers[tags[1]]
     odd = replace(one, record=one.record | {"scheme": {}}, load=replace(one.load, capacity_blocks=9_999))
