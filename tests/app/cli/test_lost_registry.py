@@ -134,6 +134,26 @@ def test_the_registry_tells_the_pools_of_a_model_that_settings_name(masters: Mas
     assert [*json.loads(masters.capsys.readouterr().out)] == [*masters.pools, third]
 
 
+def test_a_worker_that_two_pools_know_is_drained_in_each_which_are_named(masters: Masters) -> None:
+    """It has moved from one to the other."""
+    with joined(masters.url, masters.pools[0], "w"), joined(masters.url, masters.pools[1], "w"):
+        lines = masters("drain", "w.0")[0].splitlines()
+        assert [line.partition(";")[0] for line in lines] == [
+            f"w.0 gets no new requests in {tag}" for tag in masters.pools
+        ]
+        assert masters("drain", "nobody", status=2)[1].count("w.0") == 1
+
+
+def test_the_pools_of_the_settings_are_listed_with_a_warning(masters: Masters) -> None:
+    masters.away |= {masters.model, masters.pools[1]}
+    told, warned = masters("pools")
+    assert "cannot be read" in warned
+    assert f"{masters.model}  2 pools\n" in told
+    assert f"{masters.pools[1]}: Redis is away" in told
+    assert main(["pools", "list", "--redis", CLUSTER]) == 0
+    assert masters.pools[0] in masters.capsys.readouterr().out
+
+
 def test_a_pool_whose_master_is_away_is_removed_as_far_as_that_goes(
     masters: Masters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

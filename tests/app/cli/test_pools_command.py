@@ -332,9 +332,12 @@ def test_a_model_that_nobody_knows_is_told_of_and_goes_by_force(
     pools: Commands, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = f"{model}#1"
+    assert main(["pools", "--redis", pools.url, "--model", model]) == 0
+    assert f"no worker and no registry of {model} is known" in capsys.readouterr().err
     assert main(["pools", "add", new, "--redis", pools.url]) == 0
     assert f"no worker and no registry of {model} is known" in capsys.readouterr().err
     assert main(["pools", "add", f"{model}#2", "--redis", pools.url]) == 0
+    assert main(["pools", "--redis", pools.url, "--model", model]) == 0
     assert not capsys.readouterr().err, "it has a registry now"
     pools("remove", f"{model}#2")
     assert "its last one goes with --force" in pools("remove", new, status=2)

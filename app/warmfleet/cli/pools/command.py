@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
-from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, pool_of, registry_of
+from warmfleet.cli.local.running_stack import models_of, models_of_settings
+from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, entries_of, pool_of, registry_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -89,9 +89,13 @@ def _check(options: argparse.Namespace) -> None:
 async def _run(options: argparse.Namespace) -> None:
     url, tags = options.redis, list(dict.fromkeys(options.tags))
     if options.action == "list":
-        named = models_of(options)
-        names = list(dict.fromkeys(map(served_model, named)))
+        chosen = models_of(options)
+        names = list(dict.fromkeys(map(served_model, chosen)))
+        named = [tag for tag in chosen if "#" in tag] + models_of_settings(options)
         found = {name: await _figures(url, name, named) for name in names}
+        for name, figures in found.items():
+            if not any(pool.since_ms or pool.known or pool.unreachable for pool in figures):
+                _warn(f"no worker and no registry of {name} is known: is its name right?")
         if options.json:
             print(json.dumps({name: [asdict(one) for one in pools] for name, pools in found.items()}, indent=2))
         else:
@@ -110,9 +114,9 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
-    """named: the model tags of the command or of the environment, which are its pools if it has no registry."""
-    async with registry_of(url, name) as registry:
-        entries = await registry.read() or [PoolEntry(tag) for tag in named if served_model(tag) == name]
+    """named: the model tags of the command and of the environment, which are its pools if it has no registry."""
+    of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
+    entries = await entries_of(url, name, list(of_model))
     return list(await asyncio.gather(*[_look(url, entry) for entry in entries]))
 
 
@@ -170,10 +174,9 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
                 new.insert(0, registry.name)
                 print(f"{registry.name} has workers: it stays a pool beside the others")
     if not entries and registry.name not in new and not await _any_worker(url, tags):
-        print(
-            f"warmfleet pools: warning: no worker and no registry of {registry.name} is known; if its name is wrong: "
-            f"warmfleet pools remove {' '.join(tags)} --force",
-            file=sys.stderr,
+        _warn(
+            f"no worker and no registry of {registry.name} is known; if its name is wrong: warmfleet pools remove "
+            f"{' '.join(tags)} --force"
         )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
@@ -187,6 +190,10 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
             print(f"{tag} is there, but drained: `warmfleet pools drain {tag} --undo` lets it serve again")
         else:
             print(f"{tag} is there")
+
+
+def _warn(text: str) -> None:
+    print(f"warmfleet pools: warning: {text}", file=sys.stderr)
 
 
 async def _any_worker(url: str, tags: Iterable[str]) -> bool:
