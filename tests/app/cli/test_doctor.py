@@ -976,6 +976,10 @@ def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: P
     with announced(stack, environment):
         plan = plan_of(build_parser().parse_args(["doctor"]), environment)
         assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), stack.operators)
+        url = {"WARMFLEET_REDIS_URL": stack.redis_url}
+        for words, given in (["doctor"], environment | url), (["doctor", "--redis", stack.redis_url], environment):
+            same = plan_of(build_parser().parse_args(words), given)
+            assert (same.settings.models, same.routers) == (("demo",), stack.operators), "its own URL, named"
         elsewhere = plan_of(build_parser().parse_args(["doctor", "--redis", "redis://r", "--model", "m"]), environment)
         assert (elsewhere.url, elsewhere.settings.models, elsewhere.routers) == ("redis://r", ("m",), ())
 

@@ -133,6 +133,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
     local = running_stack.found(environment)
     if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
         given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, redis_checks.OF_UP
+    if local is not None and given.get("WARMFLEET_REDIS_URL") == local.redis_url:
         given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
         routers = routers or (local.operators_url,)
     settings = Settings.from_environment(given)
