@@ -343,7 +343,7 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
     fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, settings.queue_patience)
-    return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S), policy, objective_s)
+    return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S, tag), policy, objective_s)
 
 
 @asynccontextmanager
@@ -377,7 +377,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         apply, alarm = partial(upkeep.apply, pool, metrics), partial(_alarm, pool, reader, prober)
         of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))  # a step of apply waits by itself
-        return [_task(name, seconds, call, metrics, contact) for name, seconds, call in of_all]
+        return [_task(name, seconds, call, metrics, contact, pool.tag) for name, seconds, call in of_all]
 
     registries = [PoolRegistry(replica.redis.of(model_tag(name)), name) for name in pools.served]
     make = partial(_pool, settings=settings, redis=replica.redis)
@@ -404,11 +404,12 @@ def _task(
     work: Callable[[], Awaitable[object]],
     metrics: Metrics,
     after: asyncio.Event | None = None,
+    tag: str = "",
 ) -> asyncio.Task[None]:
     async def supervised() -> None:
         if after is not None:
             await after.wait()
-        await supervise(name, seconds, work, metrics)
+        await supervise(name, seconds, work, metrics, tag)
 
     return asyncio.create_task(supervised(), name=name)
 

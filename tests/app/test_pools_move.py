@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +17,8 @@ from tests.conftest import poll
 from warmfleet.__main__ import main
 from warmfleet.background import pool_changes
 from warmfleet.cli.pools import command
+from warmfleet.cli.terminal.output import show
+from warmfleet.cli.workers import parts_of
 from warmfleet.protocol.wire import Keys
 from warmfleet_worker import seat as seats
 from warmfleet_worker.protocol import wire
@@ -64,6 +68,25 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, seconds)
 
 
+async def told_of(router: Replica, model: str) -> bool:
+    """Whether a replica tells of all workers of the old pool that they have moved, and not that they are dead."""
+    answers = [json.loads((await router.get(path))[1])["models"] for path in ("/workers", "/status.json")]
+    old, page = [next(one for one in answer if one["model"] == model) for answer in answers]
+    if {old["pool_state"], page["pool_state"]} != {"moving"}:
+        return False
+    rows = [*old["workers"], *({**row, "why": row["reason"]} for row in page["workers"])]
+    if len(rows) < 6 or any(row["state"] != "silent" or not row["why"].startswith("moved to") for row in rows):
+        return False
+    assert {row["why"] for row in rows} <= {f"moved to {model}#1", f"moved to {model}#2"}
+    assert {row["remedy"] for row in rows} == {""}
+    shown = io.StringIO()
+    show(shown, parts_of({"models": [old]}))
+    assert "0 of 0 workers take requests" in shown.getvalue()
+    assert "its workers move to other pools" in shown.getvalue()
+    assert "a.0: moved to" in shown.getvalue()
+    return True
+
+
 @pytest.mark.usefixtures("soon")
 async def test_a_fleet_is_split_while_it_serves(
     valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
@@ -86,6 +109,7 @@ async def test_a_fleet_is_split_while_it_serves(
         try:
             assert await pools("add", *new)
             assert await pools("drain", model, "--move")
+            await poll(lambda: told_of(router, model), 60, "the workers are told to have moved")
             await poll(lambda: pools("remove", model), 60, "all engines have moved: the pool may go", every_s=0.3)
             clients.served.clear()
             await poll(lambda: clients.served == {*new}, 30, "both new pools serve")

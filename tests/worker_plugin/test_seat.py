@@ -297,18 +297,25 @@ def _one_server(town: Town, states: dict[str, str], word: str, server: str) -> N
 # ---------------------------------------------------------------- seats and publishers
 
 
-def test_a_pool_that_the_operator_names_is_not_asked_for(town: Town) -> None:
+def test_a_pool_that_the_operator_names_is_not_asked_for(town: Town, caplog: pytest.LogCaptureFixture) -> None:
     seat = Seat("redis://127.0.0.1:1", f"{town.name}#mine", Sitter("a"))
     assert seat.look(0.0) == f"{town.name}#mine", "even while Redis is away"
     seat = Seat(town.url, f"{town.name}#mine", Sitter("a", "h", 0, BLOCKS))
     town.register(1)
     assert seat.look(0.0) == f"{town.name}#mine"
     assert town.place("a").capacity_blocks == BLOCKS, "its capacity counts for others"
+    assert town.place("a").pinned
+    assert not town.place(town.sit("b") and "b").pinned
+    for now in (100.0, 200.0):
+        seat.look(now)
+    lacking = [line for line in caplog.messages if "which the registry of" in line]
+    assert len(lacking) == 1, "told once, not at every look"
+    assert f"a: WARMFLEET_MODEL names the pool {town.name}#mine" in lacking[0]
     seat.close()
 
 
 def test_a_seat_that_was_never_told_its_pool_waits_for_redis_and_keeps_it_through_an_outage(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tag = town.register(1)
     seat = Seat(town.url, town.name, Sitter("a"))
@@ -324,6 +331,7 @@ def test_a_seat_that_was_never_told_its_pool_waits_for_redis_and_keeps_it_throug
     assert seat.look(0.1) == tag, "asked again at once"
     monkeypatch.setattr(seats, "take", broken)
     assert seat.look(100.0) == tag
+    assert caplog.messages[-1].endswith(f"the registry of pools cannot be read: away; it stays in {tag}")
     seat.close()
 
 

@@ -17,7 +17,7 @@ import os
 import random
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from redis.exceptions import NoPermissionError, RedisError, WatchError
@@ -27,7 +27,7 @@ from warmfleet_worker.protocol.pools import KEPT_MS, Placement
 from warmfleet_worker.stream import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import redis
 
@@ -77,6 +77,7 @@ class Seat:
         self._client = connect(redis_url, wire.model_tag(self._name), timeout_seconds=TIMEOUT_SECONDS)
         self._due = 0.0
         self._unanswered = False
+        self._told = False
 
     def look(self, now: float) -> str:
         """The tag of the pool to be in at ``now`` (monotonic seconds).
@@ -88,7 +89,7 @@ class Seat:
             return self.tag
         self._due = now + ASK_SECONDS * random.uniform(0.8, 1.0)
         try:
-            self.tag = take(self._client, self._name, self._sitter, self.tag, pinned=self._pinned)
+            self.tag = take(self._client, self._name, self._sitter, self.tag, self._lacks if self._pinned else None)
             self._unanswered = False
         except NoPermissionError:  # the rules of an older `warmfleet acl`
             self._say("this Redis user may not choose a pool (`warmfleet acl` prints its rights)")
@@ -110,17 +111,36 @@ class Seat:
     def _say(self, reason: str) -> None:
         """Log the first failure of several."""
         if not self._unanswered:
-            logger.warning(
-                "warmfleet: %s: %s; it joins %s", self._sitter.server_id, reason, self.tag or f"the pool {self._name}"
-            )
+            does = f"stays in {self.tag}" if self.tag else f"joins the pool {self._name}"
+            logger.warning("warmfleet: %s: %s; it %s", self._sitter.server_id, reason, does)
         self._unanswered = True
 
+    def _lacks(self, registry: Sequence[PoolEntry]) -> None:
+        """Log once that the registry lacks the pool that the operator has chosen for this server."""
+        if not self._told:
+            logger.warning(
+                "warmfleet: %s: WARMFLEET_MODEL names the pool %s, which the registry of %s lacks: only routers whose"
+                " WARMFLEET_MODELS names it send requests here. Enter it (warmfleet pools add %s), or name the model"
+                " alone, or one of its pools: %s",
+                *(self._sitter.server_id, self.tag, self._name, self.tag),
+                ", ".join(entry.tag for entry in registry),
+            )
+        self._told = True
 
-def take(client: redis.Redis, name: str, sitter: Sitter, present: str, *, pinned: bool = False) -> str:
+
+def take(
+    client: redis.Redis,
+    name: str,
+    sitter: Sitter,
+    present: str,
+    lacks: Callable[[Sequence[PoolEntry]], None] | None = None,
+) -> str:
     """The tag of the pool that ``sitter`` belongs to from now on, and its place in Redis as long as it is seen.
 
-    present: the pool where it is; "" if it has just started. pinned: it stays there. Raises RedisError.
+    present: the pool where it is; "" if it has just started. lacks: of a server that stays where it is, whatever the
+    registry says; called if that lacks its pool. Raises RedisError.
     """
+    pinned = lacks is not None
     keys = wire.Keys(name)
     pipe = client.pipeline(transaction=False)
     pipe.time()
@@ -131,11 +151,14 @@ def take(client: redis.Redis, name: str, sitter: Sitter, present: str, *, pinned
     registry = pools.read_registry(name, fields)
     if not registry:  # the model has one pool, or its registry was lost: a replica writes it back
         return present or (own.pool if own else name)
+    if lacks is not None and all(entry.tag != present for entry in registry):
+        lacks(registry)
     pool = present if pinned else stays(registry, own, present, now_ms)
     if not pool:
         return _choose(client, keys.placement, registry, sitter, present, now_ms)
-    place = seated(own, pool, sitter, present, now_ms)
-    if own is None or now_ms - own.seen_ms > SEEN_MS or (own.pool, own.blocks) != (place.pool, place.blocks):
+    place = replace(seated(own, pool, sitter, present, now_ms), pinned=pinned)
+    told = own and (own.pool, own.blocks, own.pinned)
+    if own is None or now_ms - own.seen_ms > SEEN_MS or told != (place.pool, place.blocks, pinned):
         client.hset(keys.placement, sitter.server_id, place.encode())
     return pool
 

@@ -53,7 +53,7 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
         metrics.engine_wait_seconds.labels(pool.tag).set(pool.fleet.limits.max_engine_wait_s)
 
 
-async def workers(pool: Pool) -> dict[str, Any]:
+async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
     """Every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
     fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
     try:
@@ -61,10 +61,11 @@ async def workers(pool: Pool) -> dict[str, Any]:
         truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
-    identity = pool.view.identity
+    identity, moved = pool.view.identity, pools.moved(pool, found)
     return {
         "model": pool.tag,
         "served_model": pool.name,
+        "pool_state": pools.state_of(pool),
         "fresh": fresh,
         "policy": pool.policy.name,
         "policy_by": pool.policy.source,
@@ -80,12 +81,18 @@ async def workers(pool: Pool) -> dict[str, Any]:
             "memory_limit_bytes": memory.limit,
             "counts": truth.counts,
         },
-        "workers": [_worker(worker, truth.workers.get(worker.worker_id), pool.tag) for worker in found],
+        "workers": [
+            _worker(worker, truth.workers.get(worker.worker_id), pool.tag, moved.get(worker.worker_id, ""))
+            for worker in found
+        ],
     }
 
 
-def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str, Any]:
-    """tag: its pool's. truth: the state of its index; None for approximate workers, and while Redis is away."""
+def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
+    """tag: its pool's. truth: the state of its index; None for approximate workers, and while Redis is away.
+
+    moved_to: the pool in which it is heard, if that is another one.
+    """
     return {
         "worker_id": worker.worker_id,
         "pool": tag,
@@ -95,8 +102,9 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str) -> dict[str
         "draining": worker.draining,
         "routable": worker.routable,
         "proof": worker.proof,
-        "why": why(worker),
-        "remedy": remedy(worker, tag),
+        "moved_to": moved_to,
+        "why": why(worker, moved_to),
+        "remedy": remedy(worker, tag, moved_to),
         "reason": worker.record.get("reason", ""),
         "cause": worker.record.get("cause", ""),
         "suspect": worker.record.get("suspect", ""),

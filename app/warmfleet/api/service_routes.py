@@ -120,7 +120,7 @@ class ServiceRoutes:
     async def workers(self, request: HTTPRequest) -> Response:
         """Every worker of every model."""
         self._operators.may_read_sums(request)
-        models = [await fleet_status.workers(pool) for pool in self._pools.all]
+        models = [await fleet_status.workers(pool, self._pools) for pool in self._pools.all]
         if not self._operators.sees_requests(request):
             models = [without_requests(model) for model in models]
         return JSONResponse({"models": models})

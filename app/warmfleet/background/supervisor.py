@@ -25,18 +25,21 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
 
-async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics) -> None:
+async def supervise(
+    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, tag: str = ""
+) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
     The beat of a task counts from its start, so tasks that start together wake together: a replica at rest then wakes
-    a few times a second. interval_s: 0 if ``work`` itself waits until the next round is due.
+    a few times a second. interval_s: 0 if ``work`` itself waits until the next round is due. tag: of the pool that the
+    task is for, if it is for one; its log lines name it.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
     failures = AsyncRetrying(
         retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
         wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
-        before_sleep=_FailureReport(name, metrics),
+        before_sleep=_FailureReport(name, metrics, tag),
     )
     async for spell in failures:  # the loop goes on only when a round failed: tenacity costs a good round nothing
         with spell:
@@ -49,8 +52,8 @@ async def supervise(name: str, interval_s: float, work: Callable[[], Awaitable[o
 class _FailureReport:
     """Counts and logs every failure of one task."""
 
-    def __init__(self, name: str, metrics: Metrics) -> None:
-        self._name = name
+    def __init__(self, name: str, metrics: Metrics, tag: str) -> None:
+        self._name = f"{tag}: {name}" if tag else name
         self._logger = logger.getChild(name)  # so that a task's repeated failures do not fold those of another
         self._failures = metrics.task_failures.labels(name)
 

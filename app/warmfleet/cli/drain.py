@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.pools.served import answers_of, fleets_of, tags_of
+from warmfleet.cli.pools.served import answers_of, fleets_of, tag_of, tags_of
 from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, WorkerState
@@ -39,7 +39,8 @@ async def _run(names: Sequence[str], url: str, tags: Sequence[str], *, undo: boo
             if not await fleet.drain(worker.worker_id, draining=not undo):
                 raise CommandError(f"{worker.worker_id} has just been forgotten: nothing runs there")
             done = "is no longer drained" if undo else "gets no new requests"
-            print(f"{worker.worker_id} {done}; {_left(worker)}", flush=True)
+            where = f" in {tag_of(fleet)}" if len(fleets) > 1 else ""
+            print(f"{worker.worker_id} {done}{where}; {_left(worker)}", flush=True)
         if wait:
             with Progress() as progress:
                 await _all_finished(chosen, progress)
@@ -58,7 +59,7 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
         if lost and not any(worker.heard for _, worker in found):  # it may be alive in a pool that does not answer
             raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(lost)} cannot be asked")
         if not found:
-            workers = ", ".join(worker.worker_id for _, worker in known) or "none"
+            workers = ", ".join(dict.fromkeys(worker.worker_id for _, worker in known)) or "none"
             raise CommandError(f"no worker is called {name!r}; known are: {workers}")
         chosen += [one for one in found if one not in chosen]
     return chosen

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
 WIDE = ("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS")
+#: Of pools that do not just serve.
+POOL_STATES = {
+    "draining": "this pool drains: it gets no new request unless no other pool can serve it",
+    "moving": "this pool drains: its workers move to other pools",
+    "removed": "this pool is removed: it ends when its requests have",
+}
 WELL = ("proven", "approximate")
 
 
@@ -73,12 +79,14 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
 
 
 def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
-    workers = model["workers"]
+    workers = [worker for worker in model["workers"] if not worker.get("moved_to")]
     ready = sum(bool(worker["routable"]) for worker in workers)
     told = f"  {ready} of {len(workers)} workers take requests; policy: {model['policy']} by {model['policy_by']}"
     if waiting := model.get("queue", {}).get("waiting"):
         told += f"; {waiting} requests wait for a worker"
     yield Toned(model["model"], Tone.HEAD), told
+    if state := POOL_STATES.get(model.get("pool_state", "")):
+        yield Toned(state, Tone.MIND)
     if first := model.get("queue", {}).get("next"):
         yield _first(first)
     yield (
@@ -103,6 +111,8 @@ def _first(first: dict[str, Any]) -> str:
 def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
     load, truth, state = worker["load"], worker["truth"], worker["state"]
     tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
+    if worker.get("moved_to"):
+        state, tone = "moved", Tone.MIND
     filled = 100 * load["blocks"] / load["capacity_blocks"] if load["capacity_blocks"] else 0.0
     usual = (
         worker["worker_id"],
@@ -126,6 +136,8 @@ def _not_well(worker: dict[str, Any]) -> list[Part]:
     name, state, remedy = worker["worker_id"], worker["state"], worker.get("remedy", "")
     if worker["routable"] and not remedy:
         return []
+    if moved_to := worker.get("moved_to"):
+        return [(f"{name}: ", Toned(f"moved to {moved_to}", Tone.MIND))]
     head = (
         f"{state}, but routable" if worker["routable"] else state if state == "draining" else f"{state}, not routable"
     )

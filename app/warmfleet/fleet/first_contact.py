@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from redis.exceptions import AuthenticationError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from warmfleet.fleet.pool_registry import master_of
 from warmfleet.protocol.redis_address import parse
 
 if TYPE_CHECKING:
@@ -39,16 +40,39 @@ async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
     enough, because its pools can be served while another master is away.
     """
     where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0
-    name = in_words(where, url)
     asked = clients if where.kind == "cluster" else clients[:1]  # the others have the same server
     while all(troubles := await asyncio.gather(*[trouble_with(redis, where) for redis in asked])):
-        why = troubles[0].text if troubles[0] else ""
+        name, text = server_in_words(clients[0], where, url), troubles[0].text if troubles[0] else ""
+        why = f"{name} {text}.{pools_help(clients[0], where)}"
         if why != told or time.monotonic() - told_at >= LOG_EVERY_S:
             told, told_at = why, time.monotonic()
-            logger.error("%s %s. %s", name, why, THEN)
+            logger.error("%s %s", why, THEN)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    logger.info("%s answers now", name)
+    logger.info("%s answers now", in_words(where, url))
+
+
+def server_in_words(redis: aioredis.Redis, where: RedisAddress, url: str) -> str:
+    """The server that was asked, as a sentence begins; in a Cluster the master, if its nodes have named it."""
+    name, master = in_words(where, url), master_of(redis)
+    if where.kind != "cluster" or not master:
+        return name
+    return f"The master {master} of the Redis Cluster, which has the keys of {_tag(redis)},"
+
+
+def pools_help(redis: aioredis.Redis, where: RedisAddress) -> str:
+    """A sentence for the case that only the master with the registry of a model's pools is away; "" in any other."""
+    if where.kind != "cluster" or not master_of(redis) or "#" in (tag := _tag(redis)):
+        return ""
+    return (
+        f" If {tag} has several pools, others may answer: name them, as the registry cannot be read"
+        f" (WARMFLEET_MODELS={tag}#1,{tag}#2)."
+    )
+
+
+def _tag(redis: aioredis.Redis) -> str:
+    """The pool whose keys a client of a Cluster is for."""
+    return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # it is a MasterPool
 
 
 def in_words(where: RedisAddress, url: str) -> str:

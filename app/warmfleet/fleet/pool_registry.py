@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.fleet.client import asked, pairs, redis_errors
+from warmfleet.fleet.connection.masters import SlotLine
 from warmfleet.fleet.connection.packing import pack_command
 from warmfleet.fleet.connection.redis_connections import RouterRedis
 from warmfleet.fleet.connection.reply_errors import RefusedCall
@@ -133,8 +134,13 @@ async def clear(fleet: Fleet, *, shared: bool) -> None:
 
 
 def master_of(redis: aioredis.Redis) -> str:
-    """Host and port of the master behind a client of a Cluster or of Sentinels, as it was seen last; "" if neither."""
-    address = getattr(redis.connection_pool, "master_address", None)
+    """Host and port of the master behind a client of a Cluster or of Sentinels, as it was seen last; "" if neither.
+
+    Commands of redis-py go by its own pool, and in a Cluster scripts by the line to the master: either may be unused.
+    """
+    line = getattr(redis, "multiplexed", None)
+    seen = line.master if isinstance(line, SlotLine) else None
+    address = seen if isinstance(seen, tuple) else getattr(redis.connection_pool, "master_address", None)
     return f"{address[0]}:{address[1]}" if address else ""
 
 

@@ -111,8 +111,9 @@ class DegradedMode:
     Its choice knows only this replica's own requests in flight.
     """
 
-    def __init__(self, retry_s: float) -> None:
-        """retry_s: after two failures in a row Redis is not asked for so many seconds."""
+    def __init__(self, retry_s: float, tag: str = "") -> None:
+        """retry_s: after two failures in a row Redis is not asked for so many seconds. tag: of its pool."""
+        self._tag = tag
         self.in_flight: Counter[str] = Counter()
         self._retry_s = retry_s
         self._failures = 0
@@ -157,7 +158,7 @@ class DegradedMode:
             self._failing_since = now
         self._failures += 1
         self._asks_again_at = now + self._retry_s
-        logger.warning("deciding without Redis: %s", why)
+        logger.warning("%s: deciding without Redis: %s", self._tag, why)
 
     def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
         """Rendezvous hashing with bounded load: equal keys go to the same worker while it keeps up with the others.

@@ -24,12 +24,13 @@ from warmfleet.pools.recent.rest import Rest
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
+from warmfleet.protocol.pools import DRAINING, SERVING
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from warmfleet.fleet import ClientLimits, Fleet
+    from warmfleet.fleet import ClientLimits, Fleet, WorkerView
     from warmfleet.pools.degraded import DegradedMode
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
@@ -278,6 +279,24 @@ class Pools:
     def named(self, name: str) -> list[Pool]:
         """All pools of this model, leaving or not."""
         return [pool for pool in self.all if pool.name == name]
+
+    def state_of(self, pool: Pool) -> str:
+        """As ``warmfleet pools`` calls it: serving, draining or moving; removed, if it is leaving."""
+        model = self.served[pool.name]
+        if pool not in model.pools:
+            return "removed"
+        return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
+
+    def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
+        """Those of the workers that are heard in another pool of the model: worker_id -> the tag of that pool."""
+        silent = {worker.worker_id for worker in workers if not worker.heard}
+        others = [one for one in self.named(pool.name) if one is not pool] if silent else []
+        return {
+            worker.worker_id: other.tag
+            for other in others
+            for worker in other.view.workers
+            if worker.heard and worker.worker_id in silent
+        }
 
     def tagged(self, tag: str) -> Pool | None:
         """The pool with this tag, leaving or not; None if there is none."""

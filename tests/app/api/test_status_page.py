@@ -166,7 +166,7 @@ async def test_a_row_is_made_once_however_often_somebody_looks(monkeypatch: pyte
 
     monkeypatch.setattr(snapshot, "decision_row", counted)
     monkeypatch.setattr(snapshot, "read", lambda _pool: asyncio.sleep(0))
-    monkeypatch.setattr(snapshot, "figures", lambda _pool, _found: {})
+    monkeypatch.setattr(snapshot, "figures", lambda _pool, _pools, _found: {})
     clock, recent = [0.0], RecentDecisions()
     pool = SimpleNamespace(tag="m", recent=recent, ttft=SimpleNamespace(quantile=lambda _share: 0.0))
     page = pages(SimpleNamespace(all=(pool,)), clock)

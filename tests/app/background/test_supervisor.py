@@ -13,6 +13,7 @@ from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.logs.folding import Folding
 from warmfleet.metrics import Metrics
+from warmfleet.pools.degraded import DegradedMode
 
 if TYPE_CHECKING:
     import pytest
@@ -77,6 +78,18 @@ async def test_the_wait_doubles_from_failure_to_failure_and_begins_anew_after_a_
     await stop([task])
     waits = [record.message for record in caplog.records if "test failed" in record.message]
     assert waits == [f"test failed, again in {seconds} s: away" for seconds in (0.2, 0.4, 0.2)]
+
+
+async def test_a_failure_names_the_pool_that_the_task_is_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise FleetUnavailable("away")
+
+    task = asyncio.create_task(supervise("apply", 0.001, work, Metrics(), "demo#2"))
+    await poll(lambda: caplog.messages, what="a failure")
+    await stop([task])
+    assert caplog.messages[0] == "demo#2: apply failed, again in 0.2 s: away"
+    DegradedMode(1.0, "demo#2").failed("away")
+    assert caplog.messages[-1] == "demo#2: deciding without Redis: away"
 
 
 async def test_a_task_that_swallows_a_cancellation_is_cancelled_again() -> None:

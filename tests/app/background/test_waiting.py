@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.waiting import Waiting
 
@@ -18,13 +18,15 @@ def pool(*states: str, contacted: bool = True, usable: bool = True, announced: b
         SimpleNamespace(worker_id=f"w{number}", state=state, routable=state == "proven", server=server)
         for number, state in enumerate(states)
     ]
-    return SimpleNamespace(tag="demo", contacted=contacted, usable=usable, view=SimpleNamespace(workers=workers))
+    return SimpleNamespace(
+        tag="demo", name="demo", contacted=contacted, usable=usable, view=SimpleNamespace(workers=workers)
+    )
 
 
 def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "warmfleet")
-    pools = SimpleNamespace(all=(), leaving=())
-    waiting = Waiting(cast("Any", pools))
+    pools: Any = SimpleNamespace(all=(), leaving=(), named=lambda _name: pools.all, moved=lambda *_: {})
+    waiting = Waiting(pools)
     seen = (
         pool(contacted=False),
         pool(),
@@ -55,3 +57,23 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     assert "none of 2 takes requests yet (w0: pending, w1: silent)" in caplog.messages[1]
     assert "set WARMFLEET_TOKENIZER" in caplog.messages[3]
     assert caplog.messages[5].endswith("2 of 2 engines take requests")
+
+
+def test_what_a_pool_waits_for_beside_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Engines that have moved to another pool are no loss, and a new pool needs no other plugin than its siblings."""
+    caplog.set_level(logging.INFO, "warmfleet")
+    other = pool("proven")
+    moved: dict[str, str] = {}
+    pools: Any = SimpleNamespace(leaving=(other,), named=lambda _name: pools.all, moved=lambda *_: moved)
+    waiting = Waiting(pools)
+    for one in (pool(), pool("proven", "proven"), pool("silent", "silent")):
+        pools.all = (one, other)
+        moved = {worker.worker_id: "demo#1" for worker in one.view.workers}
+        waiting.look()
+    told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
+    assert told == [
+        ("INFO", "demo has no engine, other pools of its model have"),
+        ("INFO", "demo is served"),
+        ("INFO", "demo has no engine left"),
+    ]
+    assert "`warmfleet pools drain POOL --move`" in caplog.messages[0]

@@ -416,6 +416,24 @@ async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -
     told.names("pools", text, f"warmfleet pools add {model}#2", State.NOTE)
 
 
+async def test_a_server_in_a_pool_that_the_registry_lacks(valkey_url: str, model: str) -> None:
+    """Its WARMFLEET_MODEL names that pool, and no router serves it."""
+    there, lost = f"{model}#1", f"{model}#77"
+    client = connect(valkey_url, timeout_s=5)
+    await PoolRegistry(client, model).write([PoolEntry(there)])
+    seen_ms = int(time.time() * 1000)
+    for name, place in {
+        "pin-77": Placement(lost, seen_ms=seen_ms, pinned=True),
+        "well": Placement(there, seen_ms=seen_ms),
+        "gone": Placement(lost, seen_ms=seen_ms - 600_000, pinned=True),
+    }.items():
+        await client.hset(wire.Keys(model).placement, name, place.encode())
+    await client.aclose()
+    told = await doctor(valkey_url, model)
+    told.names("pools", f"pin-77: in {lost}, which the registry lacks", f"WARMFLEET_MODEL={model}", State.NOTE)
+    assert not told.of("pools", State.FAULT)
+
+
 async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
     """By the registry, whatever the settings name: an empty pool, a drained one, one that nobody serves, a stranger."""
     tags = [f"{model}#{number}" for number in range(1, 6)]
@@ -430,15 +448,22 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             [worker] = await fleet.workers()
             assert await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
         told = await doctor(valkey_url, tags[4])
-        told.names(
-            "pools", f"{tags[2]} has no worker that takes requests", "stop some of its engines for more than 90 s"
-        )
+        move = f"warmfleet pools drain {tags[0]} --move"
+        told.names("workers", f"no engine has joined {tags[2]}, while {tags[0]}, {tags[1]} have some", move, State.NOTE)
+        assert not [one for one in told.of("pools", State.FAULT) if tags[2] in one.detail]
         told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
         for check in ("router rights", "default user"):
             assert [one.check for _, one in told.report.found].count(check) == 1, "four pools have one Redis"
         told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
         assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
         workers = {tag: await Fleet(fleet.redis, tag).workers() for tag in tags[:2]}
+    alone = {tags[0]: workers[tags[0]]}
+    for moving, state, remedy in ((False, State.FAULT, "--undo"), (True, State.NOTE, "wait while its workers move")):
+        entries = [PoolEntry(tags[0], draining=True, moving=moving), PoolEntry(tags[1])]
+        [drained] = pool_checks.beside_each_other(entries, alone)
+        assert drained.state is state
+        assert f"{tags[0]} is drained, and no pool that serves has a worker" in drained.detail
+        assert remedy in drained.remedy
     pools = [PoolEntry(tag) for tag in tags[:2]]
     [one] = workers[tags[1]]
     odd = replace(one, record=one.record | {"scheme": {}}, load=replace(one.load, capacity_blocks=9_999))
@@ -472,7 +497,7 @@ async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: 
                 assert not told.of("worker", State.FAULT), told.printed
                 [moved] = told.of("moved", State.OK)
                 assert moved.detail.startswith(f"eng.0 moved to {new}")
-                told.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model};")
+                told.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model} they", State.NOTE)
                 told.names("routers", f"the streams of {empty}", f"WARMFLEET_MODELS={model} and this Redis")
         await silent(joined)
         await left.ask("UNLINK", wire.Keys(model).placement)
@@ -519,7 +544,7 @@ async def test_a_lost_master_hides_its_own_pools_only(valkey_url: str, model: st
         away.add(wire.model_tag(one))
         told = await doctor(valkey_url, model)
         told.names("reachable", f"the Redis that has the keys of {one} cannot be reached", "start Redis there")
-        told.names("workers", f"no engine has joined {three}", f"WARMFLEET_MODEL={model};")
+        told.names("workers", f"no engine has joined {three}", f"WARMFLEET_MODEL={model} they", State.NOTE)
         assert told.of("version", State.OK), told.printed
         assert told.of("worker", State.NOTE)[0].detail.startswith("eng.0 is pending")
         assert len(told.of("workers", State.SKIPPED)) == 1
@@ -951,6 +976,10 @@ def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: P
     with announced(stack, environment):
         plan = plan_of(build_parser().parse_args(["doctor"]), environment)
         assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), stack.operators)
+        url = {"WARMFLEET_REDIS_URL": stack.redis_url}
+        for words, given in (["doctor"], environment | url), (["doctor", "--redis", stack.redis_url], environment):
+            same = plan_of(build_parser().parse_args(words), given)
+            assert (same.settings.models, same.routers) == (("demo",), stack.operators), "its own URL, named"
         elsewhere = plan_of(build_parser().parse_args(["doctor", "--redis", "redis://r", "--model", "m"]), environment)
         assert (elsewhere.url, elsewhere.settings.models, elsewhere.routers) == ("redis://r", ("m",), ())
 

@@ -11,8 +11,8 @@ from tests.app.cli.test_artifacts_command import DIGEST, approved, joined
 from tests.topology import whole_cluster
 
 from warmfleet.__main__ import main
-from warmfleet.cli.pools import served
-from warmfleet.fleet import Fleet, connect
+from warmfleet.cli.pools import command, served
+from warmfleet.fleet import Fleet, Proof, connect
 from warmfleet.fleet.connection.pool_masters import next_tag
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.protocol.wire import model_tag
@@ -73,6 +73,14 @@ def masters(
     return made
 
 
+async def proved(url: str, pool: str, worker_id: str) -> None:
+    """This worker takes requests from now on."""
+    fleet = Fleet(connect(url, timeout_s=2), pool)
+    [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
+    assert await fleet.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
+    await fleet.close()
+
+
 def test_the_pools_of_the_settings_are_used_with_a_warning(masters: Masters) -> None:
     masters.away.add(masters.model)
     told, warned = masters("policy", "sticky")
@@ -124,6 +132,46 @@ def test_the_registry_tells_the_pools_of_a_model_that_settings_name(masters: Mas
     masters.register(third)
     assert main(["policy", "--json", "--redis", CLUSTER]) == 0
     assert [*json.loads(masters.capsys.readouterr().out)] == [*masters.pools, third]
+
+
+def test_a_worker_that_two_pools_know_is_drained_in_each_which_are_named(masters: Masters) -> None:
+    """It has moved from one to the other."""
+    with joined(masters.url, masters.pools[0], "w"), joined(masters.url, masters.pools[1], "w"):
+        lines = masters("drain", "w.0")[0].splitlines()
+        assert [line.partition(";")[0] for line in lines] == [
+            f"w.0 gets no new requests in {tag}" for tag in masters.pools
+        ]
+        assert masters("drain", "nobody", status=2)[1].count("w.0") == 1
+
+
+def test_the_pools_of_the_settings_are_listed_with_a_warning(masters: Masters) -> None:
+    masters.away |= {masters.model, masters.pools[1]}
+    told, warned = masters("pools")
+    assert "cannot be read" in warned
+    assert f"{masters.model}  2 pools\n" in told
+    assert f"{masters.pools[1]}: Redis is away" in told
+    assert main(["pools", "list", "--redis", CLUSTER]) == 0
+    assert masters.pools[0] in masters.capsys.readouterr().out
+
+
+def test_a_pool_whose_master_is_away_is_removed_as_far_as_that_goes(
+    masters: Masters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "LET_GO_S", 0.01)
+    other, lost = masters.pools
+    with joined(masters.url, other, "w"):
+        asyncio.run(proved(masters.url, other, "w.0"))
+        masters.away.add(lost)
+        told = masters("pools", "remove", lost, status=2)[1]
+        assert f"the Redis that has {lost} does not answer" in told
+        assert f"`warmfleet pools drain {lost} --move` works all the same" in told
+        assert "move to other pools" in masters("pools", "drain", lost, "--move")[0]
+        told = masters("pools", "remove", lost, "--force")[0]
+        assert f"{lost} is out of the registry; its Redis does not answer: call again when it is there" in told
+        told = masters("pools", "remove", lost, "--force", status=2)[1]
+        assert f"no pool {lost} in the registry; its Redis does not answer" in told
+        masters.away.clear()
+        assert masters("pools", "remove", lost)[0].startswith(f"no pool {lost} in the registry; deleted what was left")
 
 
 @pytest.mark.long(

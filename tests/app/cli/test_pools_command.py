@@ -12,12 +12,13 @@ import pytest
 import redis
 from tests.app.cli.test_doctor import guarded
 from tests.conftest import PATIENT, poll, redis7_binary, valkey_binary
+from tests.topology import whole_cluster
 from tests.worker_plugin.publishing import SCHEME
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
 from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
-from warmfleet.fleet.connection.pool_masters import master_of
+from warmfleet.fleet.connection.pool_masters import master_of, next_tag
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.wire import Keys
@@ -167,12 +168,46 @@ def test_a_pool_in_use_is_removed_only_by_force_and_leaves_no_key(pools: Command
     with engines(pools.url, one, "a"):
         applied(pools.url, {one: 1})
         booked(pools.url, one, "a.0")
+    applied(pools.url, {one: 0})
     assert len(pools.keys_of(one)) > 20
     assert "1 requests in flight" in pools("remove", one, status=2)
     pools("remove", one, "--force")
     assert pools.keys_of(one) == set()
     again = f"no pool {one} in the registry; deleted what was left of it\n"
     assert pools("remove", one) == again, "what an interrupted call has left"
+
+
+def test_the_pool_with_all_workers_stays_even_by_force(pools: Commands, model: str) -> None:
+    """Another pool is registered but empty, or drained: until engines had joined it every request would fail."""
+    one, two, three = (f"{model}#{number}" for number in (1, 2, 3))
+    pools("add", one, two, three)
+    with engines(pools.url, one, "a"), engines(pools.url, three, "c"):
+        applied(pools.url, {one: 1, three: 1})
+        booked(pools.url, one, "a.0")
+        booked(pools.url, three, "c.0")
+        pools("drain", three)
+        told = pools("remove", one, "--force", status=2)
+        assert f"no pool that serves besides {one} has a worker that takes requests" in told
+        assert f"`warmfleet pools drain {one} --move`" in told
+        assert pools.listed()[one]["workers"] == 1
+        pools("remove", two, "--force")
+        pools("drain", three, "--undo")
+        assert f"{one} is removed" in pools("remove", one, "--force")
+
+
+def test_servers_that_are_pinned_to_a_pool_are_named_where_it_is_drained_or_removed(
+    pools: Commands, model: str
+) -> None:
+    one, two = f"{model}#1", f"{model}#2"
+    pools("add", one, two)
+    with engines(pools.url, one, "pin"), engines(pools.url, two, "other"):
+        applied(pools.url, {one: 1, two: 1})
+        booked(pools.url, two, "other.0")
+        stays = f"pin will not leave {one}, which WARMFLEET_MODEL names there"
+        assert stays in pools("drain", one, "--move")
+        assert "pin" not in pools("drain", one, "--undo")
+        assert stays in pools("remove", one, status=2)
+        assert stays in pools("remove", one, "--force")
 
 
 def test_orders_of_the_operator_hold_in_a_new_pool_and_in_all_of_them(
@@ -297,9 +332,12 @@ def test_a_model_that_nobody_knows_is_told_of_and_goes_by_force(
     pools: Commands, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = f"{model}#1"
+    assert main(["pools", "--redis", pools.url, "--model", model]) == 0
+    assert f"no worker and no registry of {model} is known" in capsys.readouterr().err
     assert main(["pools", "add", new, "--redis", pools.url]) == 0
     assert f"no worker and no registry of {model} is known" in capsys.readouterr().err
     assert main(["pools", "add", f"{model}#2", "--redis", pools.url]) == 0
+    assert main(["pools", "--redis", pools.url, "--model", model]) == 0
     assert not capsys.readouterr().err, "it has a registry now"
     pools("remove", f"{model}#2")
     assert "its last one goes with --force" in pools("remove", new, status=2)
@@ -331,3 +369,17 @@ def test_the_last_pool_of_a_model_that_a_router_serves_stays(
     monkeypatch.setattr(PoolRegistry, "remove", written_back)
     assert "has written the registry back" in pools("remove", new, "--force", status=2)
     assert list(pools.listed()) == [new]
+
+
+def test_each_pool_is_listed_with_its_master_of_a_cluster(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with whole_cluster() as cluster:
+        tags: list[str] = []
+        while len(tags) < 3:
+            tags.append(next_tag(model, tags, cluster.ranges))
+        assert main(["pools", "add", *tags, "--redis", cluster.url]) == 0
+        capsys.readouterr()
+        assert main(["pools", "--json", "--redis", cluster.url, "--model", model]) == 0
+        [listed] = json.loads(capsys.readouterr().out).values()
+        homes = {tag: "{}:{}".format(*(master_of(tag, cluster.ranges) or ())) for tag in tags}
+        assert {pool["pool"]: pool["redis"] for pool in listed} == homes
+        assert len({*homes.values()}) == 3, "each pool has a master of its own"

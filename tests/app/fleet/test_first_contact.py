@@ -34,10 +34,10 @@ def secured() -> Iterator[Secured]:
         yield made
 
 
-async def said(url: str, caplog: pytest.LogCaptureFixture) -> str:
-    """The one line that is logged of this Redis."""
+async def said(url: str, caplog: pytest.LogCaptureFixture, tag: str = "") -> str:
+    """The one line that is logged of this Redis. tag: of a pool of a Cluster."""
     caplog.clear()
-    client = connect(url, timeout_s=0.5)
+    client = connect(url, tag, timeout_s=0.5)
     trying = asyncio.create_task(first_contact([client], url))
     await poll(lambda: caplog.messages or trying.done(), 30, "something is said")
     trying.cancel()
@@ -158,3 +158,16 @@ async def test_a_replica_says_it_once_and_goes_on_when_redis_comes(
 def test_a_tokenizer_that_is_not_there_ends_the_start() -> None:
     with pytest.raises(BadArgument, match="WARMFLEET_TOKENIZER='/no/such/model': there is no such file or folder"):
         create_app(Settings(models=("m",), tokenizer="/no/such/model"))
+
+
+async def test_a_lost_master_of_a_cluster_is_named_and_not_the_whole_cluster(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the master with the registry may be away: then the pools that the settings name can be served."""
+    slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:1\r\n$0\r\n\r\n"
+    async with server(redis_of({"CLUSTER": slots})) as port:
+        url = f"redis+cluster://127.0.0.1:{port}"
+        line = await said(url, caplog, "demo")
+        assert line.startswith(
+            "The master 127.0.0.1:1 of the Redis Cluster, which has the keys of demo, cannot be reached"
+        )
+        assert "WARMFLEET_MODELS=demo#1,demo#2" in line
+        assert "WARMFLEET_MODELS" not in await said(url, caplog, "demo#2"), "it is a pool that was named"

@@ -75,7 +75,7 @@ def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, 
 class Placement:
     """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank.
 
-    moved_ms: when it last went to another pool while it ran; 0: never.
+    moved_ms: when it last went to another pool while it ran; 0: never. pinned: its WARMFLEET_MODEL names the pool.
     """
 
     pool: str
@@ -83,6 +83,7 @@ class Placement:
     seen_ms: int = 0
     blocks: Mapping[str, int] = field(default_factory=dict)
     moved_ms: int = 0
+    pinned: bool = False
 
     @property
     def capacity_blocks(self) -> int:
@@ -91,7 +92,8 @@ class Placement:
 
     def encode(self) -> str:
         place = {"pool": self.pool, "host": self.host, "seen_ms": self.seen_ms, "blocks": dict(self.blocks)}
-        return wire.dumps(place | ({"moved_ms": self.moved_ms} if self.moved_ms else {}))
+        more = {"moved_ms": self.moved_ms} if self.moved_ms else {}
+        return wire.dumps(place | more | ({"pinned": 1} if self.pinned else {}))
 
 
 def read_placement(packed: bytes | str | None) -> Placement | None:
@@ -103,7 +105,7 @@ def read_placement(packed: bytes | str | None) -> Placement | None:
     told = blocks.items() if isinstance(blocks, dict) else ()
     sizes = {rank: size for rank, size in told if isinstance(size, int) and size > 0}
     moved = value.get("moved_ms")
-    return Placement(pool, host[:64], seen, sizes, moved if isinstance(moved, int) else 0)
+    return Placement(pool, host[:64], seen, sizes, moved if isinstance(moved, int) else 0, bool(value.get("pinned")))
 
 
 def weight(pool: str, key: str) -> int:

@@ -125,4 +125,4 @@ class StatusPage:
         rows = snapshot.decision_rows(pool.recent.newest(), self._rows.get(pool.tag, {}))
         self._rows[pool.tag] = rows
         past = {"lately": lately, "history": history, "decisions": [*rows.values()]}
-        return snapshot.figures(pool, found) | past
+        return snapshot.figures(pool, self._pools, found) | past

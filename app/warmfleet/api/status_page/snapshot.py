@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from warmfleet.fleet import WorkerTruth, WorkerView
-    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.pool import Pool, Pools
     from warmfleet.pools.recent.decisions import Recent
 
 READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
@@ -49,11 +49,11 @@ async def read(pool: Pool) -> Reading:
         return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
 
-def figures(pool: Pool, found: Reading) -> dict[str, Any]:
+def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
     """Everything about one model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
-    avoided, truths = pool.avoided(), found.truth.workers
+    avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
     line, memory = found.line, found.memory
     queue = queue_in_words(line)
     index = {
@@ -63,6 +63,7 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
     }
     return {
         "model": pool.tag,
+        "pool_state": pools.state_of(pool),
         "policy": pool.policy.name,
         "policy_by": pool.policy.source,
         "identity": identity.kind if identity else "text" if pool.view.text else "none",
@@ -79,6 +80,7 @@ def figures(pool: Pool, found: Reading) -> dict[str, Any]:
                 pool.tag,
                 avoided=worker.worker_id in avoided,
                 known_last=rung == "last_known",
+                moved_to=moved.get(worker.worker_id, ""),
             )
             for worker in workers
         ],
@@ -123,11 +125,18 @@ def rung_in_words(pool: Pool, rung: str, *, reached: bool) -> str:
 
 
 def worker_row(
-    worker: WorkerView, truth: WorkerTruth | None, tag: str, *, avoided: bool = False, known_last: bool = False
+    worker: WorkerView,
+    truth: WorkerTruth | None,
+    tag: str,
+    *,
+    avoided: bool = False,
+    known_last: bool = False,
+    moved_to: str = "",
 ) -> dict[str, Any]:
     """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
 
-    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched.
+    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched. moved_to: the
+    pool in which it is heard, if that is another one.
     """
     load, past = worker.load, known_last and worker.routable
     return {
@@ -136,8 +145,8 @@ def worker_row(
         "names": worker.models,
         "state": worker.state,
         "routable": worker.routable,
-        "reason": (LAST_READ if past else why(worker)) + (AVOIDED if avoided else ""),
-        "remedy": "" if past else remedy(worker, tag),
+        "reason": (LAST_READ if past else why(worker, moved_to)) + (AVOIDED if avoided else ""),
+        "remedy": "" if past else remedy(worker, tag, moved_to),
         "version": str(worker.record.get("version", "")),
         "blocks": load.blocks,
         "capacity_blocks": load.capacity_blocks,

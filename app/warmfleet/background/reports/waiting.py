@@ -15,6 +15,11 @@ NO_ENGINE = (
     "%s waits for its first engine: start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in "
     "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing"
 )
+EMPTY = (
+    "%s has no engine, other pools of its model have: an engine that starts joins the pool with the least capacity, "
+    "and `warmfleet pools drain POOL --move` sends those of another pool"
+)
+MOVED = "%s has no engine left: all have moved to other pools"
 NONE_ROUTABLE = "%s waits for its engines: none of %d takes requests yet (%s); `warmfleet doctor` says why"
 NO_TOKENIZER = "%s waits for the tokenizer of its engines: %d of %d engines take requests, which go by load until then"
 UNTOLD = (
@@ -41,19 +46,26 @@ class Waiting:
                 continue
             workers = pool.view.workers
             routable = sum(worker.routable for worker in workers)
-            text = _text(pool, routable)
+            text = _text(pool) if routable else self._nobody(pool)
             now, before = (text, routable, len(workers)), self._told.get(pool.tag)
             if now != before:
                 self._told[pool.tag] = now
-                lost = before is not None and before[0] == SERVED and text != SERVED
+                lost = before is not None and before[0] == SERVED and text not in (SERVED, MOVED)
                 logger.log(logging.WARNING if lost else logging.INFO, text, *_figures(pool, text, routable))
 
+    def _nobody(self, pool: Pool) -> str:
+        """The text about a pool of which no worker takes requests."""
+        workers = pool.view.workers
+        if not workers:
+            others = [
+                one for one in self._pools.named(pool.name) if any(worker.routable for worker in one.view.workers)
+            ]
+            return EMPTY if others else NO_ENGINE
+        return MOVED if len(self._pools.moved(pool, workers)) == len(workers) else NONE_ROUTABLE
 
-def _text(pool: Pool, routable: int) -> str:
-    if not pool.view.workers:
-        return NO_ENGINE
-    if not routable:
-        return NONE_ROUTABLE
+
+def _text(pool: Pool) -> str:
+    """The text about a pool of which some worker takes requests."""
     if pool.usable:
         return SERVED
     announced = any(worker.server and worker.server.get("artifacts") for worker in pool.view.workers)
@@ -62,7 +74,7 @@ def _text(pool: Pool, routable: int) -> str:
 
 def _figures(pool: Pool, text: str, routable: int) -> tuple[object, ...]:
     workers = pool.view.workers
-    if text == NO_ENGINE:
+    if text in (NO_ENGINE, EMPTY, MOVED):
         return (pool.tag,)
     if text == NONE_ROUTABLE:
         named = ", ".join(f"{worker.worker_id}: {worker.state}" for worker in workers[:NAMED])

@@ -73,9 +73,14 @@ CAUSES: Mapping[str, str] = {
 }
 
 
-def why(worker: WorkerView) -> str:
-    """The meaning of a worker's state, and its cause as far as that is known."""
+def why(worker: WorkerView, moved_to: str = "") -> str:
+    """The meaning of a worker's state, and its cause as far as that is known.
+
+    moved_to: the pool in which it is heard, if that is another one; it is away from here for no other reason.
+    """
     state, record = worker.state, worker.record
+    if moved_to:
+        return f"moved to {moved_to}"
     if state is _W.SILENT and worker.approximate:
         return "its health check fails"
     if state is _W.SILENT and worker.heartbeat_age_s is not None:
@@ -89,9 +94,11 @@ def why(worker: WorkerView) -> str:
     return STATES[state]
 
 
-def remedy(worker: WorkerView, model: str) -> str:
-    """The remedy of this worker's state; empty if it is well. model: the tag of its model."""
+def remedy(worker: WorkerView, model: str, moved_to: str = "") -> str:
+    """The remedy of this worker's state; empty if it is well. model: the tag of its model. moved_to: as in ``why``."""
     state, cause = worker.state, str(worker.record.get("cause", ""))
+    if moved_to:
+        return ""
     if state is _W.LOAD_ONLY and cause in CAUSES:
         return CAUSES[cause]
     if state is _W.SILENT and worker.approximate:

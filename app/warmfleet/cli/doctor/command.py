@@ -133,6 +133,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
     local = running_stack.found(environment)
     if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
         given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, redis_checks.OF_UP
+    if local is not None and given.get("WARMFLEET_REDIS_URL") == local.redis_url:
         given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
         routers = routers or (local.operators_url,)
     settings = Settings.from_environment(given)
@@ -328,6 +329,7 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
             [] if workers else [tag for tag in await look.models() if known.entry(tag) is None],
             drained=entry is not None and entry.draining,
             moved=await _moved(plan, known, model) if alone or not all(one.state.alive for one in workers) else {},
+            beside=_beside(known, model),
             configured=served_model(model) if entry is not None and entry.since_ms else model,
         )
         return fleet_checks.all_of(reading)
@@ -340,6 +342,15 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
 
     await _checked(report, "names", read_again())
+
+
+def _beside(known: Known, model: str) -> list[str]:
+    """Other pools of the model, which have workers that are heard."""
+    return [
+        tag
+        for tag, workers in known.workers.items()
+        if tag != model and served_model(tag) == served_model(model) and any(worker.heard for worker in workers)
+    ]
 
 
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
@@ -360,6 +371,13 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
     """The pools of each served model beside each other, where there are several. named: model tags of the settings."""
     tags = {*(one.tag for one in known.pools), *(tag for tag in named if "#" in tag)}
     several = [name for name, count in Counter(map(served_model, sorted(tags))).items() if count > 1]
+    for name in sorted({served_model(one.tag) for one in known.pools if one.since_ms}):
+        strays: list[Finding] = []
+        with suppress(WarmfleetError):  # a registry that cannot be read is told of before
+            strays = await pool_checks.strays(plan.url, name, known.pools, named, plan.wall())
+        if strays:
+            report.part(f"Servers of {name}")
+            report.add(strays)
     for name in several:
         report.part(f"Pools of {name}")
         report.add(pool_checks.unregistered([tag for tag in named if served_model(tag) == name], known.pools))

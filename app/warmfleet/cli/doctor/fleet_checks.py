@@ -41,6 +41,7 @@ class Fleet:
     """A reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty.
 
     moved: workers and servers that are alive in another pool of the model, or on their way: name -> that pool.
+    beside: other pools of the model, which have engines.
     configured: the model as engines and routers of this pool are given it; its tag where no registry has it.
     """
 
@@ -51,6 +52,7 @@ class Fleet:
     others: Sequence[str] = ()
     drained: bool = False
     moved: Mapping[str, str] = field(default_factory=dict)
+    beside: Sequence[str] = ()
     configured: str = ""
 
     @property
@@ -97,6 +99,13 @@ def applied(streams: Streams, tag: str, configured: str) -> Finding:
 
 
 def _nobody(fleet: Fleet) -> Finding:
+    if fleet.beside:
+        return note(
+            "workers",
+            f"no engine has joined {fleet.tag}, while {_some(fleet.beside)} have some: its prompts go there",
+            f"start engines: with WARMFLEET_MODEL={fleet.name} they join the pool with the least capacity; or send"
+            f" those of another pool: warmfleet pools drain {fleet.beside[0]} --move (app/docs/pools.md)",
+        )
     others = sorted(fleet.others, key=lambda name: SequenceMatcher(None, name, fleet.tag).ratio(), reverse=True)
     meant = f"if one of {_some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
     return fault(

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import SlotRange
 
 UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a word
+SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
-RESTART = (
-    "stop some of its engines for more than 90 s, and start them again: they join the pool with the least capacity "
-    "(app/docs/pools.md)"
-)
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
@@ -77,6 +74,28 @@ async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
     return {name: place.pool for name, place in places.items() if abs(now - place.moved_ms / 1_000) < MOVING_S}
 
 
+async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequence[str], now: float) -> list[Finding]:
+    """Servers that run in a pool which the registry of this model lacks. named: model tags of the settings.
+
+    now: this machine's clock, in seconds. Raises FleetUnavailable.
+    """
+    known = {*named, *(entry.tag for entry in pools)}
+    async with registry_of(url, name) as registry:
+        places = await registry.placements()
+    found: dict[str, list[str]] = {}
+    for server, place in places.items():
+        if place.pool not in known and abs(now - place.seen_ms / 1_000) < SEEN_S:
+            found.setdefault(place.pool, []).append(server)
+    return [
+        note(
+            "pools",
+            f"{', '.join(servers)}: in {tag}, which the registry lacks, so no router sends requests there",
+            f"start with WARMFLEET_MODEL={name}, or with one of its pools; or enter it: warmfleet pools add {tag}",
+        )
+        for tag, servers in found.items()
+    ]
+
+
 async def slots(url: str) -> tuple[SlotRange, ...]:
     """Which master has which slots, in a Cluster."""
     connections = RedisConnections(url)
@@ -112,10 +131,16 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
         if entry.draining and not any(one.heard for one in workers.get(entry.tag, ()))
     ]
     findings += [
-        fault("pools", f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold", RESTART)
+        fault(
+            "pools",
+            f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold",
+            "see the checks of its workers above",
+        )
         for tag, some in ready.items()
-        if not some and any(ready.values())
+        if not some and any(ready.values()) and any(one.heard for one in workers.get(tag, ()))
     ]
+    if not any(ready.values()):
+        findings += [_all_drained(entry) for entry in pools if any(one.routable for one in workers.get(entry.tag, ()))]
     # Prompts go by the number of workers, so what a pool has in all is of no account.
     blocks = {tag: round(fmean(one.load.capacity_blocks for one in some)) for tag, some in ready.items() if some}
     if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
@@ -129,6 +154,15 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
         )
         findings.append(note("pools", text, remedy))
     return [*findings, *_differing(ready)]
+
+
+def _all_drained(entry: PoolEntry) -> Finding:
+    """entry: of a pool that is drained and has workers, while no pool that serves has any."""
+    text = f"{entry.tag} is drained, and no pool that serves has a worker that takes requests: all requests go there"
+    if entry.moving:
+        return note("pools", text, "wait while its workers move to other pools, 45 s each")
+    undo = f"let it serve again: warmfleet pools drain {entry.tag} --undo"
+    return fault("pools", text, f"{undo}; or send its workers to the others: --move")
 
 
 def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:

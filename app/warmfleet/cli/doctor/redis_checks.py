@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.reach import reach
 from warmfleet.cli.local.store import SOCKET_NAME
-from warmfleet.fleet.first_contact import in_words, trouble_with
+from warmfleet.fleet.first_contact import Trouble, in_words, pools_help, server_in_words, trouble_with
 from warmfleet.protocol.redis_address import CLUSTER_SLOTS
 
 if TYPE_CHECKING:
@@ -92,8 +92,10 @@ async def _reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> li
         tls = "TLS and login" if where.tls else "login"
         return [*steps, ok("login", f"{name} answers; {tls} took {1000 * seconds:.1f} ms")]
     check = trouble.kind if trouble.kind in ("login", "tls", "version") else "login"
-    remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
-    return [*steps, fault(check, f"{name} {trouble.text}", remedy or REMEDIES[trouble.kind])]
+    detail = f"{server_in_words(redis, where, url)} {trouble.text}"
+    remedy = (NO_MASTER.get(where.kind) if trouble.kind == "connection" else None) or REMEDIES[trouble.kind]
+    more = pools_help(redis, where)
+    return [*steps, fault(check, detail, f"{remedy}.{more}" if more else remedy)]
 
 
 async def _node(host: str, port: int) -> Finding:

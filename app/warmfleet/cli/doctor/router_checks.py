@@ -113,6 +113,8 @@ def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registe
     findings = [
         ok("workers", f"it sees the {len(listed)} workers of {tag} that Redis has, {routable} of them routable")
     ]
+    if not listed and any(one.get("workers") for one in seen.values() if one.get("served_model") == served_model(tag)):
+        return []  # an empty pool beside others: told where its workers are checked
     if not routable:
         findings = [fault("workers", f"it has no routable worker of {tag}", "see the checks of its workers above")]
     return findings + _settings(tag, served_model(tag) if registered else tag, told)

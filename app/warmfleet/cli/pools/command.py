@@ -6,13 +6,14 @@ import asyncio
 import json
 import logging
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.running_stack import models_of
-from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, pool_of, registry_of
+from warmfleet.cli.local.running_stack import models_of, models_of_settings
+from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, entries_of, pool_of, registry_of
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -31,6 +32,7 @@ from warmfleet.fleet.pool_registry import PoolRegistry
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
 #: After a pool left the registry: replicas read that within a second, and its workers look for another pool.
 LET_GO_S = 3.0
+SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING = "moving"  # a drained pool whose workers go at once
 
 
@@ -87,9 +89,13 @@ def _check(options: argparse.Namespace) -> None:
 async def _run(options: argparse.Namespace) -> None:
     url, tags = options.redis, list(dict.fromkeys(options.tags))
     if options.action == "list":
-        named = models_of(options)
-        names = list(dict.fromkeys(map(served_model, named)))
+        chosen = models_of(options)
+        names = list(dict.fromkeys(map(served_model, chosen)))
+        named = [tag for tag in chosen if "#" in tag] + models_of_settings(options)
         found = {name: await _figures(url, name, named) for name in names}
+        for name, figures in found.items():
+            if not any(pool.since_ms or pool.known or pool.unreachable for pool in figures):
+                _warn(f"no worker and no registry of {name} is known: is its name right?")
         if options.json:
             print(json.dumps({name: [asdict(one) for one in pools] for name, pools in found.items()}, indent=2))
         else:
@@ -108,9 +114,9 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
-    """named: the model tags of the command or of the environment, which are its pools if it has no registry."""
-    async with registry_of(url, name) as registry:
-        entries = await registry.read() or [PoolEntry(tag) for tag in named if served_model(tag) == name]
+    """named: the model tags of the command and of the environment, which are its pools if it has no registry."""
+    of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
+    entries = await entries_of(url, name, list(of_model))
     return list(await asyncio.gather(*[_look(url, entry) for entry in entries]))
 
 
@@ -168,10 +174,9 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
                 new.insert(0, registry.name)
                 print(f"{registry.name} has workers: it stays a pool beside the others")
     if not entries and registry.name not in new and not await _any_worker(url, tags):
-        print(
-            f"warmfleet pools: warning: no worker and no registry of {registry.name} is known; if its name is wrong: "
-            f"warmfleet pools remove {' '.join(tags)} --force",
-            file=sys.stderr,
+        _warn(
+            f"no worker and no registry of {registry.name} is known; if its name is wrong: warmfleet pools remove "
+            f"{' '.join(tags)} --force"
         )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
@@ -185,6 +190,10 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
             print(f"{tag} is there, but drained: `warmfleet pools drain {tag} --undo` lets it serve again")
         else:
             print(f"{tag} is there")
+
+
+def _warn(text: str) -> None:
+    print(f"warmfleet pools: warning: {text}", file=sys.stderr)
 
 
 async def _any_worker(url: str, tags: Iterable[str]) -> bool:
@@ -240,6 +249,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
     if not undo and all(entry.draining or entry.tag in tags for entry in entries.values()):
         raise CommandError(f"no other pool of {registry.name} serves: `warmfleet pools add` makes one")
     await registry.write([PoolEntry(tag, draining=not undo, moving=move) for tag in tags])
+    pinned = {} if undo else await _pinned(registry, tags)
     for tag in tags:
         if undo:
             print(f"{tag} serves again")
@@ -247,6 +257,8 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
             print(f"the workers of {tag} move to other pools, an eighth of the model's or one at a time, 45 s each")
         else:
             print(f"{tag} gets no new requests; its workers join other pools when they are started again")
+        if tag in pinned:
+            print(pinned[tag])
 
 
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
@@ -267,7 +279,11 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
         raise CommandError(f"{registry.name} would have no pool: its last one goes with --force, if no worker is there")
     if last or not force:
         for tag in tags:
-            await _unused(url, tag, last=last)
+            await _unused(registry, url, tag, last=last)
+    else:
+        await _others_serve(url, entries, tags)
+    for text in (await _pinned(registry, [tag for tag in tags if tag in entries])).values():
+        print(text)
     for tag in entries.keys() & set(tags):
         await registry.remove(tag)
     if entries.keys() & set(tags):
@@ -278,26 +294,84 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
             f"{registry.name} out of its WARMFLEET_MODELS first"
         )
     for tag in tags:  # also of a pool that is none any more: what an interrupted `remove` has left
+        await _delete(url, tag, shared=tag == registry.name, there=tag in entries)
+
+
+async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
+    """Delete what Redis holds of a pool. there: the registry had it. Raises CommandError, FleetUnavailable."""
+    try:
         async with pool_of(url, tag) as fleet:
-            await clear(fleet, shared=tag == registry.name)
-        there = tag in entries
+            await clear(fleet, shared=shared)
+    except RefusedCall:
+        raise
+    except FleetUnavailable as error:
+        text = f"its Redis does not answer: call again when it is there to delete what is left ({error})"
+        if not there:
+            raise CommandError(f"no pool {tag} in the registry; {text}") from error
+        print(f"{tag} is out of the registry; {text}")
+    else:
         print(f"{tag} is removed" if there else f"no pool {tag} in the registry; deleted what was left of it")
 
 
-async def _unused(url: str, tag: str, *, last: bool) -> None:
-    """Raises CommandError while something of the pool is in use."""
+async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]:
+    """By pool: a sentence about the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
+    found: dict[str, list[str]] = {}
+    for name, place in (await registry.placements()).items():
+        if place.pinned and place.pool in tags and abs(time.time() - place.seen_ms / 1_000) < SEEN_S:
+            found.setdefault(place.pool, []).append(name)
+    return {
+        tag: f"{', '.join(names)} will not leave {tag}, which WARMFLEET_MODEL names there: start with"
+        f" WARMFLEET_MODEL={registry.name} whatever shall move"
+        for tag, names in found.items()
+    }
+
+
+async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> None:
+    """Raises CommandError while something of the pool is in use, or nobody can tell."""
     async with pool_of(url, tag) as fleet:
-        workers = await fleet.workers()
+        try:
+            workers = await fleet.workers()
+        except RefusedCall:
+            raise
+        except FleetUnavailable as error:
+            text = f"the Redis that has {tag} does not answer, so nobody can tell whether it is in use ({error})"
+            if not last:
+                text += (
+                    f": `warmfleet pools drain {tag} --move` works all the same; --force takes it out of the registry"
+                )
+            raise CommandError(text) from error
     alive = [worker.worker_id for worker in workers if worker.heard]
     open_requests = sum(worker.load.in_flight for worker in workers)
     if alive or open_requests:
         has = f"{tag} has {len(alive)} live workers and {open_requests} requests in flight"
         if last:
             raise CommandError(f"{has}, and the model has no other pool: stop its engines first")
+        stay = "".join(f". {text}" for text in (await _pinned(registry, [tag])).values())
         raise CommandError(
             f"{has}: `warmfleet pools drain {tag} --move` sends its workers to other pools; with --force it is removed "
-            "all the same, and they go at once"
+            f"all the same, and they go at once{stay}"
         )
+
+
+async def _others_serve(url: str, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
+    """Raises CommandError if requests would find no worker until those of the pools ``tags`` have joined another."""
+    going = [tag for tag in entries if tag in tags and await _takes_requests(url, tag) is not False]
+    staying = [tag for tag, entry in entries.items() if tag not in tags and not entry.draining]
+    if going and not any([await _takes_requests(url, tag) for tag in staying]):
+        raise CommandError(
+            f"no pool that serves besides {', '.join(going)} has a worker that takes requests: without it every request"
+            f" would fail for some 15 s. `warmfleet pools drain {going[0]} --move` sends its workers to another pool"
+            " while they serve; `warmfleet pools add` makes one"
+        )
+
+
+async def _takes_requests(url: str, tag: str) -> bool | None:
+    """Whether some worker of the pool takes requests; None if its Redis does not answer."""
+    async with pool_of(url, tag) as fleet:
+        try:
+            return any(worker.routable for worker in await fleet.workers())
+        except FleetUnavailable:
+            return None
 
 
 def _known(registry: PoolRegistry, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:

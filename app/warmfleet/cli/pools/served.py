@@ -13,7 +13,7 @@ from warmfleet.cli.local.running_stack import models_of, models_of_settings
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.pool_registry import PoolRegistry
-from warmfleet.protocol.pools import served_model
+from warmfleet.protocol.pools import PoolEntry, served_model
 from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 
@@ -39,18 +39,18 @@ async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> 
     found: list[str] = []
     for model in dict.fromkeys(models):
         named = [tag for tag in settings if served_model(tag) == model]
-        found += [model] if "#" in model else await _pools(url, model, named)
+        found += [model] if "#" in model else [entry.tag for entry in await entries_of(url, model, named)]
     return list(dict.fromkeys(found))
 
 
-async def _pools(url: str, name: str, named: Sequence[str]) -> Sequence[str]:
-    """The tags of a served model's pools, as the registry tells them; without one they are those that settings name.
+async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[PoolEntry]:
+    """A served model's pools, as the registry tells them; without one they are those that settings name (``named``).
 
     In a Cluster only the master with the registry may be away: then ``named`` is used, with a warning.
     """
     async with registry_of(url, name) as registry:
         try:
-            return [entry.tag for entry in await registry.read()] or named or [name]
+            return await registry.read() or [PoolEntry(tag) for tag in named or [name]]
         except FleetUnavailable as error:
             if parse(url).kind != "cluster":
                 raise
@@ -60,7 +60,7 @@ async def _pools(url: str, name: str, named: Sequence[str]) -> Sequence[str]:
                 raise FleetUnavailable(text) from error
     told = f"{lost}: of its pools only those that WARMFLEET_MODELS names are known, {', '.join(named)}"
     print(f"warmfleet: warning: {told}", file=sys.stderr)
-    return named
+    return [PoolEntry(tag) for tag in named]
 
 
 async def answers_of(

@@ -193,7 +193,8 @@ function showModels(model) {
 function showHead(model) {
   say($("model-title"), model.model);
   document.title = `${routable(model)} of ${model.workers.length} workers, ${model.model} – Warmfleet`;
-  say($("model-facts"), `policy ${model.policy} (${model.policy_by}), prompts identified: ${model.identity}`);
+  const drains = ["draining", "moving"].includes(model.pool_state) ? `this pool is ${model.pool_state}; ` : "";
+  say($("model-facts"), `${drains}policy ${model.policy} (${model.policy_by}), prompts identified: ${model.identity}`);
   const nobody = !old(model) && !routable(model);
   const steps = last.rungs.map((rung) => {
     const now = rung === model.rung;
