@@ -269,6 +269,20 @@ async def test_who_may_not_wait_takes_nobodys_place(q: Queueing) -> None:
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
+async def test_who_displaces_nobody_waits_only_where_there_is_a_place(q: Queueing) -> None:
+    q.world.fleet.limits = QueueLimits(0.1, 4)
+    many = [ticket(f"m{number}") for number in range(3)]
+    for one in many:
+        await booked(q, one)
+    answers = []
+    for name in ("wf-1", "wf-2"):
+        ask = q.world.ask(reservation=name, extra_tokens=100)
+        answers.append(await q.world.fleet.decide_in_turn(ask, Place(b"other000", displaces=False)))
+    assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued", "full"]
+    line = await q.world.fleet.poll([one.reservation for one in many])
+    assert [*line.standings.values()] == [Standing.WAITS] * 3
+
+
 async def test_who_asks_only_is_told_that_it_would_wait(q: Queueing) -> None:
     _, _, seen = await q.world.fleet.consider(q.world.ask(extra_tokens=100))
     assert seen.waits, "saturated"

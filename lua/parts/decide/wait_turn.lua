@@ -10,8 +10,8 @@ Takes the candidates of this request after the choice (decide/cost_rule), and th
 candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
 replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
 (of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
-ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit), dry (nothing
-is written).
+ticket and takes nobody's place), displaces (in a full queue it may take the place of another), prefix of the keys,
+per_minute (tokens, if its client has such a limit), dry (nothing is written).
 Sets s.room (seconds of room by candidate) if the request is not to wait, else s.turn_at (the candidate of its price).
 Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, price of the turn in seconds, tokens of the
 prompt that the worker of this price holds}; or nil, the candidate (another than the choice if that has no room), and a
@@ -81,7 +81,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     queue.review(id, ticket, request)
   else
     local most = request.queue_max
-    if queue.waiting() >= most and (most == 0 or not queue.displace(flow)) then
+    if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
       -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
       local left, own = room()
       queue.turns(left, MAX_TURNS)

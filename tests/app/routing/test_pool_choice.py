@@ -74,6 +74,9 @@ class Store:
         self.slow_s = 0.0
         self.late_s = 0.2
         self.away = False
+        self.crowded = False  # the full queue leaves a place to a request that may displace another
+        self.full: set[str] = set()  # requests that found the queue full
+        self.displaced = 0
         self.asked = 0
         self.booked: set[str] = set()
         self.tickets: set[str] = set()
@@ -85,8 +88,12 @@ class Store:
 
     async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         self.asked += 1
-        word = self.words.pop(0) if self.words else "book"
         name = ask.reservation
+        if place.displaces and name in self.full:  # the same question once more
+            word = "queue" if self.crowded else "full"
+            self.displaced += self.crowded
+        else:
+            word = self.words.pop(0) if self.words else "book"
         if word == "queue" and not place.may_wait:
             word = "full"
         if word in ("book", "late"):
@@ -96,6 +103,7 @@ class Store:
             self.tickets.add(name)
         elif word == "full":
             self.tickets.discard(name)
+            self.full.add(name)
         await asyncio.sleep(self.late_s if word == "late" else self.slow_s)
         if word == "none":
             raise NoWorker("none")
@@ -292,10 +300,34 @@ async def test_full_everywhere_is_refused() -> None:
     fixture.script("full", "full", "full", "book")
     with pytest.raises(Overloaded):
         await fixture.admit()
-    assert fixture.asked() == [1, 1, 1, 0]
+    assert fixture.asked() == [2, 2, 2, 0]
     fixture.script("book", "ended")
     with pytest.raises(CancelledReservation):
         await fixture.admit()
+
+
+async def test_a_request_displaces_another_only_if_every_pool_that_was_asked_is_full() -> None:
+    fixture = Fixture()
+    first, second, *_ = fixture.stores.values()
+    for store in fixture.stores.values():
+        store.crowded = True
+    fixture.script("full", "book")
+    assert (await fixture.admit())[0] == "m#2"
+    fixture.script("full", "full", "queue book")
+    assert (await fixture.admit())[0] == "m#3", "a place that is free costs nobody his"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 0, 0, 0]
+    first.crowded = False
+    fixture.script("full", "full book", "full", "book")
+    assert (await fixture.admit())[0] == "m#2", "the tenant of the request has the longest line of the first"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
+    second.crowded = first.crowded = True
+    fixture.script("full", "full", "full", "book")
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    _, answer = await fixture.choice.decide(job, attempt)
+    assert isinstance(answer, Queued), "a request that may not wait takes nobody's place"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
+    attempt.release("failed")
+    await fixture.nothing_left()
 
 
 async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_are_identified(

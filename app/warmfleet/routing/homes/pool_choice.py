@@ -1,9 +1,10 @@
 """Chooses the pool of a job whose model has several of them.
 
 The two home pools of the prompt are asked at once. Each decides exactly, among its own workers, and books; the cheaper
-booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
-passed over. A worker is chosen without Redis if no pool can be asked, or if all that can be are full: the workers of
-a pool that is away may have nothing to do meanwhile.
+booking stands, the other one is cancelled before the request is sent. Pools that are away or without a worker are
+passed over; if both home pools are full, one more pool is asked. A worker is chosen without Redis if no pool can be
+asked, or if all that can be are full: the workers of a pool that is away may have nothing to do meanwhile. A request
+takes the place of another in a full queue only if all pools that were asked are full.
 
 A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
 wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
@@ -88,9 +89,12 @@ class _Asked:
         self.answer: Decision | Queued | None = None
         self.error: WarmfleetError | None = None
 
-    async def ask(self, decider: Decider, *, may_wait: bool) -> None:
+    async def ask(self, decider: Decider, *, may_wait: bool, displaces: bool = False) -> None:
+        self.answer = None
         try:
-            self.answer = await decider.decide(self.job, self.attempt, may_wait=may_wait, alone=False)
+            self.answer = await decider.decide(
+                self.job, self.attempt, may_wait=may_wait, displaces=displaces, alone=False
+            )
         except WarmfleetError as error:
             self.error = error
 
@@ -152,13 +156,28 @@ class _Choosing:
                 return idle or self._take(attempt, chosen, asked)
             if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
-        full = next((one for one in asked if isinstance(one.answer, Queued)), None)
-        if full is not None and full.answer is not None:
-            idle = await self._worker_of_pool_away(attempt, full.job.pool, None)
-            if idle is None:
-                attempt.take_over(full.attempt)  # so the log and the metrics name the pool that refuses the request
-            return idle or full.answer
+        if any(isinstance(one.answer, Queued) for one in asked):
+            return await self._all_full(attempt, asked, may_wait=may_wait)
         return await self._without_redis(attempt, asked)
+
+    async def _all_full(self, attempt: Attempt, asked: Sequence[_Asked], *, may_wait: bool) -> Decision | Queued:
+        """A worker of a pool that is away, or a place that another request leaves to this one, or else a refusal.
+
+        Only now may the request displace another: before, a pool may have had a worker or a place for it.
+        """
+        full = [(one, one.answer) for one in asked if isinstance(one.answer, Queued)]
+        idle = await self._worker_of_pool_away(attempt, full[0][0].job.pool, None)
+        if idle is not None:
+            return idle
+        for one, _ in full if may_wait else ():
+            await one.ask(self._choice.decider, may_wait=True, displaces=True)
+            self._pass_over_failed([one])
+            _raise_refusal([one])
+            if one.offer is not None:
+                return self._take(attempt, one, asked)
+        refusing, refusal = full[0]
+        attempt.take_over(refusing.attempt)  # so the log and the metrics name the pool that refuses the request
+        return refusal
 
     async def _counted(self, attempt: Attempt) -> Counted | None:
         """Have the request counted for its client; None if that has no limits."""
@@ -216,7 +235,7 @@ class _Choosing:
         self._note(pool, reason)
 
     async def _ask(self, attempt: Attempt, pools: Sequence[Pool], *, may_wait: bool) -> list[_Asked]:
-        """Ask these pools at once."""
+        """Ask these pools at once. In a full queue the request takes nobody's place: others may have room for it."""
         asked = []
         for pool in pools:
             job = await self._at(pool)
@@ -225,10 +244,13 @@ class _Choosing:
             await asked[0].ask(self._choice.decider, may_wait=may_wait)
         elif asked:
             await self._at_once(asked, may_wait=may_wait)
+        self._pass_over_failed(asked)
+        return asked
+
+    def _pass_over_failed(self, asked: Sequence[_Asked]) -> None:
         for one in asked:
             if one.error is not None and not isinstance(one.error, CancelledReservation):
                 self._pass_over(one.job.pool, one.error)
-        return asked
 
     async def _at_once(self, asked: Sequence[_Asked], *, may_wait: bool) -> None:
         """Ask them together. Once one has answered, the others may be late."""
