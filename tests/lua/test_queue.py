@@ -472,6 +472,22 @@ async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: Queueing) -
     await q.gone()
 
 
+async def test_who_was_displaced_takes_a_free_engine(q: Queueing) -> None:
+    """Though it is dearer, as who comes and finds the queue full."""
+    q.world.fleet.limits = QueueLimits(0.1, 2)
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    for name, tenant in (("m0", b"many0000"), ("m1", b"many0000"), ("o", b"other000")):
+        answer = await q.world.fleet.decide_in_turn(replace(asks, reservation=f"wf-{name}"), Place(tenant))
+        assert isinstance(answer, Queued)
+        assert answer.outcome == "queued"
+    displaced = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-m1"), Place(b"many0000"))
+    assert isinstance(displaced, Decision)
+    assert (displaced.worker_id, displaced.why) == ("w2.0", "room")
+    line = await q.world.fleet.poll(["wf-m0", "wf-o"])
+    assert [*line.standings.values()] == [Standing.WAITS] * 2
+
+
 async def test_a_prompt_that_becomes_cached_goes_ahead(q: Queueing) -> None:
     q.world.fleet.limits = QueueLimits(0.1, 8, 10.0)
     asks = await holding(q)

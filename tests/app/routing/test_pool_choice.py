@@ -77,6 +77,7 @@ class Store:
         self.crowded = False  # the full queue leaves a place to a request that may displace another
         self.full: set[str] = set()  # requests that found the queue full
         self.displaced = 0
+        self.standing = Standing.TURN  # of each ticket
         self.asked = 0
         self.booked: set[str] = set()
         self.tickets: set[str] = set()
@@ -133,7 +134,7 @@ class Store:
         self.tickets -= {*leaving}
         if self.away:
             raise FleetUnavailable("away")
-        known = {name: Standing.TURN if name in self.tickets else Standing.UNKNOWN for name in waiting}
+        known = {name: self.standing if name in self.tickets else Standing.UNKNOWN for name in waiting}
         return Line(len(self.tickets), self.work_s, known)
 
     async def workers(self) -> list[WorkerView]:
@@ -328,6 +329,33 @@ async def test_a_request_displaces_another_only_if_every_pool_that_was_asked_is_
     assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
     attempt.release("failed")
     await fixture.nothing_left()
+
+
+@pytest.mark.parametrize("standing", [Standing.DISPLACED, Standing.UNKNOWN])
+async def test_a_request_that_loses_its_place_in_one_pool_is_served_by_another(standing: Standing) -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].standing = standing
+    fixture.stores["m#2"].turn_s = 9.0
+    fixture.script("queue full full", "queue book")
+    assert (await fixture.admit())[0] == "m#2"
+    fixture.script("queue full full", "queue full", "queue book")
+    assert (await fixture.admit())[0] == "m#3"
+    fixture.script("queue full full", "queue full", "full")
+    with pytest.raises(Overloaded):
+        await fixture.admit()
+    reason = "displaced" if standing is Standing.DISPLACED else "full"
+    assert fixture.metrics.queue_rejections.labels(reason, "m#1")._value.get() == 1
+
+
+async def test_a_request_that_loses_its_place_in_the_only_pool_is_decided_once_more() -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].standing = Standing.DISPLACED
+    fixture.script("queue book")
+    assert (await fixture.admit(fixture.job()._replace(homes=())))[0] == "m#1"
+    fixture.script("queue full")
+    with pytest.raises(Overloaded):
+        await fixture.admit(fixture.job()._replace(homes=()))
+    assert fixture.metrics.queue_rejections.labels("displaced", "m#1")._value.get() == 1
 
 
 async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_are_identified(

@@ -192,7 +192,11 @@ class _Choosing:
         return attempt.counted
 
     async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
-        """Ask again in the pool where the attempt has a ticket; None if that is lost, or its pool is away."""
+        """Ask again in the pool where the attempt has a ticket.
+
+        None if its pool is away, or has no place left: the ticket was displaced, or expired and found the queue full.
+        Then the request is decided as if it came now.
+        """
         own = _Asked(self.job, attempt)
         if attempt.pool.degraded.asks_redis or attempt.keeps_place:
             await own.ask(self._choice.decider, may_wait=may_wait)
@@ -200,9 +204,8 @@ class _Choosing:
             return self._stands(attempt, own.answer)
         if own.line is None:
             _raise_refusal([own])
-            if own.answer is not None:  # its place went to another request
-                return await self._worker_of_pool_away(attempt, attempt.pool, None) or own.answer
-            self._pass_over(attempt.pool, own.error)
+            if own.answer is None:
+                self._pass_over(attempt.pool, own.error)
             attempt.withdraw()
             return None
         others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool and not pool.draining]
