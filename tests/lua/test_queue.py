@@ -472,6 +472,25 @@ async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: Queueing) -
     await q.gone()
 
 
+async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket(q: Queueing) -> None:
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    for name in ("wf-1", "wf-2", "wf-3"):
+        answer = await q.world.fleet.decide_in_turn(replace(asks, reservation=name), Place())
+        assert isinstance(answer, Queued), "to wait for the engine that holds its prompt is cheaper"
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-1"), Place(may_wait=False))
+    assert isinstance(answer, Decision)
+    assert (answer.worker_id, answer.why) == ("w2.0", "room")
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-2"), Place(may_wait=False))
+    assert isinstance(answer, Queued)
+    assert (answer.outcome, answer.waiting) == ("full", 1), "that engine is busy by now"
+    await q.world.change(1, prefill_tokens=990)
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-3"), Place(may_wait=False))
+    assert isinstance(answer, Decision)
+    assert answer.worker_id == "w1.0", "its turn has come in time"
+    await q.gone()
+
+
 async def test_who_was_displaced_takes_a_free_engine(q: Queueing) -> None:
     """Though it is dearer, as who comes and finds the queue full."""
     q.world.fleet.limits = QueueLimits(0.1, 2)

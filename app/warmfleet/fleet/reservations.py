@@ -98,8 +98,9 @@ class Place:
 
     tenant: 8 bytes; empty if the request does not use the queue. waited_ms: since the request came. barred: workers
     that can never serve it, kept with its ticket. (A worker that is excluded from one decision because it failed a
-    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it may
-    have no ticket. displaces: if the queue is full it may take the place of another, where that is fair.
+    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it
+    gets no ticket and gives up one that it has. displaces: in a full queue it may take the place of another, if that is
+    fair.
     """
 
     tenant: bytes = NO_TENANT

@@ -18,7 +18,14 @@ from tests.app.replica import replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
 
-from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, Overloaded, WarmfleetError
+from warmfleet.errors import (
+    CancelledReservation,
+    FleetUnavailable,
+    NoWorker,
+    Overloaded,
+    QueueTimeout,
+    WarmfleetError,
+)
 from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
@@ -77,6 +84,7 @@ class Store:
         self.crowded = False  # the full queue leaves a place to a request that may displace another
         self.full: set[str] = set()  # requests that found the queue full
         self.displaced = 0
+        self.may_wait = True  # the last request that asked
         self.standing = Standing.TURN  # of each ticket
         self.asked = 0
         self.booked: set[str] = set()
@@ -89,6 +97,7 @@ class Store:
 
     async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         self.asked += 1
+        self.may_wait = place.may_wait
         name = ask.reservation
         if place.displaces and name in self.full:  # the same question once more
             word = "queue" if self.crowded else "full"
@@ -356,6 +365,40 @@ async def test_a_request_that_loses_its_place_in_the_only_pool_is_decided_once_m
     with pytest.raises(Overloaded):
         await fixture.admit(fixture.job()._replace(homes=()))
     assert fixture.metrics.queue_rejections.labels("displaced", "m#1")._value.get() == 1
+
+
+@pytest.mark.parametrize("pools", [0, 2])
+async def test_at_its_deadline_a_request_takes_whatever_worker_has_room(pools: int) -> None:
+    fixture = Fixture()
+    first, second = fixture.stores["m#1"], fixture.stores["m#2"]
+    first.standing, second.turn_s = Standing.WAITS, 9.0
+
+    def job() -> Job:
+        return fixture.job(patience_s=0.05)._replace(homes=tuple(fixture.pools[:pools]))
+
+    fixture.script("queue book", "queue full")
+    assert (await fixture.admit(job()))[0] == "m#1"
+    assert not first.may_wait, "it takes a dearer worker, and no new ticket"
+    fixture.script("queue full full", "queue full")
+    with pytest.raises(QueueTimeout):
+        await fixture.admit(job())
+    assert fixture.metrics.queue_rejections.labels("deadline", "m#1")._value.get() == 1
+    if pools:
+        fixture.script("queue full full", "queue book")
+        assert (await fixture.admit(job()))[0] == "m#2"
+
+
+async def test_a_client_that_leaves_at_the_deadline_of_its_request_leaves_nothing_behind() -> None:
+    fixture = Fixture()
+    store = fixture.stores["m#1"]
+    store.standing, store.slow_s = Standing.WAITS, 0.2
+    fixture.script("queue book")
+    task = asyncio.create_task(fixture.admit(fixture.job(patience_s=0.05)._replace(homes=())))
+    await poll(lambda: not store.may_wait, 10, "it is decided for the last time")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await fixture.nothing_left()
 
 
 async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_are_identified(
