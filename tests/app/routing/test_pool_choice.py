@@ -18,6 +18,7 @@ from tests.app.replica import replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
 
+from warmfleet.background import upkeep
 from warmfleet.errors import (
     CancelledReservation,
     FleetUnavailable,
@@ -26,7 +27,7 @@ from warmfleet.errors import (
     QueueTimeout,
     WarmfleetError,
 )
-from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
+from warmfleet.fleet import Decision, Fleet, Line, Queued, Renewal, Standing, Weights, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
@@ -85,6 +86,7 @@ class Store:
         self.full: set[str] = set()  # requests that found the queue full
         self.displaced = 0
         self.may_wait = True  # the last request that asked
+        self.answers_no_tell = False
         self.standing = Standing.TURN  # of each ticket
         self.asked = 0
         self.booked: set[str] = set()
@@ -135,7 +137,7 @@ class Store:
 
         def take() -> None:
             self.booked.discard(reservation)
-            on_answer([b"SETTLED"], None)
+            on_answer([b"SETTLED"], FleetUnavailable("no answer") if self.answers_no_tell else None)
 
         asyncio.get_running_loop().call_soon(take)
 
@@ -145,6 +147,9 @@ class Store:
             raise FleetUnavailable("away")
         known = {name: self.standing if name in self.tickets else Standing.UNKNOWN for name in waiting}
         return Line(len(self.tickets), self.work_s, known)
+
+    async def settle(self, reservation: str, _outcome: Outcome) -> None:
+        self.booked.discard(reservation)
 
     async def workers(self) -> list[WorkerView]:
         return []
@@ -365,6 +370,48 @@ async def test_a_request_that_loses_its_place_in_the_only_pool_is_decided_once_m
     with pytest.raises(Overloaded):
         await fixture.admit(fixture.job()._replace(homes=()))
     assert fixture.metrics.queue_rejections.labels("displaced", "m#1")._value.get() == 1
+
+
+@pytest.mark.parametrize("told", ["before it is booked anew", "after that"])
+async def test_the_end_of_a_booking_that_was_given_up_ends_no_later_one_of_the_same_request(told: str) -> None:
+    fixture = Fixture()
+    first, second, *_ = fixture.stores.values()
+    pool = fixture.pools[1]
+    first.turn_s, second.turn_s, second.answers_no_tell = 0.1, 9.0, True
+    fixture.script("queue " * 400, "queue " + "book " * 400)
+
+    async def becomes_dear() -> None:
+        await poll(lambda: bool(pool.reservations.outcomes()), 10, "a booking of the second pool was given up")
+        first.turn_s, second.answers_no_tell = 9.0, False
+
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    await asyncio.gather(fixture.choice.admit(job, attempt), becomes_dear())
+    assert attempt.pool is pool
+    if told == "after that":
+        fixture.attempts._telling += 1
+        fixture.attempts._told(pool, attempt.reservation, "unsent", None, FleetUnavailable("no answer"))
+    assert pool.reservations.outcomes() == []
+    await upkeep.tell_again(Pools(fixture.pools))
+    assert attempt.reservation in second.booked
+    attempt.release("finished")
+    await fixture.nothing_left()
+
+
+async def test_no_end_is_told_of_a_request_that_is_booked_anew_during_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture, told = Fixture(), list[str]()
+    kept = fixture.pools[0].reservations
+    for name in ("wf-1", "wf-2"):
+        kept.keep_outcome(name, "unsent")
+
+    async def settle(_: Store, reservation: str, _outcome: Outcome) -> None:
+        told.append(reservation)
+        kept.add(Renewal("wf-2", "w", 1, 1))
+
+    monkeypatch.setattr(Store, "settle", settle)
+    await upkeep.tell_again(Pools(fixture.pools))
+    assert told == ["wf-1"]
 
 
 @pytest.mark.parametrize("pools", [0, 2])
