@@ -629,6 +629,11 @@ async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_
     job, _ = await fixture.choice.admit(job, attempt)
     attempt.release("finished")
     assert (asked, job.pool.tag, job.prompt.prompt_tokens) == (["m#2"], "m#2", 99)
+    fixture.stores["m#2"].turn_s = 9.0
+    fixture.script("queue queue queue book", "queue full full full")
+    assert (await fixture.admit())[0] == "m#1"
+    assert fixture.stores["m#2"].asked == 5
+    assert asked == ["m#2", "m#2"], "once for each request, however often it is asked about"
     await fixture.nothing_left()
 
 

@@ -126,6 +126,7 @@ class _Choosing:
         #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
+        self._jobs = {job.pool: job}  # as the workers of each pool that was asked have the job
         self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
@@ -274,16 +275,19 @@ class _Choosing:
                 task.result()  # raises a bug of ours
 
     async def _at(self, pool: Pool) -> Job:
-        """The job as the workers of this pool have it."""
-        first = self._first
-        if pool is first.pool:
-            return first
+        """The job as the workers of this pool have it. It is identified once, however long it waits."""
+        known, first = self._jobs.get(pool), self._first
+        if known is not None:
+            return known
         prompt = same_in(first.prompt, first.request, first.pool.view, pool.view)
         if prompt is not None:
-            return first._replace(pool=pool, prompt=prompt)
-        identify = self._choice.identifier.identify
-        prompt = await identify(pool, first.request, first.body, first.call.headers)
-        return first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
+            job = first._replace(pool=pool, prompt=prompt)
+        else:
+            identify = self._choice.identifier.identify
+            prompt = await identify(pool, first.request, first.body, first.call.headers)
+            job = first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
+        self._jobs[pool] = job
+        return job
 
     def _take(self, attempt: Attempt, best: _Asked, asked: Sequence[_Asked]) -> Decision | Queued:
         """Let the best answer stand, and cancel what the other pools booked."""
