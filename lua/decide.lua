@@ -17,9 +17,10 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
       joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
       0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
-      last), waited_ms (so far), may_wait (0: it gets no ticket), barred (those of exclude that can never serve
-      it, kept with its ticket: not a worker that only failed a moment ago), limits (of the client's key, packed; empty:
-      it has none; one byte more: they have let the request in before),
+      last), waited_ms (so far), may_wait (0: it has no ticket afterwards; 1: it gets one, in a full queue the place of
+      another if that is fair; 2: it gets one if the queue has a place left), barred (those of exclude that can never
+      serve it, kept with its ticket: not a worker that only failed a moment ago), limits (of the client's key, packed;
+      empty: it has none; one byte more: they have let the request in before),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
@@ -135,7 +136,7 @@ if s.waits then
   waits, chosen, served = wait_turn(s, w, everybody, queue2_key, leases_key, id, now_us, replica, {
     priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, rows = all,
     waited_ms = waited_ms, prefix = prefix, per_minute = per_minute,
-    queue_max = may_wait == "1" and replica.queue_max or 0, dry = mode == MODE_DRY,
+    queue_max = may_wait ~= "0" and replica.queue_max or 0, displaces = may_wait == "1", dry = mode == MODE_DRY,
   })
   if waits and mode ~= MODE_DRY then return waits end
   s.waits, s.turn_s = waits ~= nil, waits and waits[4]

@@ -97,6 +97,19 @@ async def test_what_nobody_keeps_expires(world: World) -> None:
     assert names[1] not in await counted(world)
 
 
+async def test_the_key_of_a_client_expires_with_its_last_request(world: World) -> None:
+    key = f"{world.keys.prefix}client:{LIMITS.tag}"
+    await admit(world.fleet, first := name_of())
+    assert 29_000 < await world.store.pttl(key) <= 30_000, "a lease lives so long"
+    seconds, _ = await world.store.time()
+    await cast("Any", world.store.zadd(key, {first: 1_000 * (seconds + 90)}))
+    await admit(world.fleet, second := name_of())
+    assert 88_000 < await world.store.pttl(key) <= 91_000, "another one lives longer"
+    for name in (first, second):
+        await end(world.fleet, name)
+    assert not await world.store.exists(key)
+
+
 async def test_what_redis_lost_counts_again_when_it_is_kept(world: World) -> None:
     name = name_of()
     await admit(world.fleet, name)

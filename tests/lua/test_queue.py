@@ -269,6 +269,20 @@ async def test_who_may_not_wait_takes_nobodys_place(q: Queueing) -> None:
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
+async def test_who_displaces_nobody_waits_only_where_there_is_a_place(q: Queueing) -> None:
+    q.world.fleet.limits = QueueLimits(0.1, 4)
+    many = [ticket(f"m{number}") for number in range(3)]
+    for one in many:
+        await booked(q, one)
+    answers = []
+    for name in ("wf-1", "wf-2"):
+        ask = q.world.ask(reservation=name, extra_tokens=100)
+        answers.append(await q.world.fleet.decide_in_turn(ask, Place(b"other000", displaces=False)))
+    assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued", "full"]
+    line = await q.world.fleet.poll([one.reservation for one in many])
+    assert [*line.standings.values()] == [Standing.WAITS] * 3
+
+
 async def test_who_asks_only_is_told_that_it_would_wait(q: Queueing) -> None:
     _, _, seen = await q.world.fleet.consider(q.world.ask(extra_tokens=100))
     assert seen.waits, "saturated"
@@ -498,6 +512,41 @@ async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: Queueing) -
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
     await q.gone()
+
+
+async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket(q: Queueing) -> None:
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    for name in ("wf-1", "wf-2", "wf-3"):
+        answer = await q.world.fleet.decide_in_turn(replace(asks, reservation=name), Place())
+        assert isinstance(answer, Queued), "to wait for the engine that holds its prompt is cheaper"
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-1"), Place(may_wait=False))
+    assert isinstance(answer, Decision)
+    assert (answer.worker_id, answer.why) == ("w2.0", "room")
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-2"), Place(may_wait=False))
+    assert isinstance(answer, Queued)
+    assert (answer.outcome, answer.waiting) == ("full", 1), "that engine is busy by now"
+    await q.world.change(1, prefill_tokens=990)
+    answer = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-3"), Place(may_wait=False))
+    assert isinstance(answer, Decision)
+    assert answer.worker_id == "w1.0", "its turn has come in time"
+    await q.gone()
+
+
+async def test_who_was_displaced_takes_a_free_engine(q: Queueing) -> None:
+    """Though it is dearer, as who comes and finds the queue full."""
+    q.world.fleet.limits = QueueLimits(0.1, 2)
+    await q.world.worker(2)
+    asks = await holding(q, 1, blocks=600)
+    for name, tenant in (("m0", b"many0000"), ("m1", b"many0000"), ("o", b"other000")):
+        answer = await q.world.fleet.decide_in_turn(replace(asks, reservation=f"wf-{name}"), Place(tenant))
+        assert isinstance(answer, Queued)
+        assert answer.outcome == "queued"
+    displaced = await q.world.fleet.decide_in_turn(replace(asks, reservation="wf-m1"), Place(b"many0000"))
+    assert isinstance(displaced, Decision)
+    assert (displaced.worker_id, displaced.why) == ("w2.0", "room")
+    line = await q.world.fleet.poll(["wf-m0", "wf-o"])
+    assert [*line.standings.values()] == [Standing.WAITS] * 2
 
 
 async def test_a_prompt_that_becomes_cached_goes_ahead(q: Queueing) -> None:

@@ -50,6 +50,8 @@ async def tell_again(pools: Pools) -> None:
 
     async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():
+            if reservation in pool.reservations:
+                continue  # booked anew during the calls for others
             await pool.fleet.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
 

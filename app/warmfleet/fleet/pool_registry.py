@@ -108,7 +108,8 @@ class PoolRegistry:
 async def clear(fleet: Fleet, *, shared: bool) -> None:
     """Delete all keys of the pool. shared: it has the name of its served model, whose registry stays.
 
-    What is left expires by itself: the tokens that clients have used. May be called again. Raises FleetUnavailable.
+    What is left expires by itself: what clients with limits have in flight, and the tokens that they have used. May be
+    called again. Raises FleetUnavailable.
     """
     keys, redis = fleet.keys, fleet.redis
     with redis_errors():

@@ -98,8 +98,9 @@ class Place:
 
     tenant: 8 bytes; empty if the request does not use the queue. waited_ms: since the request came. barred: workers
     that can never serve it, kept with its ticket. (A worker that is excluded from one decision because it failed a
-    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it may
-    have no ticket, and may take the place of no other.
+    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it
+    gets no ticket and gives up one that it has. displaces: in a full queue it may take the place of another, if that is
+    fair.
     """
 
     tenant: bytes = NO_TENANT
@@ -107,11 +108,19 @@ class Place:
     waited_ms: int = 0
     barred: tuple[str, ...] = ()
     may_wait: bool = True
+    displaces: bool = True
 
     @property
     def priority_class(self) -> int:
         """0 (served first) to 15."""
         return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
+
+    @property
+    def may_wait_code(self) -> int:
+        """``may_wait`` and ``displaces`` in a number, as lua/decide.lua takes it."""
+        if not self.may_wait:
+            return 0
+        return 1 if self.displaces else 2
 
 
 NO_PLACE = Place(tenant=b"")  # of a request that neither waits nor gives way to waiting requests
@@ -406,7 +415,7 @@ class Reservations(ScriptClient):
             pack_bytes(place.tenant),
             PACKED[place.priority_class],
             pack_int(place.waited_ms),
-            PACKED[place.may_wait],
+            PACKED[place.may_wait_code],
             pack_names(place.barred),
             ask.limits.packed if ask.limits is not None else NOTHING,
         ]

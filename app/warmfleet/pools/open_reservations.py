@@ -30,8 +30,9 @@ class OpenReservations:
         return reservation in self._open
 
     def add(self, renewal: Renewal) -> None:
-        """Keep a reservation that was just booked."""
+        """Keep a reservation that was just booked, and no outcome of an earlier booking under its id."""
         self._open[renewal.reservation] = renewal
+        self._outcomes.pop(renewal.reservation, None)
 
     def prefill_done(self, reservation: str) -> bool:
         """Renew no prefill of this reservation from now on. False if its prefill is done already, or it is not open."""
@@ -54,8 +55,12 @@ class OpenReservations:
         return self._open.get(reservation)
 
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
-        """Remember an outcome that Redis did not take, so that a background round repeats it for KEPT_S."""
-        if len(self._outcomes) < MAX_OUTCOMES:
+        """Remember an outcome that Redis did not take, so that a background round repeats it for KEPT_S.
+
+        Not if the reservation is open: a request that waits in another pool may be booked here a second time, under the
+        same id, and the outcome is that of the first time.
+        """
+        if reservation not in self._open and len(self._outcomes) < MAX_OUTCOMES:
             self._outcomes[reservation] = outcome, time.monotonic() + KEPT_S
 
     def outcomes(self) -> list[tuple[str, Outcome]]:

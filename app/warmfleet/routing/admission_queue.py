@@ -80,19 +80,23 @@ class AdmissionQueue:
             while isinstance(answer, Queued):
                 pool = attempt.pool  # where the ticket is now: a decision may have left one pool's line for another's
                 with self._metrics.queued.labels(pool.tag).track_inprogress():
-                    await self._turn(pool, attempt.reservation, deadline, answer)
+                    standing = await self._turn(pool, attempt.reservation, deadline)
+                    if standing is None:
+                        return await self._last_look(pool, job, attempt, decide)
                     answer = await decide(job, attempt, may_wait=may_wait)
-                    self._check_ticket(attempt.pool, answer, may_wait=may_wait)
+                    displaced = standing is Standing.DISPLACED
+                    self._check_ticket(attempt.pool, answer, may_wait=may_wait, displaced=displaced)
                     if isinstance(answer, Queued) and attempt.avoided:
                         await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
         finally:
             self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer
 
-    def _check_ticket(self, pool: Pool, answer: Decision | Queued, *, may_wait: bool) -> None:
-        """Raises Overloaded if the request must wait but got no ticket."""
+    def _check_ticket(self, pool: Pool, answer: Decision | Queued, *, may_wait: bool, displaced: bool = False) -> None:
+        """Raises Overloaded if the request must wait but got no ticket. displaced: it had one."""
         if isinstance(answer, Queued) and answer.outcome != "queued":
-            raise self._refusal(pool, answer.outcome if may_wait else "bytes", answer.work_s)
+            reason = "displaced" if displaced else answer.outcome
+            raise self._refusal(pool, reason if may_wait else "bytes", answer.work_s)
 
     def _take_room(self, flow: bytes, size: int) -> bool:
         """Take room for a body of ``size`` bytes; False if there is not enough.
@@ -115,19 +119,26 @@ class AdmissionQueue:
         else:
             self._tenant_bytes.pop(flow, None)
 
-    async def _turn(self, pool: Pool, ticket: str, deadline: float, queued: Queued) -> None:
-        """Return when the ticket's request should ask for a decision again. deadline: by the event loop's clock.
+    async def _turn(self, pool: Pool, ticket: str, deadline: float) -> Standing | None:
+        """Return the ticket's standing when its request should ask for a decision again, or None at the deadline.
 
-        Raises Overloaded if another request took the ticket's place, and QueueTimeout at the deadline.
+        deadline: by the event loop's clock.
         """
         try:
             async with asyncio.timeout_at(deadline):
-                standing = await self._tickets.wait(pool, ticket)
+                return await self._tickets.wait(pool, ticket)
         except TimeoutError:
-            work_s = self._tickets.work_s(pool) or queued.work_s
-            raise self._refusal(pool, "deadline", work_s) from None
-        if standing is Standing.DISPLACED:
-            raise self._refusal(pool, "displaced", self._tickets.work_s(pool))
+            return None
+
+    async def _last_look(self, pool: Pool, job: Job, attempt: Attempt, decide: Decide) -> Decision:
+        """Any worker with room, now that the request may wait no longer for the one that suits it.
+
+        Raises QueueTimeout if there is none.
+        """
+        answer = await decide(job, attempt, may_wait=False)
+        if isinstance(answer, Queued):
+            raise self._refusal(pool, "deadline", self._tickets.work_s(pool) or answer.work_s)
+        return answer
 
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
         """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: seconds of prefill in the queue."""

@@ -58,8 +58,12 @@ class Decider:
         self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
         self._of_model = cache(partial(_OfModel.of, metrics))
 
-    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool, alone: bool = True) -> Decision | Queued:
-        """Choose a worker, or take a ticket if that has no room yet. may_wait: the queue has room for the body.
+    async def decide(
+        self, job: Job, attempt: Attempt, *, may_wait: bool, displaces: bool = True, alone: bool = True
+    ) -> Decision | Queued:
+        """Choose a worker, or take a ticket if that has no room yet.
+
+        may_wait: the queue has room for the body. displaces: in a full queue the ticket may take the place of another.
 
         A request that waits goes on waiting over a short silence of Redis, and is decided without Redis after that.
 
@@ -76,7 +80,7 @@ class Decider:
             if alone:
                 return await self.without_redis(job, attempt, "open")
         attempt.asks()
-        ask, place, rings = _question(job, attempt, exclude, may_wait=may_wait)
+        ask, place, rings = _question(job, attempt, exclude, may_wait=may_wait, displaces=displaces)
         tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         try:
             answer = await pool.fleet.decide_in_turn(ask, place, tell=tell)
@@ -180,12 +184,12 @@ class Decider:
 
 
 def _question(
-    job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool
+    job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool, displaces: bool
 ) -> tuple[Ask, Place, Mapping[str, tuple[str, ...]] | None]:
     """What Redis is asked, where the request may wait, and the hash rings for a decision that is logged."""
     pool, call = job.pool, job.call
     waited_ms = round(1_000 * (attempt.asked_at - call.received_at))
-    place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait)
+    place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait, displaces=displaces)
     order = pool.policy.order(pool.view, job.request, call.hints.session)
     rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
     limits = None if job.homes else call.limits  # of several pools one counts: routing/clients/counting

@@ -10,14 +10,14 @@ Takes the candidates of this request after the choice (decide/cost_rule), and th
 candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
 replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
 (of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
-ticket and takes nobody's place), prefix of the keys, per_minute (tokens, if its client has such a limit), dry (nothing
-is written).
+ticket, gives up one that it has, and takes nobody's place), displaces (in a full queue it may take the place of
+another), prefix of the keys, per_minute (tokens, if its client has such a limit), dry (nothing is written).
 Sets s.room (seconds of room by candidate) if the request is not to wait, else s.turn_at (the candidate of its price).
-Returns the answer {QUEUED, FULL or DISPLACED, tickets, ms of work in them, price of the turn in seconds, tokens of the
-prompt that the worker of this price holds}; or nil, the candidate (another than the choice if that has no room), and a
-function to call when the request is booked, with the tokens of work that it makes. The price of the turn is that by
-which a ticket finds its worker (shared/room_left), with this request's share of the work that is served before its
-ticket; 0 if it got none. By it a router compares two pools.
+Returns the answer {QUEUED, FULL or DISPLACED (another took its place, and none is left), tickets, ms of work in them,
+price of the turn in seconds, tokens of the prompt that the worker of this price holds}; or nil, the candidate (another
+than the choice if that has no room), and a function to call when the request is booked, with the tokens of work that it
+makes. The price of the turn is that by which a ticket finds its worker (shared/room_left), with this request's share of
+the work that is served before its ticket; 0 if it got none. By it a router compares two pools.
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
@@ -69,10 +69,10 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   -- The first write frees memory: a full Redis then allows the writes after it.
   if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
-  local ticket = queue.find(id)
-  if ticket == queue.DISPLACED then
+  local ticket, refusal = queue.find(id), "FULL"
+  if ticket == queue.DISPLACED then -- it comes anew: by now there may be a place, or an engine with room
     queue.leave(id)
-    return answer("DISPLACED")
+    ticket, refusal = nil, "DISPLACED"
   end
   request.prices, request.named, request.size_us, own_s = prices(s)
   request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
@@ -81,28 +81,34 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     queue.review(id, ticket, request)
   else
     local most = request.queue_max
-    if queue.waiting() >= most and (most == 0 or not queue.displace(flow)) then
+    if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
       -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
       local left, own = room()
       queue.turns(left, MAX_TURNS)
       s.room = own()
       local free = with_room(s, w, s.room)
-      if not free then return answer("FULL") end
+      if not free then return answer(refusal) end
       return nil, free, function() end
     end
     queue.enter(id, flow, request)
   end
   local left, own = room()
   local turn_s, matched = price(left)
-  if not with_room(s, w, own()) then return answer("QUEUED", turn_s, matched) end
+  local may_wait = request.queue_max > 0
+  local function stays()
+    if may_wait then return answer("QUEUED", turn_s, matched) end
+    queue.leave(id)
+    return answer("FULL")
+  end
+  if not with_room(s, w, own()) then return stays() end
   local mine = queue.turns(left, MAX_TURNS, id)[id]
-  if not mine then return answer("QUEUED", turn_s, matched) end
-  local free = own()
+  if not mine and may_wait then return stays() end
+  local free = own() -- if it may wait no longer, and it is not its turn: what those who wait have left, dearer or not
   s.room = free
   for i = 1, s.count do
-    if s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken
+    if mine and s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken
   end
   local chosen = with_room(s, w, free)
-  if not chosen then return answer("QUEUED", turn_s, matched) end
+  if not chosen then return stays() end
   return nil, chosen, function(work) queue.leave(id, math.max(work, 1), LAG_S * s.median) end
 end

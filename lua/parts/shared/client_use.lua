@@ -2,8 +2,9 @@
 shared/client_use: what a client whose key has limits uses of them: its requests in flight, and tokens.
 
 Guarantee: a request is in flight while it has an open lease or a ticket in the queue, and for no longer than the
-expiry of these, whatever becomes of its replica. Used tokens are paid back continuously at the rate of the limit; the
-record expires when all are paid back and no request of the client was decided, renewed or ended for two minutes.
+expiry of these, whatever becomes of its replica; the record of these requests expires with the last of them. Used
+tokens are paid back continuously at the rate of the limit; their record expires when all are paid back and no request
+of the client was decided, renewed or ended for two minutes.
 Takes the key prefix, the id of a reservation (the client's tag is at its end), and the server's time in ms. Returns the
 functions below. A caller makes them only for an id that has a tag.
 --]]
@@ -20,7 +21,11 @@ return function(prefix, id, now)
     return call("ZCARD", open)
   end
   function client.counts() return (tonumber(call("ZSCORE", open, id)) or 0) > now end
-  function client.hold(expires_ms) call("ZADD", open, exact(expires_ms), id) end
+  function client.hold(expires_ms)
+    call("ZADD", open, exact(expires_ms), id)
+    local last_ms = call("ZREVRANGE", open, 0, 0, "WITHSCORES")[2]
+    call("EXPIRE", open, math.ceil((last_ms - now) / 1000)) -- where nobody counts any more, nobody takes members out
+  end
   function client.let_go() return call("ZREM", open, id) == 1 end
 
   local function write(used, at, rate)

@@ -135,7 +135,7 @@ CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_
     ask=st.builds(
         Ask, st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)
     ),
-    place=st.builds(Place, st.binary(max_size=8), st.integers(), NUMBERS, NAMES, may_wait=st.booleans()),
+    place=st.builds(Place, st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
     mode=st.sampled_from(Mode),
 )
 def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, place: Place, mode: Mode) -> None:
@@ -158,7 +158,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, p
         tenant=place.tenant,
         priority=place.priority_class,
         waited_ms=place.waited_ms,
-        may_wait=int(place.may_wait),
+        may_wait=(1 if place.displaces else 2) if place.may_wait else 0,
         barred=",".join(place.barred),
         limits=b"",
     )

@@ -18,8 +18,16 @@ from tests.app.replica import replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
 
-from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, Overloaded, WarmfleetError
-from warmfleet.fleet import Decision, Fleet, Line, Queued, Standing, Weights, connect
+from warmfleet.background import upkeep
+from warmfleet.errors import (
+    CancelledReservation,
+    FleetUnavailable,
+    NoWorker,
+    Overloaded,
+    QueueTimeout,
+    WarmfleetError,
+)
+from warmfleet.fleet import Decision, Fleet, Line, Queued, Renewal, Standing, Weights, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
@@ -74,6 +82,12 @@ class Store:
         self.slow_s = 0.0
         self.late_s = 0.2
         self.away = False
+        self.crowded = False  # the full queue leaves a place to a request that may displace another
+        self.full: set[str] = set()  # requests that found the queue full
+        self.displaced = 0
+        self.may_wait = True  # the last request that asked
+        self.answers_no_tell = False
+        self.standing = Standing.TURN  # of each ticket
         self.asked = 0
         self.booked: set[str] = set()
         self.tickets: set[str] = set()
@@ -85,8 +99,13 @@ class Store:
 
     async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
         self.asked += 1
-        word = self.words.pop(0) if self.words else "book"
+        self.may_wait = place.may_wait
         name = ask.reservation
+        if place.displaces and name in self.full:  # the same question once more
+            word = "queue" if self.crowded else "full"
+            self.displaced += self.crowded
+        else:
+            word = self.words.pop(0) if self.words else "book"
         if word == "queue" and not place.may_wait:
             word = "full"
         if word in ("book", "late"):
@@ -96,6 +115,7 @@ class Store:
             self.tickets.add(name)
         elif word == "full":
             self.tickets.discard(name)
+            self.full.add(name)
         await asyncio.sleep(self.late_s if word == "late" else self.slow_s)
         if word == "none":
             raise NoWorker("none")
@@ -117,7 +137,7 @@ class Store:
 
         def take() -> None:
             self.booked.discard(reservation)
-            on_answer([b"SETTLED"], None)
+            on_answer([b"SETTLED"], FleetUnavailable("no answer") if self.answers_no_tell else None)
 
         asyncio.get_running_loop().call_soon(take)
 
@@ -125,8 +145,11 @@ class Store:
         self.tickets -= {*leaving}
         if self.away:
             raise FleetUnavailable("away")
-        known = {name: Standing.TURN if name in self.tickets else Standing.UNKNOWN for name in waiting}
+        known = {name: self.standing if name in self.tickets else Standing.UNKNOWN for name in waiting}
         return Line(len(self.tickets), self.work_s, known)
+
+    async def settle(self, reservation: str, _outcome: Outcome) -> None:
+        self.booked.discard(reservation)
 
     async def workers(self) -> list[WorkerView]:
         return []
@@ -292,10 +315,137 @@ async def test_full_everywhere_is_refused() -> None:
     fixture.script("full", "full", "full", "book")
     with pytest.raises(Overloaded):
         await fixture.admit()
-    assert fixture.asked() == [1, 1, 1, 0]
+    assert fixture.asked() == [2, 2, 2, 0]
     fixture.script("book", "ended")
     with pytest.raises(CancelledReservation):
         await fixture.admit()
+
+
+async def test_a_request_displaces_another_only_if_every_pool_that_was_asked_is_full() -> None:
+    fixture = Fixture()
+    first, second, *_ = fixture.stores.values()
+    for store in fixture.stores.values():
+        store.crowded = True
+    fixture.script("full", "book")
+    assert (await fixture.admit())[0] == "m#2"
+    fixture.script("full", "full", "queue book")
+    assert (await fixture.admit())[0] == "m#3", "a place that is free costs nobody his"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 0, 0, 0]
+    first.crowded = False
+    fixture.script("full", "full book", "full", "book")
+    assert (await fixture.admit())[0] == "m#2", "the tenant of the request has the longest line of the first"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
+    second.crowded = first.crowded = True
+    fixture.script("full", "full", "full", "book")
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    _, answer = await fixture.choice.decide(job, attempt)
+    assert isinstance(answer, Queued), "a request that may not wait takes nobody's place"
+    assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
+    attempt.release("failed")
+    await fixture.nothing_left()
+
+
+@pytest.mark.parametrize("standing", [Standing.DISPLACED, Standing.UNKNOWN])
+async def test_a_request_that_loses_its_place_in_one_pool_is_served_by_another(standing: Standing) -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].standing = standing
+    fixture.stores["m#2"].turn_s = 9.0
+    fixture.script("queue full full", "queue book")
+    assert (await fixture.admit())[0] == "m#2"
+    fixture.script("queue full full", "queue full", "queue book")
+    assert (await fixture.admit())[0] == "m#3"
+    fixture.script("queue full full", "queue full", "full")
+    with pytest.raises(Overloaded):
+        await fixture.admit()
+    reason = "displaced" if standing is Standing.DISPLACED else "full"
+    assert fixture.metrics.queue_rejections.labels(reason, "m#1")._value.get() == 1
+
+
+async def test_a_request_that_loses_its_place_in_the_only_pool_is_decided_once_more() -> None:
+    fixture = Fixture()
+    fixture.stores["m#1"].standing = Standing.DISPLACED
+    fixture.script("queue book")
+    assert (await fixture.admit(fixture.job()._replace(homes=())))[0] == "m#1"
+    fixture.script("queue full")
+    with pytest.raises(Overloaded):
+        await fixture.admit(fixture.job()._replace(homes=()))
+    assert fixture.metrics.queue_rejections.labels("displaced", "m#1")._value.get() == 1
+
+
+@pytest.mark.parametrize("told", ["before it is booked anew", "after that"])
+async def test_the_end_of_a_booking_that_was_given_up_ends_no_later_one_of_the_same_request(told: str) -> None:
+    fixture = Fixture()
+    first, second, *_ = fixture.stores.values()
+    pool = fixture.pools[1]
+    first.turn_s, second.turn_s, second.answers_no_tell = 0.1, 9.0, True
+    fixture.script("queue " * 400, "queue " + "book " * 400)
+
+    async def becomes_dear() -> None:
+        await poll(lambda: bool(pool.reservations.outcomes()), 10, "a booking of the second pool was given up")
+        first.turn_s, second.answers_no_tell = 9.0, False
+
+    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
+    await asyncio.gather(fixture.choice.admit(job, attempt), becomes_dear())
+    assert attempt.pool is pool
+    if told == "after that":
+        fixture.attempts._telling += 1
+        fixture.attempts._told(pool, attempt.reservation, "unsent", None, FleetUnavailable("no answer"))
+    assert pool.reservations.outcomes() == []
+    await upkeep.tell_again(Pools(fixture.pools))
+    assert attempt.reservation in second.booked
+    attempt.release("finished")
+    await fixture.nothing_left()
+
+
+async def test_no_end_is_told_of_a_request_that_is_booked_anew_during_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture, told = Fixture(), list[str]()
+    kept = fixture.pools[0].reservations
+    for name in ("wf-1", "wf-2"):
+        kept.keep_outcome(name, "unsent")
+
+    async def settle(_: Store, reservation: str, _outcome: Outcome) -> None:
+        told.append(reservation)
+        kept.add(Renewal("wf-2", "w", 1, 1))
+
+    monkeypatch.setattr(Store, "settle", settle)
+    await upkeep.tell_again(Pools(fixture.pools))
+    assert told == ["wf-1"]
+
+
+@pytest.mark.parametrize("pools", [0, 2])
+async def test_at_its_deadline_a_request_takes_whatever_worker_has_room(pools: int) -> None:
+    fixture = Fixture()
+    first, second = fixture.stores["m#1"], fixture.stores["m#2"]
+    first.standing, second.turn_s = Standing.WAITS, 9.0
+
+    def job() -> Job:
+        return fixture.job(patience_s=0.05)._replace(homes=tuple(fixture.pools[:pools]))
+
+    fixture.script("queue book", "queue full")
+    assert (await fixture.admit(job()))[0] == "m#1"
+    assert not first.may_wait, "it takes a dearer worker, and no new ticket"
+    fixture.script("queue full full", "queue full")
+    with pytest.raises(QueueTimeout):
+        await fixture.admit(job())
+    assert fixture.metrics.queue_rejections.labels("deadline", "m#1")._value.get() == 1
+    if pools:
+        fixture.script("queue full full", "queue book")
+        assert (await fixture.admit(job()))[0] == "m#2"
+
+
+async def test_a_client_that_leaves_at_the_deadline_of_its_request_leaves_nothing_behind() -> None:
+    fixture = Fixture()
+    store = fixture.stores["m#1"]
+    store.standing, store.slow_s = Standing.WAITS, 0.2
+    fixture.script("queue book")
+    task = asyncio.create_task(fixture.admit(fixture.job(patience_s=0.05)._replace(homes=())))
+    await poll(lambda: not store.may_wait, 10, "it is decided for the last time")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await fixture.nothing_left()
 
 
 async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_are_identified(
@@ -479,6 +629,11 @@ async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_
     job, _ = await fixture.choice.admit(job, attempt)
     attempt.release("finished")
     assert (asked, job.pool.tag, job.prompt.prompt_tokens) == (["m#2"], "m#2", 99)
+    fixture.stores["m#2"].turn_s = 9.0
+    fixture.script("queue queue queue book", "queue full full full")
+    assert (await fixture.admit())[0] == "m#1"
+    assert fixture.stores["m#2"].asked == 5
+    assert asked == ["m#2", "m#2"], "once for each request, however often it is asked about"
     await fixture.nothing_left()
 
 

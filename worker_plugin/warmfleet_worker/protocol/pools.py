@@ -4,8 +4,9 @@ A served model ``llama`` has one pool ``llama``, or several: ``llama``, ``llama#
 of a fleet for itself. The two hashes here are the only keys that belong to the served model as a whole, and have its
 name without ``#`` in their braces:
 
-- ``pools``, the registry: a pool's tag -> its state. Only ``warmfleet pools`` writes it. Without it the model has the
-  pools that each router's WARMFLEET_MODELS names.
+- ``pools``, the registry: a pool's tag -> its state. ``warmfleet pools`` writes it; if Redis has lost it,
+  routers write it back as they read it last. Without it the model has the pools that each router's WARMFLEET_MODELS
+  names.
 - ``placement``: a server's name -> its pool and its capacity. Each server writes its own field.
 """
 

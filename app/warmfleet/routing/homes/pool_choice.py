@@ -1,9 +1,10 @@
 """Chooses the pool of a job whose model has several of them.
 
 The two home pools of the prompt are asked at once. Each decides exactly, among its own workers, and books; the cheaper
-booking stands, the other one is cancelled before the request is sent. Pools that are away, without a worker or full are
-passed over. A worker is chosen without Redis if no pool can be asked, or if all that can be are full: the workers of
-a pool that is away may have nothing to do meanwhile.
+booking stands, the other one is cancelled before the request is sent. Pools that are away or without a worker are
+passed over; if both home pools are full, one more pool is asked. A worker is chosen without Redis if no pool can be
+asked, or if all that can be are full: the workers of a pool that is away may have nothing to do meanwhile. A request
+takes the place of another in a full queue only if all pools that were asked are full.
 
 A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
 wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
@@ -88,9 +89,12 @@ class _Asked:
         self.answer: Decision | Queued | None = None
         self.error: WarmfleetError | None = None
 
-    async def ask(self, decider: Decider, *, may_wait: bool) -> None:
+    async def ask(self, decider: Decider, *, may_wait: bool, displaces: bool = False) -> None:
+        self.answer = None
         try:
-            self.answer = await decider.decide(self.job, self.attempt, may_wait=may_wait, alone=False)
+            self.answer = await decider.decide(
+                self.job, self.attempt, may_wait=may_wait, displaces=displaces, alone=False
+            )
         except WarmfleetError as error:
             self.error = error
 
@@ -122,6 +126,7 @@ class _Choosing:
         #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
+        self._jobs = {job.pool: job}  # as the workers of each pool that was asked have the job
         self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
@@ -152,13 +157,28 @@ class _Choosing:
                 return idle or self._take(attempt, chosen, asked)
             if sum(one.answer is not None for one in asked) >= MOST_ASKED:
                 break
-        full = next((one for one in asked if isinstance(one.answer, Queued)), None)
-        if full is not None and full.answer is not None:
-            idle = await self._worker_of_pool_away(attempt, full.job.pool, None)
-            if idle is None:
-                attempt.take_over(full.attempt)  # so the log and the metrics name the pool that refuses the request
-            return idle or full.answer
+        if any(isinstance(one.answer, Queued) for one in asked):
+            return await self._all_full(attempt, asked, may_wait=may_wait)
         return await self._without_redis(attempt, asked)
+
+    async def _all_full(self, attempt: Attempt, asked: Sequence[_Asked], *, may_wait: bool) -> Decision | Queued:
+        """A worker of a pool that is away, or a place that another request leaves to this one, or else a refusal.
+
+        Only now may the request displace another: before, a pool may have had a worker or a place for it.
+        """
+        full = [(one, one.answer) for one in asked if isinstance(one.answer, Queued)]
+        idle = await self._worker_of_pool_away(attempt, full[0][0].job.pool, None)
+        if idle is not None:
+            return idle
+        for one, _ in full if may_wait else ():
+            await one.ask(self._choice.decider, may_wait=True, displaces=True)
+            self._pass_over_failed([one])
+            _raise_refusal([one])
+            if one.offer is not None:
+                return self._take(attempt, one, asked)
+        refusing, refusal = full[0]
+        attempt.take_over(refusing.attempt)  # so the log and the metrics name the pool that refuses the request
+        return refusal
 
     async def _counted(self, attempt: Attempt) -> Counted | None:
         """Have the request counted for its client; None if that has no limits."""
@@ -173,7 +193,11 @@ class _Choosing:
         return attempt.counted
 
     async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
-        """Ask again in the pool where the attempt has a ticket; None if that is lost, or its pool is away."""
+        """Ask again in the pool where the attempt has a ticket.
+
+        None if its pool is away, or has no place left: the ticket was displaced, or expired and found the queue full.
+        Then the request is decided as if it came now.
+        """
         own = _Asked(self.job, attempt)
         if attempt.pool.degraded.asks_redis or attempt.keeps_place:
             await own.ask(self._choice.decider, may_wait=may_wait)
@@ -181,9 +205,8 @@ class _Choosing:
             return self._stands(attempt, own.answer)
         if own.line is None:
             _raise_refusal([own])
-            if own.answer is not None:  # its place went to another request
-                return await self._worker_of_pool_away(attempt, attempt.pool, None) or own.answer
-            self._pass_over(attempt.pool, own.error)
+            if own.answer is None:
+                self._pass_over(attempt.pool, own.error)
             attempt.withdraw()
             return None
         others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool and not pool.draining]
@@ -216,7 +239,7 @@ class _Choosing:
         self._note(pool, reason)
 
     async def _ask(self, attempt: Attempt, pools: Sequence[Pool], *, may_wait: bool) -> list[_Asked]:
-        """Ask these pools at once."""
+        """Ask these pools at once. In a full queue the request takes nobody's place: others may have room for it."""
         asked = []
         for pool in pools:
             job = await self._at(pool)
@@ -225,10 +248,13 @@ class _Choosing:
             await asked[0].ask(self._choice.decider, may_wait=may_wait)
         elif asked:
             await self._at_once(asked, may_wait=may_wait)
+        self._pass_over_failed(asked)
+        return asked
+
+    def _pass_over_failed(self, asked: Sequence[_Asked]) -> None:
         for one in asked:
             if one.error is not None and not isinstance(one.error, CancelledReservation):
                 self._pass_over(one.job.pool, one.error)
-        return asked
 
     async def _at_once(self, asked: Sequence[_Asked], *, may_wait: bool) -> None:
         """Ask them together. Once one has answered, the others may be late."""
@@ -249,16 +275,19 @@ class _Choosing:
                 task.result()  # raises a bug of ours
 
     async def _at(self, pool: Pool) -> Job:
-        """The job as the workers of this pool have it."""
-        first = self._first
-        if pool is first.pool:
-            return first
+        """The job as the workers of this pool have it. It is identified once, however long it waits."""
+        known, first = self._jobs.get(pool), self._first
+        if known is not None:
+            return known
         prompt = same_in(first.prompt, first.request, first.pool.view, pool.view)
         if prompt is not None:
-            return first._replace(pool=pool, prompt=prompt)
-        identify = self._choice.identifier.identify
-        prompt = await identify(pool, first.request, first.body, first.call.headers)
-        return first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
+            job = first._replace(pool=pool, prompt=prompt)
+        else:
+            identify = self._choice.identifier.identify
+            prompt = await identify(pool, first.request, first.body, first.call.headers)
+            job = first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
+        self._jobs[pool] = job
+        return job
 
     def _take(self, attempt: Attempt, best: _Asked, asked: Sequence[_Asked]) -> Decision | Queued:
         """Let the best answer stand, and cancel what the other pools booked."""
