@@ -65,7 +65,7 @@ class Replica:
             self.prober._first_seen["x"] = 0.0
             self.prober._due("x", view, worker)
         status.models(self.pools)
-        shown = json.dumps(await status.workers(self.pool), ensure_ascii=False, allow_nan=False).encode()
+        shown = json.dumps(await status.workers(self.pool, self.pools), ensure_ascii=False, allow_nan=False).encode()
         return cast("dict[str, Any]", json.loads(shown))
 
     async def probed(self, worker: WorkerView) -> None:
