@@ -363,7 +363,7 @@ class Settings:
         0.05,
         "a request waits in the queue while its engine has more seconds of prefill before it than this. The limit is "
         "more, up to 0.5 s, where requests need over half of it to reach engines (twice their way) or steps of engines "
-        "take over a sixteenth of it at least (sixteen steps). Both are measured. 0: no queue",
+        "take over a sixteenth of it at least (16 steps, up to 64 while much waits). Both are measured. 0: no queue",
     )
     queue_patience: float = _setting(
         1.0,

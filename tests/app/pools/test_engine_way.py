@@ -63,6 +63,16 @@ def test_engines_get_as_much_ahead_as_makes_a_step_worth_its_time() -> None:
     assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
 
 
+def test_the_more_waits_the_more_may_be_in_a_step() -> None:
+    way, fleet = begun()
+    way.waiting(9.0)
+    assert fleet.limits.max_engine_wait_s == 0.05, "no engine tells how long its steps take"
+    way.steps(0.005)
+    for waiting_s, expected in ((0.1, 0.08), (0.8, 0.2), (9.0, 0.32), (0.0, 0.08)):
+        way.waiting(waiting_s)
+        assert fleet.limits.max_engine_wait_s == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("slow", "expected"), [(1 / 3, 0.05), (2 / 3, 0.12)], ids=["a third", "two thirds"])
 def test_the_median_counts(slow: float, expected: float) -> None:
     """A few slow answers change nothing; where most are slow, the few that are not hide nothing."""

@@ -6,7 +6,8 @@ it is what its first byte takes longer than its prefill does at the engine's spe
 steps of running answers and a busy machine delay some of them, and an engine that is short of work waits as long.
 
 An engine computes all prompts that wait in one step, and each step takes some time however little it computes. With
-one small prompt in each step, that time is a large share of all. Engines measure it and tell the fleet.
+one small prompt in each step, that time is a large share of all. Engines measure it and tell the fleet. The more work
+waits, the more of it may be in a step: whoever waits long loses little by waiting in the engine.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LOOK_EACH = 8  # requests, from one look at them to the next
 LONGEST_PREFILL_S = 0.2  # of a longer one a wrong speed tells more than the way
 WAYS = 2  # a request that is on its way counts as ahead, too: while the engine computes another one
 STEPS = 16  # of the least duration: what is in a step then takes so many times as long as the step itself
+MOST_STEPS, WAITING_SHARE = 64, 0.25  # while much waits: up to so many, and so large a part of the work that waits
 MARGIN_S = 0.01  # from the moment in which it is a request's turn until its replica has asked for it
 STEP_S = 0.01  # in which the limit changes, so that it does not follow every sample
 MOST_S = 0.5  # a longer way is no way but an engine in trouble
@@ -45,7 +47,7 @@ class EngineWay:
         self._set_s: float | None = None  # the limit as the operator set it, once it was raised
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._seen = 0
-        self._way_s = self._step_s = 0.0
+        self._way_s = self._step_s = self._waiting_s = 0.0
 
     def first_byte(self, decision: Decision, speed_tps: int, took_s: float) -> None:
         """A stream's first byte came. took_s: since its decision was asked for. speed_tps: 0 if it is not known."""
@@ -66,18 +68,27 @@ class EngineWay:
             self._step_s = step_s
             self._set_limit()
 
+    def waiting(self, work_s: float) -> None:
+        """A look at the queue tells how many seconds the whole fleet needs for the prompts that wait."""
+        if self._step_s and work_s != self._waiting_s:
+            self._waiting_s = work_s
+            self._set_limit()
+
     def _set_limit(self) -> None:
         limits = self._fleet.limits
         if not limits.max_engine_wait_s:
             return  # there is no queue
         set_s = limits.max_engine_wait_s if self._set_s is None else self._set_s
-        needed_s = max(WAYS * self._way_s + MARGIN_S, STEPS * self._step_s)
+        step_s = self._step_s
+        needed_s = max(
+            WAYS * self._way_s + MARGIN_S, STEPS * step_s, min(WAITING_SHARE * self._waiting_s, MOST_STEPS * step_s)
+        )
         wanted_s = max(set_s, min(STEP_S * math.ceil(needed_s / STEP_S), self._most_s))
         if wanted_s == limits.max_engine_wait_s:
             return
         self._set_s = set_s
         self._fleet.limits = replace(limits, max_engine_wait_s=wanted_s)
-        logger.info(
+        logger.debug(
             "%s: requests need %.0f ms to engines, whose steps take at least %.0f ms; %.2f s of prefill are ahead",
             self._fleet.keys.tag, 1e3 * self._way_s, 1e3 * self._step_s, wanted_s,
         )  # fmt: skip
