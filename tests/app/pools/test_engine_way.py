@@ -68,7 +68,7 @@ def test_the_more_waits_the_more_may_be_in_a_step() -> None:
     way.waiting(9.0)
     assert fleet.limits.max_engine_wait_s == 0.05, "no engine tells how long its steps take"
     way.steps(0.005)
-    for waiting_s, expected in ((0.1, 0.08), (0.8, 0.2), (9.0, 0.32), (0.0, 0.08)):
+    for waiting_s, expected in ((0.1, 0.08), (0.4, 0.2), (9.0, 0.32), (0.0, 0.08)):
         way.waiting(waiting_s)
         assert fleet.limits.max_engine_wait_s == pytest.approx(expected)
 
