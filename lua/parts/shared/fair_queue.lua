@@ -277,17 +277,17 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
   -- as soon as half of them were in vain. last: stop at this id. Returns id -> candidate.
   function queue.turns(left, most, last)
     local turns, order, head, score, pages, place, missed = {}, {}, 1, {}, {}, {}, {}
-    local seen, in_vain, following = 0, 0, 0
+    local seen, in_vain, go_on_at = 0, 0, 0
     local function read(first, count)
       local found = call("ZRANGE", flows, first, first + count - 1, "WITHSCORES")
-      order, head, following = {}, 1, first + count
+      order, head, go_on_at = {}, 1, first + count
       for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
     end
     if left.any() then read(0, most) end
     local misses_each = math.max(2, math.floor(most / #order))
     local more = #order * misses_each > most
     for looked = 1, most do
-      if more and head > #order then read(following, most - looked + 1) end
+      if more and head > #order then read(go_on_at, most - looked + 1) end
       local flow = order[head]
       if not flow or turns[last] or not left.any() then break end
       local k, name, page = place[flow] or 0, sub(flow, PLACE_BYTES + 1), pages[flow]

@@ -480,7 +480,8 @@ async def test_a_refusal_counts_the_engines_of_all_pools() -> None:
     for pool in fixture.pools:
         pool.show(View((), read_at=2.0))
         pool.last_known._with_routable = View()
-    drained = cast("WorkerView", SimpleNamespace(worker_id="w", routable=False, server=None, draining=True))
+    worker = SimpleNamespace(worker_id="w", routable=False, server=None, draining=True, record={})
+    drained = cast("WorkerView", worker)
     fixture.pools[0].show(View((drained, drained), read_at=3.0))
     with pytest.raises(NoWorker, match="None of the 2 engines of `m` takes requests"):
         await fixture.admit()
