@@ -1,4 +1,4 @@
-"""A decision counts part of the running prefill as done, by time and speed, and never more than that one prefill."""
+"""A decision counts part of the running prefill as done, by time and speed, and never more than may be under way."""
 
 from __future__ import annotations
 
@@ -83,6 +83,38 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(world: Wo
         assert (row.since_ms - begun) % WRAPS < 2_000
 
 
+@pytest.mark.parametrize(
+    ("ended_before_s", "under_way"),
+    [
+        (-60.0, 1_200),  # both prefills ended in this moment: in one step, so the engine may do as much in the next
+        (5.0, 400),  # only the second one
+    ],
+)
+async def test_as_much_as_ended_together_may_be_under_way(
+    world: World, ended_before_s: float, under_way: int
+) -> None:
+    await world.workers(1)
+    asks = [world.ask(extra_tokens=tokens) for tokens in (800, 400, 5_000)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    await world.fleet.settle(asks[0].reservation, "started")
+    await world.change(1, under_way_tokens=800, since_ms=(clock_ms() - int(1_000 * ended_before_s)) % WRAPS)
+    await world.fleet.settle(asks[1].reservation, "started")
+    assert (await world.row(1)).under_way_tokens == under_way
+
+
+async def test_after_a_long_prefill_half_as_much_may_be_under_way(world: World) -> None:
+    """One short prompt that ends alone does not say that the next step is short."""
+    await world.workers(1)
+    asks = [world.ask(extra_tokens=tokens) for tokens in (800, 100, 5_000)]
+    for ask in asks:
+        await world.fleet.decide(ask)
+    for ask, under_way in zip(asks, (800, 400), strict=False):
+        await world.change(1, since_ms=(clock_ms() - 5_000) % WRAPS)
+        await world.fleet.settle(ask.reservation, "started")
+        assert (await world.row(1)).under_way_tokens == under_way
+
+
 async def test_a_request_that_was_never_sent_ends_no_prefill(world: World) -> None:
     """Of two home pools the dearer one gives its booking back: its engine goes on with what it has."""
     await world.workers(1, speed_tps=0)
@@ -149,3 +181,17 @@ async def test_progress_tells_that_a_prefill_ended(core: Core) -> None:
     row = await core.row()
     assert (row.prefill_tokens, row.under_way_tokens) == (200, 200)
     assert (clock_ms() - row.since_ms) % WRAPS < 5_000
+
+
+async def test_progress_of_one_step_counts_together(core: Core) -> None:
+    row = await core.row()
+    for name, tokens in (("wf-a", 300), ("wf-b", 200), ("wf-c", 900)):
+        lease = Lease(row.epoch, row.slot, tokens, 50, 64, tokens + 64, 0, "s.0", (blocks(1),))
+        await core.store.hset(core.keys.lease, name, lease.pack())
+    packed = bytearray(row.pack("s.0"))
+    packed[4:8] = (1_400).to_bytes(4, "big")
+    await core.store.hset(core.keys.load, "s.0", bytes(packed))
+    await core.send("progress", wire.dumps([["wf-a", 64, 364], ["wf-b", 64, 264]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.under_way_tokens) == (900, 500)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
+#: Two engines share two cores with the routers: spinning, they would take a third of them from each other.
+SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
 SIZES = (1_500, 1_200, 900, 600, 300)  # of prompts, in tokens; the order in which they come
 #: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.
 RULES: dict[str, dict[str, str]] = {
@@ -108,7 +110,9 @@ def test_mixed_load_near_saturation() -> None:
     with server(valkey_binary()) as redis_url:
         blocks = CACHE_TOKENS // BLOCK_TOKENS
         options = [
-            EngineOptions(redis_url=redis_url, worker_id=name, model=model, blocks=blocks, arguments=SORTS)
+            EngineOptions(
+                redis_url=redis_url, worker_id=name, model=model, blocks=blocks, arguments=SORTS, environment=SLEEPS
+            )
             for name in ("vllm-a", "vllm-b")
         ]
         with running(*options) as engines:

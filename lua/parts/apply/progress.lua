@@ -16,7 +16,7 @@ local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
 local STAGE_BOOKED, STAGE_STARTED, STAGE_TOMBSTONE = 0, 1, 3
 local MARK_SEVERAL_PROMPTS, MARK_ESTIMATED, MARK_AT = "-", "_", 4 -- of a reservation's id, behind wf-
 local PROGRESS_ITEMS, STRIKES, U32 = 64, 2, 2 ^ 32
-local busy_share = include "shared/busy_share"
+local busy_share, under_way = include "shared/busy_share", include "shared/under_way"
 
 return function(state, operation, LEASE, count, parse_list, integers)
   local PREFIX, WORKER, HELD = state.prefix, state.worker, state.prefix .. "s:"
@@ -71,7 +71,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
       local row_prefill = before - prefill + kept
       row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
       row[BUSY_SHARE_FIELD] = select(2, busy_share(row[BUSY_SHARE_FIELD], before > 0, since, time))
-      row[UNDER_WAY_TOKENS_FIELD], row[SINCE_MS_FIELD] = math.max(0, math.min(prefill, row_prefill)), time % U32
+      row[UNDER_WAY_TOKENS_FIELD] = under_way(row[UNDER_WAY_TOKENS_FIELD], (time - since) % U32, prefill - kept, row_prefill)
+      row[SINCE_MS_FIELD] = time % U32
     end
     local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED
     local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, prompt, new_stage, length)

@@ -7,8 +7,8 @@ nothing if the worker is gone or has joined anew, which shows in another epoch (
 a row. unsent: the load is that of a request which never got to the engine, so no prefill ended there.
 When no request is in flight any more, nothing is booked: whatever an older script left on the row ends then.
 The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
-worker; later of no more than the prefill that ended last, nor than what is left. At the same moments the share of time
-in prefill is brought up to date (shared/busy_share).
+worker; later of as much as ended together (shared/under_way). At the same moments the share of time in prefill is
+brought up to date (shared/busy_share).
 --]]
 local call = redis.call
 local ROW_EPOCH_TO_IN_FLIGHT, ROW_EPOCH_TO_SLOT = ">I4i4i4i4", ">I4i4i4i4I4"
@@ -29,7 +29,8 @@ return function(load_key, now)
     if unsent and left > 0 then
       tokens = math.min(tokens, left)
     elseif prefill < 0 or row_prefill <= 0 then
-      tokens = math.max(0, math.min(math.abs(prefill), left))
+      local ended = row_prefill > 0
+      tokens = ended and (include "shared/under_way")(tokens, (now - since) % U32, -prefill, left) or math.max(0, left)
       share, since = select(2, (include "shared/busy_share")(share, row_prefill > 0, since, now)), now % U32
     end
     local work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, share, evicted, tokens, since)

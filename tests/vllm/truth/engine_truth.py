@@ -1,6 +1,6 @@
 """A second, independent general plugin of vLLM, for tests only: tells the engine's own block table on a unix socket
 and, if asked to, keeps a journal of what the engine core does, or makes it hash with another seed while a file exists.
-It also counts the prompts that are tokenised.
+It also counts the prompts that are tokenised, and lets the engine's processes sleep while they wait for each other.
 
 It shares no code with warmfleet_worker: it reads ``BlockPool.cached_block_hash_to_block`` directly.
 """
@@ -13,12 +13,18 @@ import threading
 import time
 from pathlib import Path
 
+YIELD_S = 0.0002
+
 
 def register() -> None:
     path = os.environ.get("ENGINE_TRUTH_SOCKET")
     if not path:
         return
     count_tokenised(Path(os.environ["ENGINE_TRUTH_TOKENISED"]))
+    if os.environ.get("ENGINE_TRUTH_SLEEPS"):
+        # The engine core and its worker spin while they wait for each other, with a yield in each round. Where several
+        # engines share a few cores, that takes a third of the cores from the worker of another engine.
+        os.sched_yield = functools.partial(time.sleep, YIELD_S)
     from vllm.v1.core.sched.scheduler import Scheduler
 
     original = Scheduler.__init__
