@@ -90,9 +90,7 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(world: Wo
         (5.0, 400),  # only the second one
     ],
 )
-async def test_as_much_as_ended_together_may_be_under_way(
-    world: World, ended_before_s: float, under_way: int
-) -> None:
+async def test_as_much_as_ended_together_may_be_under_way(world: World, ended_before_s: float, under_way: int) -> None:
     await world.workers(1)
     asks = [world.ask(extra_tokens=tokens) for tokens in (800, 400, 5_000)]
     for ask in asks:
