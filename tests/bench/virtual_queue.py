@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import POLL_AT_ONCE, Decision, Place, Standing
-from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_S
+from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_ELSEWHERE_S, REVIEW_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -89,7 +89,9 @@ class VirtualTickets:
             room_in_s = line.room_in_s
             for ticket in [name for name, standing in line.standings.items() if standing is not Standing.WAITS]:
                 await self._ask_again(ticket, now)
-        if self._decided and now - self._decided[first := next(iter(self._decided))] >= REVIEW_S:
+        first = next(iter(self._decided), "")
+        review_s = REVIEW_ELSEWHERE_S if first in self._instead else REVIEW_S
+        if first and now - self._decided[first] >= review_s:
             await self._ask_again(first, now)
         if self._waiting:
             self._poll_at(now + max(MIN_PAUSE_S, min(room_in_s, POLL_S)))

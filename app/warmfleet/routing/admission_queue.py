@@ -80,7 +80,7 @@ class AdmissionQueue:
             while isinstance(answer, Queued):
                 pool = attempt.pool  # where the ticket is now: a decision may have left one pool's line for another's
                 with self._metrics.queued.labels(pool.tag).track_inprogress():
-                    standing = await self._turn(pool, attempt.reservation, deadline)
+                    standing = await self._turn(pool, attempt, deadline)
                     if standing is None:
                         return await self._last_look(pool, job, attempt, decide)
                     answer = await decide(job, attempt, may_wait=may_wait)
@@ -119,14 +119,14 @@ class AdmissionQueue:
         else:
             self._tenant_bytes.pop(flow, None)
 
-    async def _turn(self, pool: Pool, ticket: str, deadline: float) -> Standing | None:
-        """Return the ticket's standing when its request should ask for a decision again, or None at the deadline.
+    async def _turn(self, pool: Pool, attempt: Attempt, deadline: float) -> Standing | None:
+        """Return the standing of its ticket when a request should ask for a decision again, or None at the deadline.
 
         deadline: by the event loop's clock.
         """
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._tickets.wait(pool, ticket)
+                return await self._tickets.wait(pool, attempt.reservation, elsewhere=attempt.several)
         except TimeoutError:
             return None
 

@@ -7,7 +7,7 @@ Redis foretells, as soon as a request of this replica has its first token or end
 none, no task runs. A ticket that is not asked about expires, so a replica that dies leaves no ticket behind.
 
 Each poll also sends one request to be decided again, if it was last decided a while ago: by now an engine may hold more
-of its prompt.
+of its prompt, or an engine of its other home pool may have room.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 POLL_S = 0.025  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
+REVIEW_ELSEWHERE_S = 0.05  # the same where another pool may serve the request: it may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 
@@ -40,11 +41,11 @@ class Tickets:
     def __init__(self) -> None:
         self._polls: dict[str, TicketPolls] = {}
 
-    async def wait(self, pool: Pool, ticket: str) -> Standing:
+    async def wait(self, pool: Pool, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return when a decision should be asked for: the ticket's turn has come, it was displaced, Redis does not know
-        it, or it waits (WAITS) and was last decided a while ago.
+        it, or it waits (WAITS) and was last decided a while ago. elsewhere: another pool may serve it, too.
         """
-        return await self._of(pool).wait(ticket)
+        return await self._of(pool).wait(ticket, elsewhere=elsewhere)
 
     def work_s(self, pool: Pool) -> float:
         """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
@@ -92,22 +93,25 @@ class TicketPolls:
         self._soon = asyncio.Event()
         self._room_in_s = math.inf
         self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
-        self._decided_at: dict[str, float] = {}
+        self._review_at: dict[str, float] = {}
         self._to_name: dict[str, None] = {}  # the one that was named longest ago, first
         self._leaving: dict[str, float] = {}  # and since when
 
-    async def wait(self, ticket: str) -> Standing:
-        """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again."""
+    async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
+        """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.
+
+        elsewhere: as of ``Tickets.wait``.
+        """
         future: asyncio.Future[Standing]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-        self._decided_at[ticket] = time.perf_counter()
+        self._review_at[ticket] = time.perf_counter() + (REVIEW_ELSEWHERE_S if elsewhere else REVIEW_S)
         self._to_name[ticket] = None
         self._run()
         try:
             return await future
         finally:
             self._waiting.pop(ticket, None)
-            self._decided_at.pop(ticket, None)
+            self._review_at.pop(ticket, None)
             self._to_name.pop(ticket, None)
 
     def leave(self, ticket: str) -> None:
@@ -170,9 +174,9 @@ class TicketPolls:
         return named
 
     def _review(self) -> None:
-        """End the wait of the request that was decided first, if that is REVIEW_S ago."""
+        """End the wait of the request that was decided first, if that is a while ago."""
         ticket = next((ticket for ticket, future in self._waiting.items() if not future.done()), None)
-        if ticket is not None and time.perf_counter() - self._decided_at[ticket] >= REVIEW_S:
+        if ticket is not None and time.perf_counter() >= self._review_at[ticket]:
             self._waiting[ticket].set_result(Standing.WAITS)
 
     def _take_answer(self, line: Line) -> None:

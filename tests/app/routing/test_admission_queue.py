@@ -343,11 +343,13 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     assert min(pauses_s) > 0.9 * min(PAUSES * 0.01, POLL_S)
 
 
+@pytest.mark.parametrize(("elsewhere", "review_s"), [(False, "REVIEW_S"), (True, "REVIEW_ELSEWHERE_S")])
 async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decided_again(
-    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, *, elsewhere: bool, review_s: str
 ) -> None:
     monkeypatch.setattr("warmfleet.routing.tickets.POLL_S", 30.0)
-    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 0.1)
+    for name in ("REVIEW_S", "REVIEW_ELSEWHERE_S"):
+        monkeypatch.setattr(f"warmfleet.routing.tickets.{name}", 0.1 if name == review_s else 60.0)
     client = connect(valkey_url)
     pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
     asked: list[float] = []
@@ -358,7 +360,8 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
 
     monkeypatch.setattr(pool.fleet, "poll", foretold)
     polls = TicketPolls(pool)
-    first, second = [asyncio.create_task(polls.wait(name)) for name in ("wf-first", "wf-second")]
+    waits = [polls.wait(name, elsewhere=elsewhere) for name in ("wf-first", "wf-second")]
+    first, second = [asyncio.create_task(one) for one in waits]
     assert await first is Standing.WAITS, "it is decided again"
     assert not second.done(), "one at a time"
     assert len(asked) >= 2, "not only after 30 s"

@@ -592,6 +592,17 @@ async def test_a_pool_that_answers_again_is_not_away_for_a_request_in_line() -> 
     assert fixture.stores["m#1"].asked == 1, "a tombstone of this reservation may be left there"
 
 
+async def test_a_request_that_waits_looks_often_whether_its_other_home_pool_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # as often as where there is no other pool
+    fixture = Fixture()
+    fixture.stores["m#1"].standing = Standing.WAITS
+    fixture.stores["m#2"].turn_s = 9.0
+    fixture.script("queue " * 400, "queue book", "")
+    assert (await fixture.admit())[0] == "m#2"
+
+
 async def test_a_request_counts_once_for_a_pool_that_it_passes_over_however_long_it_waits() -> None:
     fixture = Fixture()
     is_away(fixture.pools[0])
