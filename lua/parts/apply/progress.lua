@@ -71,7 +71,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
       local row_prefill = before - prefill + kept
       row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
       row[BUSY_SHARE_FIELD] = select(2, busy_share(row[BUSY_SHARE_FIELD], before > 0, since, time))
-      row[UNDER_WAY_TOKENS_FIELD] = under_way(row[UNDER_WAY_TOKENS_FIELD], (time - since) % U32, prefill - kept, row_prefill)
+      local tokens, passed_ms = row[UNDER_WAY_TOKENS_FIELD], (time - since) % U32
+      row[UNDER_WAY_TOKENS_FIELD] = under_way(tokens, passed_ms, prefill - kept, row_prefill)
       row[SINCE_MS_FIELD] = time % U32
     end
     local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED
