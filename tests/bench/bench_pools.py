@@ -16,8 +16,9 @@ The second part, 1,024 engines as one pool and as 16 pools of 64, needs more of 
 It is an exact simulation (`exact_pools`): it knows the caches and the work of all engines, chooses by the cost
 rule, and takes the queue into account. It plays the first 150 requests of each of 128 copies, unless --rows is given.
 
-With --seeds each run is repeated with copies that begin at other places and whose text, hence whose home pools, is
-another. Ratios are those of the means over the seeds: the P99 of a few agents' conversations varies by a tenth.
+Runs of one pool and of the most pools are repeated with other seeds: copies that begin at other places and whose text,
+hence whose home pools, is another. Ratios are those of the means over the seeds: the P99 of a few agents' conversations
+varies by a tenth. All other runs have one seed, unless --seeds is given.
 
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every
 case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
@@ -64,6 +65,7 @@ ENGINES, COPIES = 64, 8
 THOUSAND, THOUSAND_POOLS = 1_024, 16
 THOUSAND_ROWS = 150  # of each of 128 copies: one pool of 600 takes twenty minutes
 POOLS = (1, 2, 4, 8)
+SEEDS = 3  # of one pool and of the most
 LOADS = (0.5, 0.7, 0.85)
 DEPTH_TOKENS = 1_024  # of the trace's own tokens
 CASES_OF_POOLS = ("conversation", "agents-roomy", "generated")
@@ -253,7 +255,10 @@ def parser() -> argparse.ArgumentParser:
     rows = "first so many requests of a copy (default: all, of the second part 150; with --quick 300)"
     made.add_argument("--rows", type=int, help=rows)
     made.add_argument("--thousand", action=argparse.BooleanOptionalAction, default=True, help="also the second part")
-    made.add_argument("--seeds", type=int, default=1, help="runs of each, with other copies (default %(default)s)")
+    seeds = (
+        f"runs of each, with other copies (default: {SEEDS} of one pool and of the most, 1 of the others and --quick)"
+    )
+    made.add_argument("--seeds", type=int, help=seeds)
     made.add_argument(
         "--rest", action=argparse.BooleanOptionalAction, default=True, help="also replicas at rest (bench `rest`)"
     )
@@ -265,7 +270,12 @@ def parser() -> argparse.ArgumentParser:
 
 def every(args: argparse.Namespace) -> list[Job]:
     """Return the jobs of the command line."""
-    return [replace(job, seed=seed) for seed in range(args.seeds) for job in _of_one_seed(args)]
+    first = _of_one_seed(args)
+    if args.seeds or args.quick or args.sizes:
+        return [replace(job, seed=seed) for seed in range(args.seeds or 1) for job in first]
+    most = max(job.pools for job in first if not job.exact)
+    again = [job for job in first if job.pools in (1, most) and not job.exact]
+    return first + [replace(job, seed=seed) for seed in range(1, SEEDS) for job in again]
 
 
 def _of_one_seed(args: argparse.Namespace) -> list[Job]:
@@ -292,7 +302,7 @@ def at_rest() -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
-    if min(args.jobs, args.seeds) < 1 or (args.rows is not None and args.rows < 1):
+    if args.jobs < 1 or any(value is not None and value < 1 for value in (args.rows, args.seeds)):
         parser().error("--rows, --seeds and --jobs from 1 on")
     wanted = every(args)
     try:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.bench.bench_pools import Job, Row, bounds, main, over_seeds
+from tests.bench.bench_pools import Job, Row, bounds, every, main, over_seeds, parser
 from tests.bench.exact_pools import Served, Setup, simulate
 from tests.bench.overlays import SHAPES, Blocks, copies, overlaid, shaped
 from tests.bench.virtual_fleet import Plan, play
@@ -131,6 +131,20 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
     rows += [row(0.7, 1, 1.0, 5.0, exact=True), row(0.7, 16, 1.02, 5.0, exact=True)]
     assert bounds(rows)["thousand_over_one_mean"] == 1.02
     assert bounds(rows[:1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"),
+    [
+        ("--loads 0.5", {1: 3, 2: 1, 4: 1, 8: 3}),
+        ("--loads 0.5 --seeds 2", {1: 2, 2: 2, 4: 2, 8: 2}),
+        ("--quick", {1: 1, 8: 1}),
+    ],
+)
+def test_the_runs_that_are_compared_have_several_seeds(words: str, seeds: dict[int, int]) -> None:
+    jobs = every(parser().parse_args([*words.split(), "--case", "generated", "--no-thousand"]))
+    assert Counter(job.pools for job in jobs) == seeds
+    assert len(set(jobs)) == len(jobs)
 
 
 def test_ratios_are_those_of_the_means_over_seeds() -> None:
