@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
-#: Two engines share two cores with the routers: spinning, they would take a third of them from each other.
+#: Two engines share two cores with the routers: spinning, they would take a part of them from each other.
 SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
 SIZES = (1_500, 1_200, 900, 600, 300)  # of prompts, in tokens; the order in which they come
 #: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.

@@ -23,7 +23,7 @@ def register() -> None:
     count_tokenised(Path(os.environ["ENGINE_TRUTH_TOKENISED"]))
     if os.environ.get("ENGINE_TRUTH_SLEEPS"):
         # The engine core and its worker spin while they wait for each other, with a yield in each round. Where several
-        # engines share a few cores, that takes a third of the cores from the worker of another engine.
+        # engines share a few cores, that takes a part of the cores from the worker of another engine.
         os.sched_yield = functools.partial(time.sleep, YIELD_S)
     from vllm.v1.core.sched.scheduler import Scheduler
 
