@@ -102,7 +102,7 @@ async def test_as_much_as_ended_together_may_be_under_way(world: World, ended_be
 
 
 async def test_after_a_long_prefill_half_as_much_may_be_under_way(world: World) -> None:
-    """One short prompt that ends alone does not say that the next step is short."""
+    """A short prompt may have ended alone in its step, and more of them may be computed in the next step."""
     await world.workers(1)
     asks = [world.ask(extra_tokens=tokens) for tokens in (800, 100, 5_000)]
     for ask in asks:
@@ -179,6 +179,20 @@ async def test_progress_tells_that_a_prefill_ended(core: Core) -> None:
     row = await core.row()
     assert (row.prefill_tokens, row.under_way_tokens) == (200, 200)
     assert (clock_ms() - row.since_ms) % WRAPS < 5_000
+
+
+async def test_of_several_prompts_only_those_that_ended_count(core: Core) -> None:
+    """A request with several prompts tells the end of each; the others may be computed in a later step."""
+    row = await core.row()
+    lease = Lease(row.epoch, row.slot, 300, 50, 0, 300, 0, "s.0", (blocks(1),))
+    await core.store.hset(core.keys.lease, "wf--a", lease.pack())
+    packed = bytearray(row.pack("s.0"))
+    packed[4:8] = (1_000).to_bytes(4, "big")
+    await core.store.hset(core.keys.load, "s.0", bytes(packed))
+    await core.send("progress", wire.dumps([["wf--a", 0, 100]]))
+    await core.applied()
+    row = await core.row()
+    assert (row.prefill_tokens, row.under_way_tokens) == (900, 100)
 
 
 async def test_progress_of_one_step_counts_together(core: Core) -> None:

@@ -1,7 +1,7 @@
 --[[
 shared/capacity: which engines have room for one more prompt, and how much.
 
-An engine has room while the prefill that is booked there, less what it has computed of the one under way, takes less
+An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes less
 than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.

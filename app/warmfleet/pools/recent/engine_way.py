@@ -32,7 +32,7 @@ STEPS = 16  # of the least duration: what is in a step then takes so many times 
 MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: up to so many, and so large a part of the work that waits
 MARGIN_S = 0.01  # from the moment in which it is a request's turn until its replica has asked for it
 STEP_S = 0.01  # in which the limit changes, so that it does not follow every sample
-MOST_S = 0.5  # a longer way is no way but an engine in trouble
+MOST_S = 0.5  # of way or steps: a longer way is an engine in trouble, and more ahead would leave no order
 
 
 class EngineWay:
