@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 SHARE_S = 60.0  # over which the share of time in prefill is taken
 TIE = 0.02  # of the prompt: costs that differ by less are equal
+LEAST_WAIT_PRICE = 0.1  # as in lua/parts/shared/room_left.lua
 LOOKED_AT = 64  # tickets that a turn looks at
 RULE = Weights()
 
@@ -339,7 +340,8 @@ class ExactPools:
             return
         line.sort(key=lambda job: job.at_s + setup.patience * job.size_s)
         wait_s = self.engines.wait_s(pool, self._now)
-        ahead_s = WAIT_PRICE * wait_s
+        wait_price = max(LEAST_WAIT_PRICE, 1 - float(self.engines.share(pool, self._now).mean()))
+        ahead_s = wait_price * wait_s
         left: list[Job] = []
         for at, job in enumerate(line):
             full = wait_s > setup.room_s
@@ -351,14 +353,14 @@ class ExactPools:
             job.size_s = float(own_s.min())
             costs = ahead_s + own_s
             if costs[~full].min() > costs.min() + TIE * job.prompt_tokens * setup.token_s:
-                ahead_s[int(costs.argmin())] += WAIT_PRICE * job.size_s  # it waits for that engine
+                ahead_s[int(costs.argmin())] += wait_price * job.size_s  # it waits for that engine
                 left.append(job)
                 continue
             ruled = np.where(full, np.inf, self._costs(job, pool, wait_s, matched))
             best, _ = self._chosen(job, ruled, matched)
             self._book(job, pool.start + best, matched[best])
             wait_s[best] = self.engines.ready_s[pool.start + best] - self._now
-            ahead_s[best] = WAIT_PRICE * wait_s[best]
+            ahead_s[best] = wait_price * wait_s[best]
         self._lines[number] = left
 
 

@@ -129,13 +129,13 @@ class Queueing:
         self.displaced: set[str] = set()
 
     async def workers(self) -> Workers:
-        """The workers as they are. Nothing of what is booked there counts as computed by now."""
+        """The workers as they are. Nothing that is booked there counts as computed by now, nor as time in prefill."""
         booked = {}
         for number, (name, row) in enumerate((await self.world.rows()).items(), 1):
             booked[name] = row.prefill_tokens
-            if row.under_way_tokens:
+            if row.under_way_tokens or row.since_ms:
                 assert name == f"w{number}.0"
-                await self.world.change(number, under_way_tokens=0)
+                await self.world.change(number, under_way_tokens=0, since_ms=0)
         return Workers(booked)
 
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:

@@ -584,6 +584,16 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: Queueing) -> None:
     assert again.work_s == pytest.approx(0.006)
 
 
+async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_are(q: Queueing) -> None:
+    """Inside a pool a second of waiting counts the less the busier its engines are; routers compare pools by half."""
+    for share in (0, 32_768, 65_535):
+        await q.world.change(1, busy_share=share, since_ms=0)
+        answer = await q.decide(waits := ticket(f"at {share}", tokens=100))
+        assert isinstance(answer, Queued)
+        assert answer.turn_s == pytest.approx(turn_s(0.1, 0.01))
+        await q.world.fleet.poll((), [waits.reservation])
+
+
 async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(q: Queueing) -> None:
     """So of two pools it takes the one where less of its own work waits, however much a busy tenant has in both."""
     q.world.fleet.limits = QueueLimits(0.1, 64)

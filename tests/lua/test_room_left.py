@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PART = Path(__file__).parents[2] / "lua/parts/shared/room_left.lua"
-SPEED, US, WAIT_PRICE, NO_ROOM_S = 10_000, 1e6, 0.5, 1e-9
+SPEED, US, LEAST_WAIT_PRICE, NO_ROOM_S = 10_000, 1e6, 0.1, 1e-9
 MAX_US = 2**32 - 1
 SCRIPT = f"""
 local room_left = (function()
 {with_values(PART.read_text())}
 end)()
 local workers, tickets = cjson.decode(ARGV[1]), cjson.decode(ARGV[2])
-local s = {{ count = #workers, slots = {{}}, base_s = {{}}, speed = {{}}, rows = {{}} }}
+local s = {{ count = #workers, slots = {{}}, base_s = {{}}, speed = {{}}, rows = {{}}, busy_share = {{}} }}
 for i, worker in ipairs(workers) do
   s.slots[i], s.base_s[i], s.speed[i], s.rows[i] = worker[1], worker[3], {SPEED}, ("x"):rep(58) .. i
+  s.busy_share[i] = worker[4]
 end
 local function room_of(i) return workers[i][2] end
 local left, told = room_left(s, room_of, function() return 0 end), {{}}
@@ -56,13 +57,29 @@ class Asks:
     barred: tuple[int, ...]
 
 
+class Worker(NamedTuple):
+    """base_s: seconds before its turn. busy: what it adds to the mean share of time in prefill."""
+
+    slot: int
+    room_s: float
+    base_s: float
+    busy: float
+
+
 @dataclass(slots=True)
 class Plain:
-    """The plain form. workers: slot, room and seconds before its turn."""
+    """The plain form. ahead: what the wait for each worker counts. wait_price: of a second of waiting."""
 
     slots: list[int]
     room: list[float]
     ahead: list[float]
+    wait_price: float
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker]) -> Self:
+        price = max(1 - sum(one.busy for one in workers) / len(workers), LEAST_WAIT_PRICE)
+        ahead = [price * one.base_s for one in workers]
+        return cls([one.slot for one in workers], [one.room_s for one in workers], ahead, price)
 
     def costs(self, asks: Asks) -> list[tuple[float, int, int]]:
         """Seconds, number from 0, and price of each worker that may serve it; the named ones again, at their price."""
@@ -77,28 +94,31 @@ class Plain:
         lowest, nearest, _ = min(costs, key=lambda one: one[0], default=(math.inf, -1, 0))
         possible = [one for one in costs if free[one[1]]]
         best, chosen, price = min(possible, key=lambda one: one[0], default=(math.inf, -1, 0))
-        size_s, serves = asks.size / US, best < math.inf and best <= lowest + asks.tie / US
+        serves = best < math.inf and best <= lowest + asks.tie / US
         told = [int(any(free)), (chosen if serves else nearest) + 1, int(serves), int(bool(possible))]
         if not serves:
             if costs:
-                self.ahead[nearest] += WAIT_PRICE * size_s
+                self.ahead[nearest] += self.wait_price * asks.size / US
             return [*told, 0, 0]
-        taken_s = max(asks.size, price) / US
-        self.ahead[chosen] += WAIT_PRICE * taken_s
-        self.room[chosen] -= taken_s
-        return [*told, chosen + 1, math.floor(taken_s * SPEED + 0.5)]
+        taken_us = max(asks.size, price)
+        self.ahead[chosen] += self.wait_price * taken_us / US
+        self.room[chosen] -= taken_us / US
+        return [*told, chosen + 1, math.floor(taken_us / US * SPEED + 0.5)]
 
 
 #: Powers of two in seconds, so that all sums are exact, and many are equal.
 PARTS = st.integers(0, 64).map(lambda number: number / 64)
+BUSY = st.sampled_from([0.0, 0.25, 0.5, 0.875])
 TIMES_US = st.integers(0, 64).map(lambda number: number * 15_625)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[tuple[int, float, float]], list[Asks]]:
+def cases(draw: st.DrawFn) -> tuple[list[Worker], list[Asks]]:
     count = draw(st.integers(1, 12))
-    workers = [(slot, draw(PARTS), draw(PARTS)) for slot in range(101, 101 + count)]
-    slots, tickets = [slot for slot, _, _ in workers], []
+    slots = list(range(101, 101 + count))
+    busy = [count * draw(BUSY), *([0.0] * (count - 1))]  # so their mean is exact, too
+    workers = [Worker(slot, draw(PARTS), draw(PARTS), share) for slot, share in zip(slots, busy, strict=True)]
+    tickets = []
     sets = draw(st.lists(st.sets(st.sampled_from(slots)).map(sorted).map(tuple), min_size=1, max_size=3))
     for _ in range(draw(st.integers(1, 40))):
         barred = draw(st.sampled_from([(), *sets]))
@@ -120,14 +140,27 @@ async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
-async def test_turns_are_those_of_the_plain_form(
-    redis_url: str, case: tuple[list[tuple[int, float, float]], list[Asks]]
-) -> None:
+async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[list[Worker], list[Asks]]) -> None:
     """Which worker is cheapest, who has room, which one serves, and what it has to compute: ticket by ticket."""
     workers, tickets = case
-    plain = Plain([one[0] for one in workers], [one[1] for one in workers], [WAIT_PRICE * one[2] for one in workers])
+    plain = Plain.of(workers)
     client = connect(redis_url, timeout_s=10)
     try:
         assert await told(client, workers, tickets) == [plain.step(one) for one in tickets]
+    finally:
+        await client.aclose()
+
+
+async def test_a_busy_fleet_waits_longer_for_the_engine_that_holds_the_prompt(redis_url: str) -> None:
+    """A second of waiting counts as much as engines are idle: what is computed once more delays all who come."""
+    client = connect(redis_url, timeout_s=10)
+    try:
+        # The prompt takes .1 s at the engine that holds its beginning, .6 s elsewhere; that engine is busy for .8 s.
+        ticket = Asks(100_000, 0, 600_000, ((101, 100_000),), ())
+        for busy, served_by in ((0.0, 2), (0.25, 2), (0.5, 0), (1.0, 0)):
+            workers = [Worker(101, 0.0, 0.8, busy), Worker(102, 1.0, 0.0, busy)]
+            assert (await told(client, workers, [ticket]))[0][4] == served_by, busy
+        late = [Worker(101, 0.0, 8.0, 1.0), Worker(102, 1.0, 0.0, 1.0)]
+        assert (await told(client, late, [ticket]))[0][4] == 2, "it waits for 10 times what it saves at most"
     finally:
         await client.aclose()

@@ -16,13 +16,16 @@ Sets s.room (seconds of room by candidate) if the request is not to wait, else s
 Returns the answer {QUEUED, FULL or DISPLACED (another took its place, and none is left), tickets, ms of work in them,
 price of the turn in seconds, tokens of the prompt that the worker of this price holds}; or nil, the candidate (another
 than the choice if that has no room), and a function to call when the request is booked, with the tokens of work that it
-makes. The price of the turn is that by which a ticket finds its worker (shared/room_left), with this request's share of
-the work that is served before its ticket; 0 if it got none. By it a router compares two pools.
+makes. The price of the turn is what remains to compute and half of the wait for it, at the worker that the ticket finds
+(shared/room_left), with this request's share of the work that is served before its ticket; 0 if it got none. By it a
+router compares two pools, so a second of waiting counts the same in all of them (WAIT_PRICE in
+app/warmfleet/pools/homes/prices.py).
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
 local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
+local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
@@ -54,16 +57,17 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       return own
     end
   end
-  -- The least price of all candidates, before tickets take their turns, and what its worker holds of the prompt.
+  -- The price of the turn at the cheapest candidate, before tickets take their turns, and what it holds of the prompt.
   local function price(left)
-    local least, nearest = math.huge, 0
-    for i = 1, s.count do
-      local seconds = (left.ahead[slots[s.slots[i]]] or 0) + own_s[i]
+    local function ahead(i) return left.ahead[slots[s.slots[i]]] or 0 end
+    local least, nearest = ahead(1) + own_s[1], 1
+    for i = 2, s.count do
+      local seconds = ahead(i) + own_s[i]
       if seconds < least then least, nearest = seconds, i end
     end
     s.turn_at = nearest
-    local others_s = queue.ahead_us(flow, request.size_us) / 1e6 / s.count
-    return least + left.wait_price * others_s, s.matched[nearest]
+    local wait_s = ahead(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
+    return own_s[nearest] + WAIT_PRICE * wait_s, s.matched[nearest]
   end
 
   -- The first write frees memory: a full Redis then allows the writes after it.

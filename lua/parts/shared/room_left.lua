@@ -7,20 +7,23 @@ worker is told by its prices (decide/prices), as they were when it was last deci
 also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines that are free.
 An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
+What an engine computes once more, because a request did not wait for the engine that holds its prompt, delays all who
+come while it is busy. An engine that is busy for a share b of its time delays them by b / (1 - b) seconds for each
+second more, as in any line with random arrivals. So a second of computing costs 1 + b / (1 - b) = 1 / (1 - b), and a
+second of waiting 1 - b of that, where b is the mean share of time that the engines were in prefill lately.
+
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
 gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
 ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
 candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
-left), slots, and ahead (seconds that the wait for it counts); wait_price.
+left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts.
 --]]
 local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
--- Seconds of waiting count half as much as seconds of computing: while requests wait, what an engine computes once more
--- delays all of them.
-local WAIT_PRICE = 0.5
+local LEAST_WAIT_PRICE = 0.1 -- engines that are busy all the time would else let a request wait for ever
 
 -- Of a list of candidates the one with the least ahead, of equals the first: a function that tells it, nil if none is
 -- left. room: by candidate; a candidate without room is left out. Work ahead only grows and room only shrinks, so it is
@@ -71,12 +74,14 @@ local function least_of(those, base, room)
 end
 
 return function(s, room_of, overdue_s)
-  local room, base, by_slot, allowed, left, free = {}, {}, {}, {}, {}, false
+  local room, base, by_slot, allowed, left, free, busy = {}, {}, {}, {}, {}, false, 0
+  for i = 1, s.count do busy = busy + s.busy_share[i] / s.count end
+  local wait_price = max(1 - busy, LEAST_WAIT_PRICE)
   for i = 1, s.count do
-    room[i], base[i], by_slot[s.slots[i]] = room_of(i), WAIT_PRICE * s.base_s[i] + overdue_s(i), i
+    room[i], base[i], by_slot[s.slots[i]] = room_of(i), wait_price * s.base_s[i] + overdue_s(i), i
     free = free or room[i] > NO_ROOM_S
   end
-  left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, WAIT_PRICE
+  left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, wait_price
 
   -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.
@@ -131,11 +136,11 @@ return function(s, room_of, overdue_s)
   function left.take(ticket)
     local size_us, tie_us, lowest, nearest, best, chosen, chosen_us = costs_of(ticket)
     if not chosen or best > lowest + tie_us / US then
-      if nearest then base[nearest] = base[nearest] + WAIT_PRICE * size_us / US end
+      if nearest then base[nearest] = base[nearest] + wait_price * size_us / US end
       return nil
     end
     local taken_us = max(size_us, chosen_us)
-    room[chosen], base[chosen] = room[chosen] - taken_us / US, base[chosen] + WAIT_PRICE * taken_us / US
+    room[chosen], base[chosen] = room[chosen] - taken_us / US, base[chosen] + wait_price * taken_us / US
     return chosen, floor(taken_us * s.speed[chosen] / US + 0.5)
   end
 

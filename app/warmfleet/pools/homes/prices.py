@@ -4,10 +4,10 @@ While no pool lets the request wait, the price is the predicted time to first to
 session that moves for what it leaves behind (the price ``stay``). Between pools nobody sees both sides but the router,
 so it charges here.
 
-If a pool lets the request wait, the price is that by which tickets find their workers (lua/parts/shared/room_left.lua):
-what is to compute, and half of the wait for it. For while requests wait, what an engine computes once more delays all
-of them. A pool that lets the request wait is not worse for that: it waits because the worker that holds its beginning
-is cheaper, busy as it is, than the free ones are.
+If a pool lets the request wait, the price is what is to compute, and half of the wait for it. For while requests
+wait, what an engine computes once more delays all of them. Inside a pool the wait counts by how busy its engines are
+(lua/parts/shared/room_left.lua), here the same in all pools. A pool that lets the request wait is not worse for that:
+it waits because the worker that holds its beginning is cheaper, busy as it is, than the free ones are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HOMES = 2  # pools that are asked at once
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
-WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/shared/room_left.lua
+WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
@@ -36,7 +36,7 @@ class Offer(NamedTuple):
 
 
 def turn_s(wait_s: float, compute_s: float) -> float:
-    """The price by which tickets find their workers. wait_s: until the worker begins. compute_s: that it needs."""
+    """The price of a turn. wait_s: until the worker begins. compute_s: that it needs."""
     return WAIT_PRICE * wait_s + compute_s
 
 
