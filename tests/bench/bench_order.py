@@ -77,7 +77,7 @@ class Case:
     """A trace with engines that suit it.
 
     speed: keeps them about half busy. rows: the first so many requests. closed: False makes a closed loop an open one.
-    seeds: beginnings of the trace. Those of agents differ more: the mean of three is 10 % off.
+    seeds: beginnings of the trace. Ten for agents: means of three of them differ from that of ten by up to 10 %.
     """
 
     workload: str

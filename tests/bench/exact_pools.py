@@ -24,7 +24,7 @@ import numpy as np
 
 from warmfleet.fleet import Weights
 from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, WAIT_PRICE, Offer, prices, turn_s
+from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
 from warmfleet.pools.homes.rendezvous import in_order
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, DECODE_S
@@ -311,9 +311,15 @@ class ExactPools:
         if not line and wait_s[at] <= self._setup.room_s:
             offer = Offer(cost_s, turn_s(float(wait_s[at]), float(own_s[at])), int(matched[at]), token_s)
             return Answer(number, pool.start + at, offer)
-        turns_s = WAIT_PRICE * (wait_s + sum(one.size_s for one in line) / len(wait_s)) + own_s
-        near = int(turns_s.argmin())
-        return Answer(number, None, Offer(None, float(turns_s[near]), int(matched[near]), token_s))
+        near = int((self._wait_price(pool, wait_s) * wait_s + own_s).argmin())  # as decide/wait_turn.lua has it
+        turn = turn_s(float(wait_s[near]) + sum(one.size_s for one in line) / len(wait_s), float(own_s[near]))
+        return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
+
+    def _wait_price(self, pool: slice, wait_s: Floats) -> float:
+        """How much a second of waiting counts: see lua/parts/shared/room_left.lua."""
+        share, room = self.engines.share(pool, self._now), wait_s <= self._setup.room_s
+        least = float(share[room].min()) if room.any() else 1.0
+        return max(1 - min(float(share.mean()), 2 * least), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
         """As lua/parts/decide/cost_rule.lua has it."""
@@ -340,7 +346,7 @@ class ExactPools:
             return
         line.sort(key=lambda job: job.at_s + setup.patience * job.size_s)
         wait_s = self.engines.wait_s(pool, self._now)
-        wait_price = max(LEAST_WAIT_PRICE, 1 - float(self.engines.share(pool, self._now).mean()))
+        wait_price = self._wait_price(pool, wait_s)
         ahead_s = wait_price * wait_s
         left: list[Job] = []
         for at, job in enumerate(line):

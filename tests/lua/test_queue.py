@@ -584,14 +584,41 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: Queueing) -> None:
     assert again.work_s == pytest.approx(0.006)
 
 
-async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_are(q: Queueing) -> None:
+@pytest.mark.parametrize("overdue_s", [0.0, 3.0])
+async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_are(
+    q: Queueing, overdue_s: float
+) -> None:
     """Inside a pool a second of waiting counts the less the busier its engines are; routers compare pools by half."""
-    for share in (0, 32_768, 65_535):
-        await q.world.change(1, busy_share=share, since_ms=0)
-        answer = await q.decide(waits := ticket(f"at {share}", tokens=100))
+    for share in (0, 65_535):
+        seconds, us = await q.world.store.time()
+        since_ms = int(1_000 * (seconds - overdue_s - 0.2) + us / 1_000) % 2**32 if overdue_s else 0
+        going = {"since_ms": since_ms, "under_way_tokens": 100 if overdue_s else 0}
+        await q.world.change(1, prefill_tokens=2_000, busy_share=share, **going)
+        answer = await q.world.fleet.decide_in_turn(q.world.ask(reservation="wf-a", prompt_tokens=100), Place())
         assert isinstance(answer, Queued)
-        assert answer.turn_s == pytest.approx(turn_s(0.1, 0.01))
-        await q.world.fleet.poll((), [waits.reservation])
+        ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
+        assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=0.1 if overdue_s else 1e-6)
+        await q.world.fleet.poll((), ["wf-a"])
+
+
+async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(q: Queueing) -> None:
+    """Each request has 32 ms of its own behind a beginning of .96 s, which one engine holds. All others are full."""
+    q.world.fleet.limits = QueueLimits(0.1, 200, 1.0)
+    await q.world.change(1, busy_share=65_535, since_ms=0)
+    for number in range(2, 9):
+        await q.world.worker(number, **FULL | {"busy_share": 65_535})
+    await q.world.worker(9)
+    head = q.world.chain(600)
+    await q.world.hold(1, head)
+    assert not await booked(q, ticket("somebody waits", OTHER, barred=("w1.0", "w9.0")))
+    served: list[Decision] = []
+    line = 0
+    while not served and line < 60:
+        answer = await q.world.fleet.decide_in_turn(q.world.ask(q.world.chain(620, head)), Place())
+        served += [answer] if isinstance(answer, Decision) else []
+        line += not served
+    assert [one.worker_id for one in served] == ["w9.0"]
+    assert 20 < line < 40, "as soon as it would wait for longer than it computes there"
 
 
 async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(q: Queueing) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ class Asks:
 
 
 class Worker(NamedTuple):
-    """base_s: seconds before its turn. busy: what it adds to the mean share of time in prefill."""
+    """base_s: seconds before its turn. busy: the share of its time in prefill lately."""
 
     slot: int
     room_s: float
@@ -77,7 +78,9 @@ class Plain:
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Self:
-        price = max(1 - sum(one.busy for one in workers) / len(workers), LEAST_WAIT_PRICE)
+        mean = sum(one.busy for one in workers) / len(workers)
+        least = min([one.busy for one in workers if one.room_s > NO_ROOM_S], default=1.0)
+        price = max(1 - min(mean, 2 * least), LEAST_WAIT_PRICE)
         ahead = [price * one.base_s for one in workers]
         return cls([one.slot for one in workers], [one.room_s for one in workers], ahead, price)
 
@@ -114,9 +117,10 @@ TIMES_US = st.integers(0, 64).map(lambda number: number * 15_625)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[Worker], list[Asks]]:
-    count = draw(st.integers(1, 12))
+    count = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16]))
     slots = list(range(101, 101 + count))
-    busy = [count * draw(BUSY), *([0.0] * (count - 1))]  # so their mean is exact, too
+    shares = draw(st.lists(BUSY, min_size=count, max_size=count))
+    busy = [shares[0] if count in (3, 5) else share for share in shares]  # so that their mean is exact
     workers = [Worker(slot, draw(PARTS), draw(PARTS), share) for slot, share in zip(slots, busy, strict=True)]
     tickets = []
     sets = draw(st.lists(st.sets(st.sampled_from(slots)).map(sorted).map(tuple), min_size=1, max_size=3))
@@ -151,16 +155,32 @@ async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[lis
         await client.aclose()
 
 
-async def test_a_busy_fleet_waits_longer_for_the_engine_that_holds_the_prompt(redis_url: str) -> None:
-    """A second of waiting counts as much as engines are idle: what is computed once more delays all who come."""
-    client = connect(redis_url, timeout_s=10)
+async def chosen(url: str, workers: Sequence[Worker]) -> int:
+    """Which worker serves a ticket now, 0 if it waits for the first one, which has no room.
+
+    That one holds its beginning and needs .1 s for it, all others .6 s.
+    """
+    client = connect(url, timeout_s=10)
     try:
-        # The prompt takes .1 s at the engine that holds its beginning, .6 s elsewhere; that engine is busy for .8 s.
-        ticket = Asks(100_000, 0, 600_000, ((101, 100_000),), ())
-        for busy, served_by in ((0.0, 2), (0.25, 2), (0.5, 0), (1.0, 0)):
-            workers = [Worker(101, 0.0, 0.8, busy), Worker(102, 1.0, 0.0, busy)]
-            assert (await told(client, workers, [ticket]))[0][4] == served_by, busy
-        late = [Worker(101, 0.0, 8.0, 1.0), Worker(102, 1.0, 0.0, 1.0)]
-        assert (await told(client, late, [ticket]))[0][4] == 2, "it waits for 10 times what it saves at most"
+        return (await told(client, workers, [Asks(100_000, 0, 600_000, ((101, 100_000),), ())]))[0][4]
     finally:
         await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("busy", "at_most_s"), [(0.0, 0.5), (0.25, 0.5 / 0.75), (0.5, 1.0), (0.8, 2.5), (0.95, 5.0), (1.0, 5.0)]
+)
+async def test_the_busier_the_engines_the_longer_a_request_waits_for_the_one_that_holds_it(
+    redis_url: str, busy: float, at_most_s: float
+) -> None:
+    """What is computed once more delays all who come. Ten times what it saves is the most."""
+    for wait_s, served_by in ((at_most_s - 0.01, 0), (at_most_s + 0.01, 2)):
+        workers = [Worker(101, 0.0, wait_s, busy), Worker(102, 1.0, 0.0, busy)]
+        assert await chosen(redis_url, workers) == served_by, wait_s
+
+
+async def test_an_engine_that_has_just_joined_a_busy_fleet_is_not_left_idle(redis_url: str) -> None:
+    """What it computes once more delays nobody, however busy the others are."""
+    holder, others = Worker(101, 0.0, 0.6, 1.0), [Worker(slot, 0.0, 0.6, 1.0) for slot in range(102, 109)]
+    assert await chosen(redis_url, [holder, *others, Worker(109, 1.0, 0.0, 0.0)]) == 9
+    assert await chosen(redis_url, [holder, *others, Worker(109, 1.0, 0.0, 0.5)]) == 0, "by now it has much to do, too"

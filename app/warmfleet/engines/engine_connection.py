@@ -7,6 +7,7 @@ of its headers and trailers, by the bytes that wait to be read, and by what may 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its an
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; not every system tells
 
 
 class EngineResponse:
@@ -244,8 +246,8 @@ class Connection(asyncio.Protocol):
     """One connection. It carries one request after the other, and goes back to ``kept`` after each whole answer."""
 
     __slots__ = (
-        "_answer", "_fields", "_fields_bytes", "_interim", "_keep_alive", "_kept", "_parser", "_reused", "_since_body",
-        "_transport", "_until_close", "idle_since",
+        "_answer", "_fields", "_fields_bytes", "_hang_up", "_interim", "_keep_alive", "_kept", "_parser", "_reused",
+        "_since_body", "_transport", "_until_close", "idle_since",
     )  # fmt: skip
 
     def __init__(self, kept: KeptConnections) -> None:
@@ -266,8 +268,12 @@ class Connection(asyncio.Protocol):
         self._transport.writelines(answer.request)
 
     def usable(self, idle_since: float) -> bool:
-        """Whether the connection is open and became idle after ``idle_since``."""
-        return self.idle_since > idle_since and not self._transport.is_closing()
+        """Whether the connection is open and became idle after ``idle_since``.
+
+        The kernel is asked, because the event loop may not have seen the end yet: an engine that died before a request
+        was sent has not died of it, and counts as one that refused it.
+        """
+        return self.idle_since > idle_since and not self._transport.is_closing() and not self._hang_up.poll(0)
 
     def resume(self) -> None:
         self._transport.resume_reading()
@@ -282,6 +288,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # asyncio's type is the base class
         made = transport.get_extra_info("socket")
+        self._hang_up = select.poll()
+        self._hang_up.register(made.fileno(), HANG_UP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in TCP_OPTIONS.items():
             if hasattr(socket, name):  # not every system has every option

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 POLL_S = 0.025  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
-REVIEW_ELSEWHERE_S = 0.05  # the same where another pool may serve the request: it may have room by now
+REVIEW_ELSEWHERE_S = 0.05  # the same where the model has several pools: another one may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 
@@ -43,7 +43,7 @@ class Tickets:
 
     async def wait(self, pool: Pool, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return when a decision should be asked for: the ticket's turn has come, it was displaced, Redis does not know
-        it, or it waits (WAITS) and was last decided a while ago. elsewhere: another pool may serve it, too.
+        it, or it waits (WAITS) and was last decided a while ago. elsewhere: the model has other pools, too.
         """
         return await self._of(pool).wait(ticket, elsewhere=elsewhere)
 

@@ -16,10 +16,10 @@ Sets s.room (seconds of room by candidate) if the request is not to wait, else s
 Returns the answer {QUEUED, FULL or DISPLACED (another took its place, and none is left), tickets, ms of work in them,
 price of the turn in seconds, tokens of the prompt that the worker of this price holds}; or nil, the candidate (another
 than the choice if that has no room), and a function to call when the request is booked, with the tokens of work that it
-makes. The price of the turn is what remains to compute and half of the wait for it, at the worker that the ticket finds
-(shared/room_left), with this request's share of the work that is served before its ticket; 0 if it got none. By it a
-router compares two pools, so a second of waiting counts the same in all of them (WAIT_PRICE in
-app/warmfleet/pools/homes/prices.py).
+makes. The price of the turn is of the worker that the ticket finds (shared/room_left): what remains to compute, how
+long that worker is overdue, and half of the wait for it and for this request's share of the work that is served before
+its ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
+(WAIT_PRICE in app/warmfleet/pools/homes/prices.py).
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
@@ -66,8 +66,10 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       if seconds < least then least, nearest = seconds, i end
     end
     s.turn_at = nearest
-    local wait_s = ahead(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
-    return own_s[nearest] + WAIT_PRICE * wait_s, s.matched[nearest]
+    local at = slots[s.slots[nearest]]
+    local late_s = at and left.overdue_s(at) or 0
+    local wait_s = (ahead(nearest) - late_s) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
+    return own_s[nearest] + late_s + WAIT_PRICE * wait_s, s.matched[nearest]
   end
 
   -- The first write frees memory: a full Redis then allows the writes after it.

@@ -7,23 +7,27 @@ worker is told by its prices (decide/prices), as they were when it was last deci
 also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines that are free.
 An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
-What an engine computes once more, because a request did not wait for the engine that holds its prompt, delays all who
-come while it is busy. An engine that is busy for a share b of its time delays them by b / (1 - b) seconds for each
-second more, as in any line with random arrivals. So a second of computing costs 1 + b / (1 - b) = 1 / (1 - b), and a
-second of waiting 1 - b of that, where b is the mean share of time that the engines were in prefill lately.
+What an engine computes once more, because a request did not wait for the engine that holds its prompt, delays the
+requests that come while it is busy: the busier the engines, the more of them. A rule of thumb for that is b / (1 - b)
+seconds of delay for each second more, where b is the share of time in prefill (shared/candidates, busy_share). So a
+second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all engines,
+but twice that of the least busy one with room at most: what an engine computes that has little to do, as one that has
+just joined, delays nobody.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
 gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
 ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
 candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
-left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts.
+left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts;
+overdue_s as given.
 --]]
-local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
+local unpack_from, sub, floor = struct.unpack, string.sub, math.floor
+local max, min, huge = math.max, math.min, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
-local LEAST_WAIT_PRICE = 0.1 -- engines that are busy all the time would else let a request wait for ever
+local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
 
 -- Of a list of candidates the one with the least ahead, of equals the first: a function that tells it, nil if none is
 -- left. room: by candidate; a candidate without room is left out. Work ahead only grows and room only shrinks, so it is
@@ -74,14 +78,17 @@ local function least_of(those, base, room)
 end
 
 return function(s, room_of, overdue_s)
-  local room, base, by_slot, allowed, left, free, busy = {}, {}, {}, {}, {}, false, 0
-  for i = 1, s.count do busy = busy + s.busy_share[i] / s.count end
-  local wait_price = max(1 - busy, LEAST_WAIT_PRICE)
+  local room, base, by_slot, allowed, left, free = {}, {}, {}, {}, {}, false
+  local busy, least_busy = 0, 1
   for i = 1, s.count do
-    room[i], base[i], by_slot[s.slots[i]] = room_of(i), wait_price * s.base_s[i] + overdue_s(i), i
-    free = free or room[i] > NO_ROOM_S
+    local share = s.busy_share[i]
+    room[i], by_slot[s.slots[i]], busy = room_of(i), i, busy + share / s.count
+    if room[i] > NO_ROOM_S then free, least_busy = true, min(least_busy, share) end
   end
+  local wait_price = max(1 - min(busy, 2 * least_busy), LEAST_WAIT_PRICE)
+  for i = 1, s.count do base[i] = wait_price * s.base_s[i] + overdue_s(i) end
   left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, wait_price
+  left.overdue_s = overdue_s
 
   -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.

@@ -2,7 +2,8 @@
 shared/under_way: of how many prompt tokens an engine may be computing the prefill, now that some prefill has ended.
 
 An engine computes all prompts that wait in one step, and their first tokens come together. So as much may be under way
-now as has ended together, or half of what was under way before, but no more than is left. It is a bound: an engine that
+now as has ended together, or half of what was under way before, but no more than is left. What ended before counts as
+together by a share that falls to nothing in 50 ms, so ends that follow each other faster than that add up. It is a bound: an engine that
 stands still looks lighter by no more than that.
 
 Guarantee: pure. Takes the tokens that were under way before, the ms since a prefill ended last or began on an idle

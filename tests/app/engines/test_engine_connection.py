@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from warmfleet.engines import engine_connection
 from warmfleet.engines.engine_connection import UNREAD_MAX_BYTES, Connection, EngineResponse, KeptConnections
 from warmfleet.errors import UpstreamError, UpstreamGone
+
+NEVER_ENDS = Path("/dev/null").open("rb")  # noqa: SIM115 - as long as the tests run
 
 
 class Wire(asyncio.Transport):
@@ -28,6 +31,9 @@ class Wire(asyncio.Transport):
 
     def setsockopt(self, *_: int) -> None:
         pass
+
+    def fileno(self) -> int:
+        return NEVER_ENDS.fileno()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += data

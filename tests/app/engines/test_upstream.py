@@ -6,6 +6,7 @@ import asyncio
 import base64
 import socket
 import ssl
+import threading
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -195,6 +196,30 @@ async def test_an_engine_that_died_between_two_requests_may_have_died_of_the_sec
         with pytest.raises(UpstreamGone) as raised:
             await exchange(upstream, one.url)
         assert raised.value.refused
+
+
+async def test_an_engine_that_died_before_a_request_was_sent_has_refused_it() -> None:
+    """The replica had no time to notice the end of its kept connection. The request killed nobody, so it may go on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serves_one_and_dies() -> None:
+            made, _ = listener.accept()
+            made.recv(65_536)
+            made.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            answered.wait()
+            listener.close()
+            made.close()
+
+        answered, url = threading.Event(), f"http://127.0.0.1:{listener.getsockname()[1]}"
+        lives = threading.Thread(target=serves_one_and_dies)
+        lives.start()
+        async with client() as upstream:
+            assert await exchange(upstream, url) == (200, b"ok")
+            answered.set()
+            lives.join()  # the event loop stands still meanwhile
+            with pytest.raises(UpstreamGone) as raised:
+                await exchange(upstream, url)
+            assert raised.value.refused
 
 
 async def test_a_connection_that_nobody_accepts_is_given_up() -> None:
