@@ -3,8 +3,8 @@ shared/under_way: of how many prompt tokens an engine may be computing the prefi
 
 An engine computes all prompts that wait in one step, and their first tokens come together. So as much may be under way
 now as has ended together, or half of what was under way before, but no more than is left. What ended before counts as
-together by a share that falls to nothing in 50 ms, so ends that follow each other faster than that add up. It is a bound: an engine that
-stands still looks lighter by no more than that.
+together by a share that falls to nothing in 50 ms, so ends that follow each other faster than that add up. It is a
+bound: an engine that stands still looks lighter by no more than that.
 
 Guarantee: pure. Takes the tokens that were under way before, the ms since a prefill ended last or began on an idle
 engine (modulo 2^32: clocks that differ may tell a time before), the tokens of the prefill that has ended, and those of
