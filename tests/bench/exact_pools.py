@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-SHARE_S = 60.0  # over which the share of time in prefill is taken
+SHARE_S = 60.0  # of the trace, over which the share of time in prefill is taken; the scripts' 15 s are 60 to 150 of it
 TIE = 0.02  # of the prompt: costs that differ by less are equal
 LEAST_WAIT_PRICE = 0.1  # as in lua/parts/shared/room_left.lua
 LOOKED_AT = 64  # tickets that a turn looks at
@@ -311,15 +311,15 @@ class ExactPools:
         if not line and wait_s[at] <= self._setup.room_s:
             offer = Offer(cost_s, turn_s(float(wait_s[at]), float(own_s[at])), int(matched[at]), token_s)
             return Answer(number, pool.start + at, offer)
-        near = int((self._wait_price(pool, wait_s) * wait_s + own_s).argmin())  # as decide/wait_turn.lua has it
+        near = int(
+            (self._wait_price(self.engines.share(pool, self._now)) * wait_s + own_s).argmin()
+        )  # as decide/wait_turn.lua has it
         turn = turn_s(float(wait_s[near]) + sum(one.size_s for one in line) / len(wait_s), float(own_s[near]))
         return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
 
-    def _wait_price(self, pool: slice, wait_s: Floats) -> float:
+    def _wait_price(self, share: Floats) -> float:
         """How much a second of waiting counts: see lua/parts/shared/room_left.lua."""
-        share, room = self.engines.share(pool, self._now), wait_s <= self._setup.room_s
-        least = float(share[room].min()) if room.any() else 1.0
-        return max(1 - min(float(share.mean()), 2 * least), LEAST_WAIT_PRICE)
+        return max(1 - float(share.mean()), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
         """As lua/parts/decide/cost_rule.lua has it."""
@@ -346,7 +346,8 @@ class ExactPools:
             return
         line.sort(key=lambda job: job.at_s + setup.patience * job.size_s)
         wait_s = self.engines.wait_s(pool, self._now)
-        wait_price = self._wait_price(pool, wait_s)
+        share = self.engines.share(pool, self._now)
+        wait_price = self._wait_price(share)
         ahead_s = wait_price * wait_s
         left: list[Job] = []
         for at, job in enumerate(line):
@@ -358,8 +359,11 @@ class ExactPools:
             own_s = setup.token_s * (job.prompt_tokens - matched)
             job.size_s = float(own_s.min())
             costs = ahead_s + own_s
-            if costs[~full].min() > costs.min() + TIE * job.prompt_tokens * setup.token_s:
-                ahead_s[int(costs.argmin())] += wait_price * job.size_s  # it waits for that engine
+            near, free = int(costs.argmin()), int(np.lexsort((share, np.where(full, np.inf, costs)))[0])
+            more = max(1 - 2 * float(share[free]), wait_price) / wait_price - 1  # by what that engine has to do
+            saved_s = costs[free] - costs[near] + more * (ahead_s[free] - ahead_s[near])
+            if saved_s > TIE * job.prompt_tokens * setup.token_s:
+                ahead_s[near] += wait_price * job.size_s  # it waits for that engine
                 left.append(job)
                 continue
             ruled = np.where(full, np.inf, self._costs(job, pool, wait_s, matched))

@@ -588,7 +588,7 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: Queueing) -> None:
 async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_are(
     q: Queueing, overdue_s: float
 ) -> None:
-    """Inside a pool a second of waiting counts the less the busier its engines are; routers compare pools by half."""
+    """Inside a pool a second of waiting counts the less the busier its engines are. Between pools it counts half."""
     for share in (0, 65_535):
         seconds, us = await q.world.store.time()
         since_ms = int(1_000 * (seconds - overdue_s - 0.2) + us / 1_000) % 2**32 if overdue_s else 0
@@ -597,7 +597,7 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         answer = await q.world.fleet.decide_in_turn(q.world.ask(reservation="wf-a", prompt_tokens=100), Place())
         assert isinstance(answer, Queued)
         ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
-        assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=0.1 if overdue_s else 1e-6)
+        assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
         await q.world.fleet.poll((), ["wf-a"])
 
 

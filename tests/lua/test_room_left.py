@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -69,38 +69,48 @@ class Worker(NamedTuple):
 
 @dataclass(slots=True)
 class Plain:
-    """The plain form. ahead: what the wait for each worker counts. wait_price: of a second of waiting."""
+    """The plain form. ahead: what the wait for each worker counts. wait_price: of a second of waiting, by the mean."""
 
-    slots: list[int]
+    workers: Sequence[Worker]
     room: list[float]
     ahead: list[float]
     wait_price: float
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Self:
-        mean = sum(one.busy for one in workers) / len(workers)
-        least = min([one.busy for one in workers if one.room_s > NO_ROOM_S], default=1.0)
-        price = max(1 - min(mean, 2 * least), LEAST_WAIT_PRICE)
+        price = max(1 - sum(one.busy for one in workers) / len(workers), LEAST_WAIT_PRICE)
         ahead = [price * one.base_s for one in workers]
-        return cls([one.slot for one in workers], [one.room_s for one in workers], ahead, price)
+        return cls(workers, [one.room_s for one in workers], ahead, price)
 
-    def costs(self, asks: Asks) -> list[tuple[float, int, int]]:
-        """Seconds, number from 0, and price of each worker that may serve it; the named ones again, at their price."""
-        own = [(self.slots.index(slot), price) for slot, price in asks.named]
-        others = [(at, asks.rest) for at, slot in enumerate(self.slots) if slot not in asks.barred]
-        return [(self.ahead[at] + price / US, at, price) for at, price in (*others, *own)]
+    def cheapest(self, asks: Asks, among: Sequence[int]) -> tuple[float, int, int]:
+        """Seconds, number from 0, and price of the cheapest: of those that are not named the least busy of equals."""
+        least = (math.inf, -1, 0)
+        others = [at for at in among if self.workers[at].slot not in asks.barred]
+        if others:
+            at = min(others, key=lambda at: (self.ahead[at], self.workers[at].busy, at))
+            least = (self.ahead[at] + asks.rest / US, at, asks.rest)
+        slots = [one.slot for one in self.workers]
+        for slot, price in asks.named:
+            at = slots.index(slot)
+            if at in among and self.ahead[at] + price / US < least[0]:
+                least = (self.ahead[at] + price / US, at, price)
+        return least
+
+    def takes(self, asks: Asks, best: float, chosen: int, lowest: float, nearest: int) -> bool:
+        """Whether the ticket is served by ``chosen``, which has room: that has little to do, or it is as cheap."""
+        price = max(1 - 2 * self.workers[chosen].busy, self.wait_price)
+        more = price / self.wait_price - 1
+        return best + more * self.ahead[chosen] <= lowest + more * self.ahead[nearest] + asks.tie / US
 
     def step(self, asks: Asks) -> list[int]:
         """The script's answers: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
-        free = [room > NO_ROOM_S for room in self.room]
-        costs = self.costs(asks)
-        lowest, nearest, _ = min(costs, key=lambda one: one[0], default=(math.inf, -1, 0))
-        possible = [one for one in costs if free[one[1]]]
-        best, chosen, price = min(possible, key=lambda one: one[0], default=(math.inf, -1, 0))
-        serves = best < math.inf and best <= lowest + asks.tie / US
-        told = [int(any(free)), (chosen if serves else nearest) + 1, int(serves), int(bool(possible))]
+        free = [at for at, room in enumerate(self.room) if room > NO_ROOM_S]
+        lowest, nearest, _ = self.cheapest(asks, range(len(self.workers)))
+        best, chosen, price = self.cheapest(asks, free)
+        serves = chosen >= 0 and self.takes(asks, best, chosen, lowest, nearest)
+        told = [int(bool(free)), (chosen if serves else nearest) + 1, int(serves), int(chosen >= 0)]
         if not serves:
-            if costs:
+            if nearest >= 0:
                 self.ahead[nearest] += self.wait_price * asks.size / US
             return [*told, 0, 0]
         taken_us = max(asks.size, price)
@@ -155,14 +165,14 @@ async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[lis
         await client.aclose()
 
 
-async def chosen(url: str, workers: Sequence[Worker]) -> int:
-    """Which worker serves a ticket now, 0 if it waits for the first one, which has no room.
+HELD = Asks(100_000, 0, 600_000, ((101, 100_000),), ())  # .1 s at the first worker, which holds its beginning
 
-    That one holds its beginning and needs .1 s for it, all others .6 s.
-    """
+
+async def chosen(url: str, workers: Sequence[Worker], *tickets: Asks) -> list[int]:
+    """Which worker serves each of the tickets now, 0 if it waits."""
     client = connect(url, timeout_s=10)
     try:
-        return (await told(client, workers, [Asks(100_000, 0, 600_000, ((101, 100_000),), ())]))[0][4]
+        return [one[4] for one in await told(client, workers, tickets)]
     finally:
         await client.aclose()
 
@@ -176,11 +186,23 @@ async def test_the_busier_the_engines_the_longer_a_request_waits_for_the_one_tha
     """What is computed once more delays all who come. Ten times what it saves is the most."""
     for wait_s, served_by in ((at_most_s - 0.01, 0), (at_most_s + 0.01, 2)):
         workers = [Worker(101, 0.0, wait_s, busy), Worker(102, 1.0, 0.0, busy)]
-        assert await chosen(redis_url, workers) == served_by, wait_s
+        assert await chosen(redis_url, workers, HELD) == [served_by], wait_s
 
 
-async def test_an_engine_that_has_just_joined_a_busy_fleet_is_not_left_idle(redis_url: str) -> None:
-    """What it computes once more delays nobody, however busy the others are."""
-    holder, others = Worker(101, 0.0, 0.6, 1.0), [Worker(slot, 0.0, 0.6, 1.0) for slot in range(102, 109)]
-    assert await chosen(redis_url, [holder, *others, Worker(109, 1.0, 0.0, 0.0)]) == 9
-    assert await chosen(redis_url, [holder, *others, Worker(109, 1.0, 0.0, 0.5)]) == 0, "by now it has much to do, too"
+BUSY_FLEET = [Worker(slot, 0.0, 0.6, 1.0) for slot in range(101, 109)]
+
+
+@pytest.mark.parametrize(("share", "served_by"), [(0.0, 9), (0.5, 0)], ids=["just joined", "has much to do by now"])
+async def test_an_engine_that_has_just_joined_a_busy_fleet_is_not_left_idle(
+    redis_url: str, share: float, served_by: int
+) -> None:
+    assert await chosen(redis_url, [*BUSY_FLEET, Worker(109, 1.0, 0.0, share)], HELD) == [served_by]
+
+
+async def test_an_idle_engine_makes_no_other_compute_what_is_held(redis_url: str) -> None:
+    """It may not serve the ticket, or has no room, or the ticket before has taken its room: then the others count."""
+    busy, idle = Worker(108, 1.0, 0.0, 0.95), Worker(109, 0.5, 0.0, 0.0)
+    fleet = [*BUSY_FLEET[:7], busy, idle]
+    assert await chosen(redis_url, fleet, replace(HELD, barred=(109,))) == [0]
+    assert await chosen(redis_url, [*fleet[:8], idle._replace(room_s=0.0)], HELD) == [0]
+    assert await chosen(redis_url, fleet, HELD, HELD) == [9, 0]

@@ -27,7 +27,7 @@ UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its an
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
-HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; not every system tells
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: the system does not tell
 
 
 class EngineResponse:
@@ -256,6 +256,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
         self._answer: EngineResponse | None = None
         self._reused = False
+        self._hang_up: select.poll | None = None
         self.idle_since = 0.0
 
     def send(self, answer: EngineResponse) -> None:
@@ -271,9 +272,11 @@ class Connection(asyncio.Protocol):
         """Whether the connection is open and became idle after ``idle_since``.
 
         The kernel is asked, because the event loop may not have seen the end yet: an engine that died before a request
-        was sent has not died of it, and counts as one that refused it.
+        was sent, as far as the kernel has heard, has not died of it: it counts as one that refused it.
         """
-        return self.idle_since > idle_since and not self._transport.is_closing() and not self._hang_up.poll(0)
+        if self.idle_since <= idle_since or self._transport.is_closing():
+            return False
+        return self._hang_up is None or not self._hang_up.poll(0)
 
     def resume(self) -> None:
         self._transport.resume_reading()
@@ -288,8 +291,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # asyncio's type is the base class
         made = transport.get_extra_info("socket")
-        self._hang_up = select.poll()
-        self._hang_up.register(made.fileno(), HANG_UP)
+        if HANG_UP:
+            self._hang_up = select.poll()
+            self._hang_up.register(made.fileno(), HANG_UP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in TCP_OPTIONS.items():
             if hasattr(socket, name):  # not every system has every option

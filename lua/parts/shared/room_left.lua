@@ -8,41 +8,44 @@ also by the tickets before it that wait for that worker. So a long line for one 
 An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
 What an engine computes once more, because a request did not wait for the engine that holds its prompt, delays the
-requests that come while it is busy: the busier the engines, the more of them. A rule of thumb for that is b / (1 - b)
-seconds of delay for each second more, where b is the share of time in prefill (shared/candidates, busy_share). So a
-second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all engines,
-but twice that of the least busy one with room at most: what an engine computes that has little to do, as one that has
-just joined, delays nobody.
+requests that come while it is busy: the busier it is, the more of them. A rule of thumb for that is b / (1 - b) seconds
+of delay for each second more, where b is the share of time in prefill (shared/candidates, busy_share). So a second of
+computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all engines, which is
+steadier than the share of each, but twice the share of the engine that would compute it at most: one that has little to
+do, as one that has just joined, is not left idle because others are busy.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
 gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
 ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
 candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
-left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts;
-overdue_s as given.
+left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts by the
+mean; overdue_s as given.
 --]]
 local unpack_from, sub, floor = struct.unpack, string.sub, math.floor
-local max, min, huge = math.max, math.min, math.huge
+local max, huge = math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
 local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
 
--- Of a list of candidates the one with the least ahead, of equals the first: a function that tells it, nil if none is
--- left. room: by candidate; a candidate without room is left out. Work ahead only grows and room only shrinks, so it is
--- a heap by the work that was ahead of each when it was last on top.
-local function least_of(those, base, room)
+-- Of a list of candidates the one with the least ahead, of equals the least busy, then the first: a function that
+-- tells it, nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and room
+-- only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
+local function least_of(those, base, share, room)
   local heap, known, count = nil, {}, 0
+  local function before(i, k)
+    if known[i] ~= known[k] then return known[i] < known[k] end
+    if share[i] ~= share[k] then return share[i] < share[k] end
+    return i < k
+  end
   local function sift(at)
     local i = heap[at]
-    local ahead, child = known[i], 2 * at
+    local child = 2 * at
     while child <= count do
       local k, other = heap[child], heap[child + 1]
-      if other and (known[other] < known[k] or known[other] == known[k] and other < k) then
-        k, child = other, child + 1
-      end
-      if not (known[k] < ahead or known[k] == ahead and k < i) then break end
+      if other and before(other, k) then k, child = other, child + 1 end
+      if not before(k, i) then break end
       heap[at], at, child = k, child, 2 * child
     end
     heap[at] = i
@@ -78,15 +81,15 @@ local function least_of(those, base, room)
 end
 
 return function(s, room_of, overdue_s)
-  local room, base, by_slot, allowed, left, free = {}, {}, {}, {}, {}, false
-  local busy, least_busy = 0, 1
+  local room, base, late, by_slot, allowed, left, free = {}, {}, {}, {}, {}, {}, false
+  local share, busy = s.busy_share, 0
+  for i = 1, s.count do busy = busy + share[i] / s.count end
+  local wait_price = max(1 - busy, LEAST_WAIT_PRICE)
   for i = 1, s.count do
-    local share = s.busy_share[i]
-    room[i], by_slot[s.slots[i]], busy = room_of(i), i, busy + share / s.count
-    if room[i] > NO_ROOM_S then free, least_busy = true, min(least_busy, share) end
+    room[i], late[i], by_slot[s.slots[i]] = room_of(i), overdue_s(i), i
+    base[i] = wait_price * s.base_s[i] + late[i]
+    free = free or room[i] > NO_ROOM_S
   end
-  local wait_price = max(1 - min(busy, 2 * least_busy), LEAST_WAIT_PRICE)
-  for i = 1, s.count do base[i] = wait_price * s.base_s[i] + overdue_s(i) end
   left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, wait_price
   left.overdue_s = overdue_s
 
@@ -100,7 +103,7 @@ return function(s, room_of, overdue_s)
     for i = 1, s.count do
       if not is_barred[s.slots[i]] then those[#those + 1] = i end
     end
-    allowed[barred] = { any = least_of(those, base), first = least_of(those, base, room) }
+    allowed[barred] = { any = least_of(those, base, share), first = least_of(those, base, share, room) }
     return allowed[barred]
   end
 
@@ -127,9 +130,19 @@ return function(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us
   end
 
+  -- Whether a ticket of these costs takes the candidate with room: at the price of waiting by what that has to do.
+  local function takes(tie_us, lowest, nearest, best, chosen)
+    if not chosen then return false end
+    local more = max(1 - 2 * share[chosen], wait_price) / wait_price - 1
+    if more > 0 then
+      best, lowest = best + more * (base[chosen] - late[chosen]), lowest + more * (base[nearest] - late[nearest])
+    end
+    return best <= lowest + tie_us / US
+  end
+
   function left.stands(ticket)
     local _, tie_us, lowest, nearest, best, chosen = costs_of(ticket)
-    local is_turn = chosen ~= nil and best <= lowest + tie_us / US
+    local is_turn = takes(tie_us, lowest, nearest, best, chosen)
     local worker = is_turn and chosen or nearest
     if not worker then return "", false, false, 0 end
     local _, _, _, own_us, count = unpack_from(TICKET_PRICES, ticket)
@@ -142,7 +155,7 @@ return function(s, room_of, overdue_s)
 
   function left.take(ticket)
     local size_us, tie_us, lowest, nearest, best, chosen, chosen_us = costs_of(ticket)
-    if not chosen or best > lowest + tie_us / US then
+    if not takes(tie_us, lowest, nearest, best, chosen) then
       if nearest then base[nearest] = base[nearest] + wait_price * size_us / US end
       return nil
     end
