@@ -23,7 +23,7 @@ class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
     waiting: tickets in the queue. work_s: seconds that the whole fleet needs for what it does not hold of the prompts
-    of these tickets. turn_s: price of the worker that the request waits for, by which tickets find their workers, with
+    of these tickets. turn_s: price of the worker that the request waits for, by which a router compares pools, with
     its share of the other tickets' work (lua/parts/decide/wait_turn.lua). matched_tokens: what this worker holds of
     the prompt.
     """

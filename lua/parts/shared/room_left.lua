@@ -30,8 +30,8 @@ local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a secon
 local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
 
 -- Of a list of candidates the one with the least ahead, of equals the least busy, then the first: a function that
--- tells it, nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and room
--- only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
+-- tells it, nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and
+-- room only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
 local function least_of(those, base, share, room)
   local heap, known, count = nil, {}, 0
   local function before(i, k)
