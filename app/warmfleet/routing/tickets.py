@@ -3,7 +3,7 @@
 Redis keeps the order of the tickets (lua/parts/shared/fair_queue.lua).
 
 While a model has tickets in this replica, one task asks about all of them: when an engine is about to have room, as
-Redis foretells, as soon as a request of this replica has its first token or ends, and every 25 ms. While the model has
+Redis foretells, as soon as a request of this replica has its first token or ends, and every 20 ms. While the model has
 none, no task runs. A ticket that is not asked about expires, so a replica that dies leaves no ticket behind.
 
 Each poll also sends one request to be decided again, if it was last decided a while ago: by now an engine may hold more
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Line
     from warmfleet.pools.pool import Pool
 
-POLL_S = 0.025  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
+POLL_S = 0.02  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
 REVIEW_ELSEWHERE_S = 0.05  # the same where the model has several pools: another one may have room by now
