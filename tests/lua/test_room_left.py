@@ -183,7 +183,7 @@ async def chosen(url: str, workers: Sequence[Worker], *tickets: Asks) -> list[in
 async def test_the_busier_the_engines_the_longer_a_request_waits_for_the_one_that_holds_it(
     redis_url: str, busy: float, at_most_s: float
 ) -> None:
-    """What is computed once more delays all who come. Ten times what it saves is the most."""
+    """A prompt that is computed once more delays all requests that come. Ten times the saving is the most."""
     for wait_s, served_by in ((at_most_s - 0.01, 0), (at_most_s + 0.01, 2)):
         workers = [Worker(101, 0.0, wait_s, busy), Worker(102, 1.0, 0.0, busy)]
         assert await chosen(redis_url, workers, HELD) == [served_by], wait_s

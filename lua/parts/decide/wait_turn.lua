@@ -66,8 +66,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       if seconds < least then least, nearest = seconds, i end
     end
     s.turn_at = nearest
-    local at = slots[s.slots[nearest]]
-    local late_s = at and left.overdue_s(at) or 0
+    local late_s = left.late[slots[s.slots[nearest]]] or 0
     local wait_s = (ahead(nearest) - late_s) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
     return own_s[nearest] + late_s + WAIT_PRICE * wait_s, s.matched[nearest]
   end

@@ -7,23 +7,22 @@ worker is told by its prices (decide/prices), as they were when it was last deci
 also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines that are free.
 An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
 
-What an engine computes once more, because a request did not wait for the engine that holds its prompt, delays the
-requests that come while it is busy: the busier it is, the more of them. A rule of thumb for that is b / (1 - b) seconds
-of delay for each second more, where b is the share of time in prefill (shared/candidates, busy_share). So a second of
-computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all engines, which is
-steadier than the share of each, but twice the share of the engine that would compute it at most: one that has little to
-do, as one that has just joined, is not left idle because others are busy.
+A request that does not wait for the engine that holds its prompt makes another one compute it once more. That delays
+the requests that come while that one is busy: the busier it is, the more of them. A rule of thumb for that is b / (1
+- b) seconds of delay for each second more, where b is the share of time in prefill (shared/candidates, busy_share).
+So a second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all
+engines, which is steadier than the share of each, but twice the share of the engine that would compute it at most:
+one that has little to do, as one that has just joined, is not left idle because others are busy.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
-gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of a
-ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
+gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of
+a ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
 candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
-left), slots, and ahead (seconds that the wait for it counts); wait_price, how much a second of waiting counts by the
-mean; overdue_s as given.
+left), slots, late (seconds that it is overdue), and ahead (seconds that the wait for it counts, with those);
+wait_price, how much a second of waiting counts by the mean.
 --]]
-local unpack_from, sub, floor = struct.unpack, string.sub, math.floor
-local max, huge = math.max, math.huge
+local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
@@ -90,8 +89,7 @@ return function(s, room_of, overdue_s)
     base[i] = wait_price * s.base_s[i] + late[i]
     free = free or room[i] > NO_ROOM_S
   end
-  left.room, left.slots, left.ahead, left.wait_price = room, s.slots, base, wait_price
-  left.overdue_s = overdue_s
+  left.room, left.slots, left.late, left.ahead, left.wait_price = room, s.slots, late, base, wait_price
 
   -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.

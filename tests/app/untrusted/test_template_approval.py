@@ -65,13 +65,13 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
         bad = asyncio.ensure_future(chat(router, "boom"))
         await asyncio.sleep(0.05)
         others = [asyncio.ensure_future(chat(router, "hello")) for _ in range(5)]
-        answered = 0
+        rounds = 0
         while not bad.done():
             assert (await router.get("/livez"))[0] == 200
             ids = {"model": model, "prompt": list(range(100))}
             assert (await router.post(ids))[1]["x-warmfleet-prompt-tokens"] == "100"
-            answered += not bad.done()
-        assert answered > 1, "neither the event loop nor other requests wait for it"
+            rounds += 1
+        assert rounds > 3, "neither the event loop nor other requests wait for it"
         assert (await bad)[0] == 200
         for answer in await asyncio.gather(*others):
             assert answer == (200, tokens), "identified exactly, by the next process"
