@@ -10,9 +10,9 @@ An engine that should have ended its prefill long ago is as much dearer: nobody 
 A request that does not wait for the engine that holds its prompt makes another one compute it once more. That delays
 the requests that come while that one is busy: the busier it is, the more of them. A rule of thumb for that is
 b / (1 - b) seconds of delay for each second more, where b is the share of time in prefill (shared/candidates,
-busy_share). So a second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the mean of all
-engines, which is steadier than the share of each, but twice the share of the engine that would compute it at most:
-one that has little to do, as one that has just joined, is not left idle because others are busy.
+busy_share). So a second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the
+mean of all engines, which is steadier than the share of each, but twice the share of the engine that would compute it
+at most: one that has little to do, as one that has just joined, is not left idle because others are busy.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
