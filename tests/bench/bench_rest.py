@@ -24,6 +24,7 @@ from tests.bench.bench_proxy import report, say
 from tests.bench.proxy_profile import samples, shares, show
 from tests.bench.proxy_routers import REPLICA, Router, cpu_s, sources
 from tests.bench.resting_engines import READY
+from tests.bench.waking_cost import waking_cost
 
 from warmfleet_loadtest.stacks.processes import Processes, free_ports, replica_ready, start_store
 
@@ -161,6 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 found[key] = one = dict[str, Any](resting.watch(options.seconds))
                 one |= {"ready_s": round(resting.ready_s[0], 1), "memory_mb": resting.memory_mb()}
                 one["metrics_page"] = resting.page()
+                one |= waking_cost()
                 if options.profile:
                     one["profile"] = resting.profile(options.seconds)
                 say(json.dumps({name: value for name, value in one.items() if name != "profile"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from tests.bench import waking_cost
 from tests.bench.bench_rest import Shape, totals
 from tests.bench.resting_engines import Announced, Engine, join
 
@@ -26,6 +27,26 @@ def test_the_worst_shape_of_a_size_counts_and_only_with_one_replica() -> None:
         "idle_core_share_1000": 0.02,
         "idle_redis_share_1000": 0.03,
     }
+
+
+def test_work_after_a_rest_is_compared_with_the_same_work_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(waking_cost, "time", clock)
+    assert waking_cost.waking_cost() == {"work_us": 100.0, "rested_work_us": 250.0, "waking_cost": 2.5}
+
+
+class Clock:
+    """A machine on which a piece of work takes 100 us of CPU, and 250 us after a rest."""
+
+    def __init__(self) -> None:
+        self.now, self.work_s = 0.0, 100e-6
+
+    def sleep(self, _seconds: float) -> None:
+        self.work_s = 250e-6
+
+    def thread_time(self) -> float:
+        self.now += self.work_s
+        return self.now
 
 
 async def test_resting_engines_are_proven_and_heard(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
