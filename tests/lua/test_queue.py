@@ -49,7 +49,11 @@ async def turns(q: Queueing, *tickets: Ticket) -> list[str]:
     [
         (FULL, True),
         ({"prefill_tokens": 999, "in_flight": 1}, False),
-        ({"foreign_prefill_tokens": 1_000}, True),
+        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be the mean of the past: nothing is left
+        ({"foreign_prefill_tokens": 11_000}, True),
+        ({"foreign_prefill_tokens": 10_000, "prefill_tokens": 999, "in_flight": 1}, False),
+        ({"foreign_prefill_tokens": 100, **FULL}, True),
+        ({"decode_tokens": 1_000_000, "in_flight": 9, "foreign_prefill_tokens": 100}, False),
         ({"prefill_tokens": 2_000, "in_flight": 1, "speed_tps": 40_000}, False),
         ({}, False),
         ({"decode_tokens": 1_000_000, "in_flight": 9}, False),

@@ -3,6 +3,9 @@ shared/capacity: which engines have room for one more prompt, and how much.
 
 An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes less
 than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
+Of foreign prefill only the part beyond REMEMBERED_S takes room. Up to there an engine may report the mean of the last
+seconds, with nothing left to compute (worker_plugin, load.py), so it would stand idle while requests wait; and clients
+that go past the routers would take all of its room, however little they need.
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
 
@@ -17,6 +20,7 @@ local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
 local ROW_PREFILL_TOKENS, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">i4", ">I4I4"
 local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S = 16, 0.95, 1e-6
+local REMEMBERED_S = 1.0 -- of an engine's work; REMEMBERED_WORK_SECONDS of the plugin
 local U32, PAST_MS = 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
 
 return function(s, limit_s, block_sizes)
@@ -29,9 +33,10 @@ return function(s, limit_s, block_sizes)
     return passed < PAST_MS and max(0, passed / 1000 - prefill / s.speed[i]) or 0
   end
   local function room_of(i)
-    local row, ahead, speed = s.rows[i], s.wait[i], s.speed[i]
+    local row, speed = s.rows[i], s.speed[i]
     local prefill, decode, flight, flags, scheme, foreign, foreign_decode, blocks =
       unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
+    local ahead = prefill + max(0, foreign - REMEMBERED_S * speed)
     if band(flags, FLAG_APPROXIMATE) ~= 0 or ahead + flight + foreign_decode == 0 then
       return max(limit_s, LEAST_S), 0
     end
