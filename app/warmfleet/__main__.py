@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     complete(parser)
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "pools" and not any(word.startswith("-") for word in rest):
+        options.tags += rest  # `pools drain --move llama`: argparse takes no names where none stood before the options
+        rest = []
     if rest and options.command != "bridge":
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

@@ -214,6 +214,7 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask, replace(place, barred=prompt.unable_workers))
+    line = await pool.fleet.poll()
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates
@@ -234,6 +235,7 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,
+        "queue": queue_in_words(line),
         "chosen": chosen,
         "candidates": rows,
     }

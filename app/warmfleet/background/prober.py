@@ -177,7 +177,8 @@ class Prober:
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")
         harmless = result.proof in ("proven", "") or cause in ("untested", "unmatched")
         level = logging.DEBUG if same else logging.INFO if harmless else logging.WARNING
-        logger.log(level, "worker %s at %s: %s %s", worker.worker_id, worker.url, result.proof, result.reason)
+        reason = f" ({result.reason})" if result.reason else ""
+        logger.log(level, "worker %s at %s: %s%s", worker.worker_id, worker.url, result.proof, reason)
         if answer == "DOWNGRADED":
             self._metrics.downgrades.labels(cause).inc()
 

@@ -51,6 +51,12 @@ the request would wait for its turn in one of them, it is half of the time until
 """
 
 
+IN_LINE = """\
+COST leaves out the requests that wait. The price counts the time to compute the rest of the prompt at that worker, and
+half of the time until its turn there, with the requests that are before it in line.
+"""
+
+
 def run(options: argparse.Namespace) -> int:
     """Print every worker and the choice; returns 1 if no worker can be chosen."""
     answer = ask("POST", options.url, "/explain", body_of(options))
@@ -90,11 +96,12 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if answer["policy"] == "cost":
         parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:
-        waits_for = f" at {answer['waits_for']}" if answer.get("waits_for") else ""
-        turn = f"It would wait for its turn{waits_for} first. As things stand it" if answer["waits"] else "It"
-        parts.append(
-            f"{turn} would go to {answer['chosen']} ({answer.get('because', answer['why'])}). Nothing was booked."
-        )
+        would = f"would go to {answer['chosen']} ({answer.get('because', answer['why'])})"
+        if answer["waits"]:
+            parts += _waits(answer)
+            parts.append(f"If no request waited, it {would}. Nothing was booked.")
+        else:
+            parts.append(f"It {would}. Nothing was booked.")
     for home in answer.get("pools", ()):
         worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
         waits = " (it would wait for its turn)" if home.get("waits") else ""
@@ -109,6 +116,17 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if not answer["blocks"] and answer["identity"] == "exact":
         parts.append("It is shorter than one block of an engine's cache, and only full blocks are found there again.")
     return parts
+
+
+def _waits(answer: dict[str, Any]) -> list[Part]:
+    """Sentences about the queue in which the request would wait. A replica of an older version tells less."""
+    if answer.get("waits_for") == "":
+        return ["The queue is full: it would be refused."]
+    at = f" at {answer['waits_for']}, at a price of {answer['turn_s']:.2f} s" if "waits_for" in answer else ""
+    turn = f"It would wait for its turn{at}."
+    if (queue := answer.get("queue")) is None:
+        return [turn]
+    return [f"{turn} {queue['waiting']} requests wait, for which the engines need {queue['work_s']:.2f} s.", IN_LINE]
 
 
 def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tuple[object, ...]:
@@ -126,7 +144,8 @@ def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tupl
     )
     if candidate["chosen"]:
         return Toned("->", Tone.GOOD), Toned(cells[0], Tone.GOOD), *cells[1:], Toned("chosen", Tone.GOOD)
-    return "", *cells, f"{1_000 * (cost - chosen_s):+.1f} ms"
+    more_ms = round(1_000 * (cost - chosen_s), 1) + 0.0  # never -0.0
+    return "", *cells, f"{more_ms:+.1f} ms"
 
 
 def _terms(candidate: dict[str, Any]) -> tuple[object, ...]:

@@ -16,12 +16,14 @@ from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.local.stack import Plan, Stack
 from warmfleet.cli.local.watch import AnswerWatch
 from warmfleet.cli.terminal.progress import Progress
+from warmfleet.protocol.pools import served_model
 from warmfleet.settings import engine_url
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+OF_ENGINES = "the model of these engines. `warmfleet pools add` makes several pools of it"
 POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
 
 #: Long enough for several blocks of any engine, so that the second request visibly finds them.
@@ -63,6 +65,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """The command line as a Plan. Raises CommandError if it needs a package that is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
+    if options.engine == "sim" and "#" in (options.model or ""):
+        name = served_model(options.model)
+        raise CommandError(
+            f"--model {options.model!r}: engines serve the name without #, so give --model {name}, and once it runs "
+            f"`warmfleet pools add` makes pools of it"
+        )
     if options.engine_flags and options.engine != "vllm":
         raise CommandError(f"{options.engine_flags[0]!r} is for vLLM: add --engine vllm")
     engines = EngineOptions(
@@ -92,6 +100,8 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, _interrupt)
     plan = plan_of(options)
+    if os.environ.get("WARMFLEET_MODELS") not in (None, "", plan.engines.served_name):
+        say(f"WARMFLEET_MODELS has no effect here: the routers serve {OF_ENGINES}")
     try:
         with Progress() as progress, Stack(plan, progress.say, progress.step) as stack:
             operators = tuple(replica.operators for replica in stack.replicas)

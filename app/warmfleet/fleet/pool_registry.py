@@ -105,8 +105,9 @@ class PoolRegistry:
         return {name: place for name, place in sorted(read.items()) if place is not None}
 
 
-async def clear(fleet: Fleet, *, shared: bool) -> None:
-    """Delete all keys of the pool. shared: it has the name of its served model, whose registry stays.
+async def clear(fleet: Fleet, *, shared: bool) -> bool:
+    """Delete all keys of the pool; False if there were none. shared: it has the name of its served model, whose
+    registry stays.
 
     What is left expires by itself: what clients with limits have in flight, and the tokens that they have used. May be
     called again. Raises FleetUnavailable.
@@ -124,14 +125,16 @@ async def clear(fleet: Fleet, *, shared: bool) -> None:
         pass
     names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():
-        await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
+        count = await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
+    had = bool(count or open_ids or workers or servers)
     if shared:
-        return
+        return had
     with (
         suppress(RefusedCall),
         redis_errors(),
     ):  # the user of routers may not: a few bytes stay until `admin` removes it
-        await redis.unlink(*(keys.prefix + name for name in sorted(OF_THE_OPERATOR)))
+        had = bool(await redis.unlink(*(keys.prefix + name for name in sorted(OF_THE_OPERATOR)))) or had
+    return had
 
 
 def master_of(redis: aioredis.Redis) -> str:

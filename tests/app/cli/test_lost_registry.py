@@ -81,6 +81,12 @@ async def proved(url: str, pool: str, worker_id: str) -> None:
     await fleet.close()
 
 
+async def switched(url: str, pool: str) -> None:
+    """Redis holds something of this pool from now on: its policy."""
+    async with connect(url, timeout_s=2) as client:
+        await Fleet(client, pool).switch("sticky")
+
+
 def test_the_pools_of_the_settings_are_used_with_a_warning(masters: Masters) -> None:
     masters.away.add(masters.model)
     told, warned = masters("policy", "sticky")
@@ -171,7 +177,9 @@ def test_a_pool_whose_master_is_away_is_removed_as_far_as_that_goes(
         told = masters("pools", "remove", lost, "--force", status=2)[1]
         assert f"no pool {lost} in the registry; its Redis does not answer" in told
         masters.away.clear()
+        asyncio.run(switched(masters.url, lost))
         assert masters("pools", "remove", lost)[0].startswith(f"no pool {lost} in the registry; deleted what was left")
+        assert masters("pools", "remove", lost)[0].startswith(f"no pool {lost} in the registry; Redis has nothing")
 
 
 @pytest.mark.long(

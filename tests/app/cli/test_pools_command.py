@@ -173,8 +173,8 @@ def test_a_pool_in_use_is_removed_only_by_force_and_leaves_no_key(pools: Command
     assert "1 requests in flight" in pools("remove", one, status=2)
     pools("remove", one, "--force")
     assert pools.keys_of(one) == set()
-    again = f"no pool {one} in the registry; deleted what was left of it\n"
-    assert pools("remove", one) == again, "what an interrupted call has left"
+    again = f"no pool {one} in the registry; Redis has nothing of it either\n"
+    assert pools("remove", one) == again
 
 
 def test_the_pool_with_all_workers_stays_even_by_force(pools: Commands, model: str) -> None:
@@ -325,7 +325,34 @@ def test_without_a_registry_no_pool_in_use_is_removed(pools: Commands, model: st
         assert "has no registry" in pools("remove", model, "--force", status=2)
         assert f"{one} has 1 live workers" in pools("remove", one, status=2)
         applied(pools.url, {model: 1, one: 1})
-    assert pools("remove", f"{model}#9") == f"no pool {model}#9 in the registry; deleted what was left of it\n"
+    assert pools("remove", f"{model}#9") == f"no pool {model}#9 in the registry; Redis has nothing of it either\n"
+
+
+def test_what_an_interrupted_call_has_left_is_deleted(pools: Commands, model: str) -> None:
+    with engines(pools.url, f"{model}#9", "a"):
+        applied(pools.url, {f"{model}#9": 1})
+    applied(pools.url, {f"{model}#9": 0})
+    text = pools("remove", f"{model}#9", "--force")
+    assert text == f"no pool {model}#9 in the registry; deleted what was left of it\n"
+    assert pools.keys_of(f"{model}#9") == set()
+
+
+def test_the_first_pools_are_added_to_those_of_the_settings(
+    pools: Commands, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_MODELS", f"other,{model}#1,{model}#2")
+    with engines(pools.url, f"{model}#1", "a"):
+        applied(pools.url, {f"{model}#1": 1})
+        text = pools("add", f"{model}#3")
+    assert text.startswith(f"{model}#1 has workers: it stays a pool beside the others\n")
+    assert {*pools.client.hkeys(Keys(model).pools)} == {f"{model}#{number}".encode() for number in (1, 3)}
+
+
+def test_options_may_stand_before_the_pools_and_an_undo_of_nothing_is_told(pools: Commands, model: str) -> None:
+    pools("add", model, f"{model}#1")
+    assert "move to other pools" in pools("drain", "--move", f"{model}#1")
+    assert pools("drain", "--undo", f"{model}#1") == f"{model}#1 serves again\n"
+    assert pools("drain", "--undo", f"{model}#1") == f"{model}#1 serves: it was not drained\n"
 
 
 def test_a_model_that_nobody_knows_is_told_of_and_goes_by_force(

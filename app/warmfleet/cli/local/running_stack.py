@@ -1,7 +1,8 @@
 """The stack that ``warmfleet up`` runs on this machine, found by the other commands through a file of its user.
 
 The file holds the address of the store, which may have a password, so only its owner may read it. It counts for as long
-as the process that wrote it lives. Of two stacks at a time the later one is found.
+as the process that wrote it lives. Of several stacks at a time the latest is found, and when that has ended the latest
+of the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
+FILES = "local-stack-*.json"  # by the pid of ``warmfleet up``
 CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
 
 
@@ -45,9 +47,15 @@ class RunningStack:
 
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
-    """The stack that runs now, or None."""
+    """The stack that runs now, of several the latest; None without any."""
+    files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
+    return next(filter(None, map(_read, files)), None)
+
+
+def _read(file: Path) -> RunningStack | None:
+    """The stack of this file, if it runs."""
     try:
-        given = json.loads(_file(environment).read_text())
+        given = json.loads(file.read_text())
         stack = RunningStack(
             str(given["address"]),
             str(given["redis_url"]),
@@ -94,18 +102,21 @@ def no_model(local: RunningStack | None) -> CommandError:
 @contextmanager
 def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Let other commands find this stack meanwhile. A file that cannot be written leaves them to their options."""
-    file = _file(environment)
+    folder = _folder(environment)
+    file = folder / f"local-stack-{stack.pid}.json"
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{stack.pid}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in folder.glob(FILES):
+            if _read(other) is None:  # of a process that was killed
+                other.unlink(missing_ok=True)
+        new = file.with_suffix(".new")
         new.touch(mode=0o600)
         new.write_text(json.dumps(asdict(stack)))
         new.replace(file)
     try:
         yield
     finally:
-        last = found(environment)
-        if last is not None and last.pid == stack.pid:
+        with suppress(OSError):
             file.unlink(missing_ok=True)
 
 
@@ -119,6 +130,14 @@ def _listens(url: str) -> bool:
     return True
 
 
-def _file(environment: Mapping[str, str]) -> Path:
+def _written_at(file: Path) -> float:
+    """0 for a file that has just gone."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _folder(environment: Mapping[str, str]) -> Path:
     base = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "warmfleet" / "local-stack.json"
+    return Path(base) / "warmfleet"

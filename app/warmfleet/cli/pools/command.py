@@ -103,7 +103,8 @@ async def _run(options: argparse.Namespace) -> None:
         return
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":
-            await _add(url, registry, [await _new_tag(url, registry, options)] if options.spread else tags)
+            named = [tag for tag in models_of_settings(options) if served_model(tag) == registry.name]
+            await _add(url, registry, [await _new_tag(url, registry, options)] if options.spread else tags, named)
         elif options.action == "drain":
             await _drain(registry, tags, undo=options.undo, move=options.move)
         else:
@@ -164,20 +165,24 @@ def _row(pool: PoolFigures) -> tuple[object, ...]:
 # ---------------------------------------------------------------- add, drain, remove
 
 
-async def _add(url: str, registry: PoolRegistry, tags: Sequence[str]) -> None:
-    """Enter pools that serve. The first time the pool that the model has had so far is entered as well."""
+async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Sequence[str]) -> None:
+    """Enter pools that serve. The first time the pools that the model has had so far are entered as well: of its plain
+    name and those ``named`` by the settings, if they have workers.
+    """
     entries = {entry.tag: entry for entry in await registry.read()}
     new = [tag for tag in tags if tag not in entries]
-    if not entries and registry.name not in tags:
-        async with pool_of(url, registry.name) as fleet:
-            if await fleet.workers():
-                new.insert(0, registry.name)
-                print(f"{registry.name} has workers: it stays a pool beside the others")
-    if not entries and registry.name not in new and not await _any_worker(url, tags):
-        _warn(
-            f"no worker and no registry of {registry.name} is known; if its name is wrong: warmfleet pools remove "
-            f"{' '.join(tags)} --force"
-        )
+    if not entries:
+        others = [tag for tag in dict.fromkeys((registry.name, *named)) if tag not in tags]
+        used = [tag for tag in others if await _any_worker(url, [tag])]
+        new = [*used, *new]
+        for tag in used:
+            print(f"{tag} has workers: it stays a pool beside the others")
+        if not used and not await _any_worker(url, tags):
+            _warn(
+                f"no worker and no registry of {registry.name} is known under these names. If routers serve other "
+                f"pools of it (their WARMFLEET_MODELS), add those, too; if the name is wrong: warmfleet pools remove "
+                f"{' '.join(tags)} --force"
+            )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
     # Without a registry the orders stand where routers have looked so far: `llama`, or a pool that is named here.
@@ -252,7 +257,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
     pinned = {} if undo else await _pinned(registry, tags)
     for tag in tags:
         if undo:
-            print(f"{tag} serves again")
+            print(f"{tag} serves again" if entries[tag].draining else f"{tag} serves: it was not drained")
         elif move:
             print(f"the workers of {tag} move to other pools, an eighth of the model's or one at a time, 45 s each")
         else:
@@ -301,7 +306,7 @@ async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
     """Delete what Redis holds of a pool. there: the registry had it. Raises CommandError, FleetUnavailable."""
     try:
         async with pool_of(url, tag) as fleet:
-            await clear(fleet, shared=shared)
+            deleted = await clear(fleet, shared=shared)
     except RefusedCall:
         raise
     except FleetUnavailable as error:
@@ -310,7 +315,8 @@ async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
             raise CommandError(f"no pool {tag} in the registry; {text}") from error
         print(f"{tag} is out of the registry; {text}")
     else:
-        print(f"{tag} is removed" if there else f"no pool {tag} in the registry; deleted what was left of it")
+        left = "deleted what was left of it" if deleted else "Redis has nothing of it either"
+        print(f"{tag} is removed" if there else f"no pool {tag} in the registry; {left}")
 
 
 async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]:

@@ -59,18 +59,32 @@ def test_the_later_of_two_is_found_also_when_the_earlier_has_ended() -> None:
         other.kill()
 
 
+def test_the_earlier_of_two_is_found_again_when_the_later_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid, ("http://127.0.0.1:3",))
+        with announced(STACK):
+            with announced(later):
+                assert found() == later
+            assert found() == STACK
+        assert found() is None
+        other.kill()
+
+
 def test_a_dead_process_and_a_torn_file_count_for_nothing(home: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
     with announced(RunningStack("http://127.0.0.1:2", "redis://b", ("b",), dead.pid, ("http://127.0.0.1:3",))):
         assert found() is None
+        with announced(STACK):
+            [file] = home.rglob("*.json")
+            assert file.stem == f"local-stack-{STACK.pid}", "the dead one's has gone"
     folder = home / "warmfleet"
     older = {"address": "x", "redis_url": "x", "models": ["m"], "pid": os.getpid()}
     for text in ("{", "[]", '{"address": "x"}', '{"address": "", "redis_url": "", "models": 1, "pid": "x"}'):
-        (folder / "local-stack.json").write_text(text)
+        (folder / "local-stack-1.json").write_text(text)
         assert found() is None
     for text in (json.dumps(older), json.dumps(older | {"operators": []})):
-        (folder / "local-stack.json").write_text(text)
+        (folder / "local-stack-1.json").write_text(text)
         assert found() is None
 
 
