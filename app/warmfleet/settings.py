@@ -361,9 +361,10 @@ class Settings:
     )
     max_engine_wait_s: float = _setting(
         0.05,
-        "a request waits in the queue while its engine has more seconds of prefill before it than this. The limit is "
-        "more, up to 0.5 s, where requests need over half of it to reach engines (twice their way) or steps of engines "
-        "take over a sixteenth of it at least (16 steps, up to 64 while much waits). Both are measured. 0: no queue",
+        "a request waits in the queue while its engine has more seconds of prefill before it than this (of work that "
+        "came past the routers: than a second and this). The limit is more, up to 0.5 s, where requests need over half "
+        "of it to reach engines (twice their way) or steps of engines take over a sixteenth of it at least (16 steps, "
+        "up to 64 while much waits). Both are measured. 0: no queue",
     )
     queue_patience: float = _setting(
         1.0,

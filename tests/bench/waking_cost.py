@@ -33,7 +33,7 @@ def waking_cost() -> dict[str, float]:
 
 
 def _spent_us(rest_s: float = 0.0) -> float:
-    """CPU us of one piece of work, which reads and writes some 100 kB as a replica does when it reads its workers."""
+    """CPU us of one piece of work, as a replica does when it reads its workers."""
     if rest_s:
         time.sleep(rest_s)
     began = time.thread_time()

@@ -16,6 +16,7 @@ from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
 from warmfleet.pools.homes.prices import turn_s
 from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
+from warmfleet_worker.load import REMEMBERED_WORK_SECONDS
 
 pytestmark = pytest.mark.in_turn
 
@@ -49,11 +50,11 @@ async def turns(q: Queueing, *tickets: Ticket) -> list[str]:
     [
         (FULL, True),
         ({"prefill_tokens": 999, "in_flight": 1}, False),
-        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be the mean of the past: nothing is left
+        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be a mean of the past: nothing is left
         ({"foreign_prefill_tokens": 11_000}, True),
         ({"foreign_prefill_tokens": 10_000, "prefill_tokens": 999, "in_flight": 1}, False),
-        ({"foreign_prefill_tokens": 100, **FULL}, True),
-        ({"decode_tokens": 1_000_000, "in_flight": 9, "foreign_prefill_tokens": 100}, False),
+        ({"foreign_prefill_tokens": 10_100, "prefill_tokens": 990, "in_flight": 1}, True),
+        ({"decode_tokens": 1_000_000, "in_flight": 9, "foreign_prefill_tokens": 100}, True),
         ({"prefill_tokens": 2_000, "in_flight": 1, "speed_tps": 40_000}, False),
         ({}, False),
         ({"decode_tokens": 1_000_000, "in_flight": 9}, False),
@@ -603,6 +604,28 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
         assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
         await q.world.fleet.poll((), ["wf-a"])
+
+
+async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_ended(q: Queueing) -> None:
+    """The engine has .2 s booked and 1 s of foreign prefill, of which half a second has passed."""
+    seconds, us = await q.world.store.time()
+    begun = int(1_000 * (seconds - 0.5) + us / 1_000) % 2**32
+    await q.world.change(1, prefill_tokens=2_000, foreign_prefill_tokens=10_000, under_way_tokens=100, since_ms=begun)
+    answer = await q.world.fleet.decide_in_turn(q.world.ask(reservation="wf-a", prompt_tokens=100), Place())
+    assert isinstance(answer, Queued)
+    assert answer.turn_s == pytest.approx(turn_s(1.19, 0.01), abs=1e-6)
+
+
+async def test_a_turn_comes_though_an_engine_remembers_foreign_prefill(q: Queueing) -> None:
+    """What its plugin remembers at most is what takes no room."""
+    assert not await booked(q, first := ticket("first"))
+    remembered = int(REMEMBERED_WORK_SECONDS * 10_000)
+    await q.world.change(1, prefill_tokens=0, in_flight=0, foreign_prefill_tokens=2 * remembered)
+    assert await turns(q, first) == []
+    await q.world.change(1, foreign_prefill_tokens=remembered)
+    assert await turns(q, first) == ["first"]
+    assert await booked(q, first)
+    await q.gone()
 
 
 async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(q: Queueing) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,13 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
     return row["worker_id"], Offer(None, explained["turn_s"], row["matched_tokens"], pool.view.token_s)
 
 
+async def _line(pool: Pool) -> dict[str, Any] | None:
+    """The pool's queue in words; None if Redis does not answer."""
+    with suppress(FleetUnavailable):
+        return queue_in_words(await pool.fleet.poll())
+    return None
+
+
 async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:
     """Where the request would go in this pool."""
     prompt = await pool.identify(request, settings.expected_output_tokens)
@@ -214,7 +222,6 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)
     chosen, why, seen = await pool.fleet.consider(ask, replace(place, barred=prompt.unable_workers))
-    line = await pool.fleet.poll()
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates
@@ -235,7 +242,7 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,
-        "queue": queue_in_words(line),
+        "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
         "candidates": rows,
     }

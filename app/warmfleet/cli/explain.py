@@ -53,7 +53,8 @@ the request would wait for its turn in one of them, it is half of the time until
 
 IN_LINE = """\
 COST leaves out the requests that wait. The price counts the time to compute the rest of the prompt at that worker, and
-half of the time until its turn there, with the requests that are before it in line.
+half of the time until its turn there, with the requests that are before it in line. The time by which that worker is
+late counts whole.
 """
 
 
@@ -99,7 +100,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         would = f"would go to {answer['chosen']} ({answer.get('because', answer['why'])})"
         if answer["waits"]:
             parts += _waits(answer)
-            parts.append(f"If no request waited, it {would}. Nothing was booked.")
+            parts.append(f"By COST alone it {would}. Nothing was booked.")
         else:
             parts.append(f"It {would}. Nothing was booked.")
     for home in answer.get("pools", ()):
@@ -126,7 +127,9 @@ def _waits(answer: dict[str, Any]) -> list[Part]:
     turn = f"It would wait for its turn{at}."
     if (queue := answer.get("queue")) is None:
         return [turn]
-    return [f"{turn} {queue['waiting']} requests wait, for which the engines need {queue['work_s']:.2f} s.", IN_LINE]
+    count = queue["waiting"]
+    line = f"{count} request{'s wait' if count > 1 else ' waits'}, which the engines need {queue['work_s']:.2f} s for."
+    return [f"{turn} {line if count else 'No other request waits.'}", IN_LINE]
 
 
 def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tuple[object, ...]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-OF_ENGINES = "the model of these engines. `warmfleet pools add` makes several pools of it"
 POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
 
 #: Long enough for several blocks of any engine, so that the second request visibly finds them.
@@ -60,17 +59,16 @@ Its metrics:    {operators}/metrics   (each replica has a port of its own for op
 Why there:      echo "$ask" | {command} explain -   (what each engine holds of it and would cost)
 """
 
+OTHER_MODELS = """\
+WARMFLEET_MODELS has no effect on these routers: they serve {models}. Other commands that are called with it in their
+environment are about the models that it names. `warmfleet pools add` makes several pools of a model.
+"""
+
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """The command line as a Plan. Raises CommandError if it needs a package that is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
-    if options.engine == "sim" and "#" in (options.model or ""):
-        name = served_model(options.model)
-        raise CommandError(
-            f"--model {options.model!r}: engines serve the name without #, so give --model {name}, and once it runs "
-            f"`warmfleet pools add` makes pools of it"
-        )
     if options.engine_flags and options.engine != "vllm":
         raise CommandError(f"{options.engine_flags[0]!r} is for vLLM: add --engine vllm")
     engines = EngineOptions(
@@ -81,6 +79,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
         vllm_python=options.vllm_python or "",
         flags=tuple(options.engine_flags),
     )
+    name = engines.served_name
+    if not options.worker and "#" in name:
+        raise CommandError(
+            f"--model {options.model}: {name!r} would be a pool of {served_model(name)!r}. Give a name without #; "
+            "`warmfleet pools add` makes several pools of it"
+        )
     return Plan(
         engines=engines,
         replicas=options.replicas,
@@ -100,20 +104,25 @@ def run(options: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
         signal.signal(number, _interrupt)
     plan = plan_of(options)
-    if os.environ.get("WARMFLEET_MODELS") not in (None, "", plan.engines.served_name):
-        say(f"WARMFLEET_MODELS has no effect here: the routers serve {OF_ENGINES}")
     try:
         with Progress() as progress, Stack(plan, progress.say, progress.step) as stack:
             operators = tuple(replica.operators for replica in stack.replicas)
             local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid(), operators)
             with announced(local):
                 say(usage(stack.address, operators, stack.names[0]))
+                tell_of_models(stack.models)
                 if plan.workers:
                     say(_stock_note())
                 return serve(stack)
     except KeyboardInterrupt:
         say("\nstopped: every process that was started is gone")
         return 0
+
+
+def tell_of_models(served: Sequence[str]) -> None:
+    """Say that WARMFLEET_MODELS has no effect here, if it names other models than those ``served``."""
+    if os.environ.get("WARMFLEET_MODELS") not in (None, "", ",".join(served)):
+        say(OTHER_MODELS.format(models=", ".join(served)))
 
 
 def serve(stack: Stack) -> int:

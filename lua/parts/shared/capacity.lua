@@ -3,24 +3,23 @@ shared/capacity: which engines have room for one more prompt, and how much.
 
 An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes less
 than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
-Of foreign prefill only the part beyond REMEMBERED_S takes room. Up to there an engine may report the mean of the last
-seconds, with nothing left to compute (worker_plugin, load.py), so it would stand idle while requests wait; and clients
-that go past the routers would take all of its room, however little they need.
+Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a mean of the
+past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
 
 Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas).
 Returns two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room,
 and the seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
-overdue_s(candidate): how long ago its booked prefill should have ended by its speed, 0 if it is not overdue, or if it
-began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its cache.
+overdue_s(candidate): how long ago its booked and foreign prefill should have ended by its speed, 0 if it is not overdue,
+or if it began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its cache.
 --]]
 local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
 local ROW_PREFILL_TOKENS, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">i4", ">I4I4"
 local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S = 16, 0.95, 1e-6
-local REMEMBERED_S = 1.0 -- of an engine's work; REMEMBERED_WORK_SECONDS of the plugin
+local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
 local U32, PAST_MS = 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
 
 return function(s, limit_s, block_sizes)
@@ -30,7 +29,7 @@ return function(s, limit_s, block_sizes)
     local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, s.rows[i], UNDER_WAY_TOKENS_AT)
     if prefill <= 0 or under_way == 0 then return 0 end
     local passed = (s.now - since) % U32
-    return passed < PAST_MS and max(0, passed / 1000 - prefill / s.speed[i]) or 0
+    return passed < PAST_MS and max(0, passed / 1000 - s.wait[i] / s.speed[i]) or 0
   end
   local function room_of(i)
     local row, speed = s.rows[i], s.speed[i]
@@ -44,7 +43,7 @@ return function(s, limit_s, block_sizes)
     sizes[scheme] = size
     local cache = blocks * size * FULL_SHARE
     if cache > 0 and decode + foreign + foreign_decode > cache then
-      return ahead == 0 and LEAST_S or 0, ahead == 0 and 0 or huge
+      return s.wait[i] == 0 and LEAST_S or 0, s.wait[i] == 0 and 0 or huge
     end
     local done, left = 0, 0
     if prefill > 0 then

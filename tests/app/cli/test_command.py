@@ -311,12 +311,14 @@ class TestExplain:
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         with replica({"/explain": (200, EXPLAINED | {"waits": True})}) as (url, _):
             assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
-        assert "It would wait for its turn.\nIf no request waited, it would go to sim-1.0" in capsys.readouterr().out
+        assert "It would wait for its turn.\nBy COST alone it would go to sim-1.0" in capsys.readouterr().out
         waits = EXPLAINED | {"waits": True, "waits_for": "sim-2.0", "turn_s": 4.536}
         told = plain(explain.parts_of(waits | {"queue": {"waiting": 41, "work_s": 22.2, "next": None}}))
         assert "It would wait for its turn at sim-2.0, at a price of 4.54 s. 41 requests wait" in told
-        assert "for which the engines need 22.20 s." in told
-        assert "If no request waited, it would go to sim-1.0" in told
+        assert "which the engines need 22.20 s for." in told
+        assert "By COST alone it would go to sim-1.0" in told
+        alone = waits | {"queue": {"waiting": 0, "work_s": 0.0, "next": None}}
+        assert "at a price of 4.54 s. No other request waits." in plain(explain.parts_of(alone))
         assert "at a price of 4.54 s." in plain(explain.parts_of(waits)), "an older replica tells no queue"
         assert "it would be refused" in plain(explain.parts_of(waits | {"waits_for": ""}))
 

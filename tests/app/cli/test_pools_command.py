@@ -341,11 +341,37 @@ def test_the_first_pools_are_added_to_those_of_the_settings(
     pools: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WARMFLEET_MODELS", f"other,{model}#1,{model}#2")
-    with engines(pools.url, f"{model}#1", "a"):
-        applied(pools.url, {f"{model}#1": 1})
-        text = pools("add", f"{model}#3")
-    assert text.startswith(f"{model}#1 has workers: it stays a pool beside the others\n")
-    assert {*pools.client.hkeys(Keys(model).pools)} == {f"{model}#{number}".encode() for number in (1, 3)}
+    one, three, four = (f"{model}#{number}" for number in (1, 3, 4))
+    assert switched(pools.url, one, "sticky") == "sticky"
+    with engines(pools.url, one, "a"):
+        applied(pools.url, {one: 1})
+        text = pools("add", three)
+    assert text.startswith(f"{one} has workers: it stays a pool beside the others\n")
+    assert {*pools.client.hkeys(Keys(model).pools)} == {one.encode(), three.encode()}
+    assert switched(pools.url, three) == "sticky", "the order of the pool that was there"
+    assert switched(pools.url, four, "chwbl") == "chwbl"
+    pools("add", four)
+    assert switched(pools.url, four) == "chwbl", "it had its own"
+
+
+def test_spread_takes_no_tag_that_the_settings_name(
+    pools: Commands, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMFLEET_MODELS", f"{model}#1,{model}#2")
+    assert pools("add", model, "--spread").startswith(f"{model}#3 serves")
+
+
+def switched(url: str, pool: str, policy: str = "") -> str:
+    """The policy that the operator chose for this pool, after choosing ``policy``, if that is given."""
+
+    async def switch() -> str:
+        async with connect(url, timeout_s=2) as client:
+            fleet = Fleet(client, pool)
+            if policy:
+                await fleet.switch(policy)
+            return await fleet.switched()
+
+    return asyncio.run(switch())
 
 
 def test_options_may_stand_before_the_pools_and_an_undo_of_nothing_is_told(pools: Commands, model: str) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
 
+import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.cli import up
+from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.children import Children
 from warmfleet.cli.local.ports import claim_shared, free_port, listen
 from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet.cli.parser import build_parser
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_it_asks_its_replicas_as_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +32,21 @@ def test_the_policy_is_the_environments_unless_one_is_given(monkeypatch: pytest.
     monkeypatch.setenv("WARMFLEET_POLICY", "sticky,demo=random")
     assert planned() == "sticky,demo=random"
     assert planned("--policy", "session") == "session"
+
+
+@pytest.mark.parametrize("words", [("--model", "a#b"), ("--engine", "vllm", "--model", "models/a#b")])
+def test_a_model_that_would_be_a_pool_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError, match=r"'a#b' would be a pool of 'a'.*pools add"):
+        up.plan_of(build_parser().parse_args(["up", *words]))
+
+
+@pytest.mark.parametrize(("models", "told"), [("", False), ("demo", False), ("demo#1,demo#2", True)])
+def test_models_of_the_environment_have_no_effect_and_that_is_told(
+    models: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WARMFLEET_MODELS", models)
+    up.tell_of_models(("demo",))
+    assert ("they serve demo" in capsys.readouterr().out) == told
 
 
 def environments(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> tuple[list[dict[str, str]], list[Member]]:

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -110,6 +111,33 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
         assert await router.metric("warmfleet_queue_seconds_count") >= 6
         await poll(lambda: nothing_waits(router), 30, "nobody waits")
         await nothing_left(router)
+
+
+async def test_who_asks_where_a_request_would_go_learns_of_the_queue(
+    valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with crowded(valkey_url, model) as router:
+        assert (await explained(router, 1))["queue"] is None, "it would not wait"
+        async with no_room(router):
+            sent = asyncio.create_task(router.post(body(2)))
+            await some_wait(router, 1)
+            told = await explained(router, 1)
+            [only] = told["candidates"]
+            assert (told["waits"], told["waits_for"], told["queue"]["waiting"]) == (True, only["worker_id"], 1)
+            assert told["queue"]["next"]["prompt_tokens"] == PROMPT_TOKENS
+            assert told["turn_s"] > 0
+            with monkeypatch.context() as patched:
+                patched.setattr(Fleet, "poll", AsyncMock(side_effect=FleetUnavailable("away")))
+                assert (await explained(router, 1))["queue"] is None, "the rest is told all the same"
+        assert (await sent)[0] == 200
+
+
+async def explained(router: Replica, seed: int) -> dict[str, Any]:
+    """The answer of /explain about the request ``body(seed)``."""
+    status, _, answer = await router.post(body(seed) | {"endpoint": "/v1/completions"}, "/explain")
+    assert status == 200
+    told: dict[str, Any] = json.loads(answer)
+    return told
 
 
 async def nothing_waits(router: Replica) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-FILES = "local-stack-*.json"  # by the pid of ``warmfleet up``
+FILES = "local-stack*.json"  # by the pid of ``warmfleet up``; an older version writes one without it
 CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
 
 
@@ -107,11 +108,13 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for other in folder.glob(FILES):
-            if _read(other) is None:  # of a process that was killed
+            if _is_left(other):
                 other.unlink(missing_ok=True)
         new = file.with_suffix(".new")
         new.touch(mode=0o600)
         new.write_text(json.dumps(asdict(stack)))
+        now_ns = time.time_ns()
+        os.utime(new, ns=(now_ns, now_ns))  # by itself it may be a tick of the kernel old, as that of another stack
         new.replace(file)
     try:
         yield
@@ -130,12 +133,23 @@ def _listens(url: str) -> bool:
     return True
 
 
-def _written_at(file: Path) -> float:
-    """0 for a file that has just gone."""
+def _is_left(file: Path) -> bool:
+    """Whether the process that wrote it was killed. A file that cannot be read may be another user's."""
     try:
-        return file.stat().st_mtime
+        os.kill(int(json.loads(file.read_text())["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return False
+
+
+def _written_at(file: Path) -> int:
+    """Nanoseconds; 0 for a file that has just gone."""
+    try:
+        return file.stat().st_mtime_ns
     except OSError:
-        return 0.0
+        return 0
 
 
 def _folder(environment: Mapping[str, str]) -> Path:

@@ -104,7 +104,9 @@ async def _run(options: argparse.Namespace) -> None:
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":
             named = [tag for tag in models_of_settings(options) if served_model(tag) == registry.name]
-            await _add(url, registry, [await _new_tag(url, registry, options)] if options.spread else tags, named)
+            await _add(
+                url, registry, [await _new_tag(url, registry, options, named)] if options.spread else tags, named
+            )
         elif options.action == "drain":
             await _drain(registry, tags, undo=options.undo, move=options.move)
         else:
@@ -170,7 +172,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
     name and those ``named`` by the settings, if they have workers.
     """
     entries = {entry.tag: entry for entry in await registry.read()}
-    new = [tag for tag in tags if tag not in entries]
+    new, used = [tag for tag in tags if tag not in entries], list[str]()
     if not entries:
         others = [tag for tag in dict.fromkeys((registry.name, *named)) if tag not in tags]
         used = [tag for tag in others if await _any_worker(url, [tag])]
@@ -185,8 +187,8 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # Without a registry the orders stand where routers have looked so far: `llama`, or a pool that is named here.
-    await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *tags], new)
+    # Without a registry the orders stand where routers have looked so far: in `llama`, or a pool that is named.
+    await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
         if tag in new:
@@ -209,23 +211,27 @@ async def _any_worker(url: str, tags: Iterable[str]) -> bool:
     return False
 
 
-async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace) -> str:
-    """A tag for another pool, on the Redis master that has the fewest, of all models that are named or configured."""
-    named: Sequence[str] = ()
+async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace, named: Sequence[str]) -> str:
+    """A tag for another pool, on the Redis master that has the fewest, of all models that are named or configured.
+
+    named: as in ``_add``.
+    """
+    of_others: Sequence[str] = ()
     with suppress(CommandError):  # none is: then this model's own pools count
-        named = [tag for tag in models_of(options) if served_model(tag) != registry.name]
-    others = await all_tags(url, map(served_model, named), named)
+        of_others = [tag for tag in models_of(options) if served_model(tag) != registry.name]
+    others = await all_tags(url, map(served_model, of_others), of_others)
     connections = RedisConnections(complete(url), timeout_s=TIMEOUT_S)
     try:
         ranges = await connections.slot_ranges()
     finally:
         await connections.aclose()
-    existing = [entry.tag for entry in await registry.read()] or [registry.name]
+    existing = [entry.tag for entry in await registry.read()] or [registry.name, *named]
     return next_tag(registry.name, existing, ranges, others)
 
 
 async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:
-    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any.
+    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any. A
+    pool that has its own keeps them.
 
     A router's user may not write them. Its pools are entered all the same, because in Kubernetes routers do that before
     they start, and it is told.
@@ -239,9 +245,9 @@ async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None
     for tag in [tag for tag in new if tag != first]:
         async with pool_of(url, tag) as fleet:
             try:
-                if policy:
+                if policy and not await fleet.switched():
                     await fleet.switch(policy)
-                if approved:
+                if approved and not await fleet.approved():
                     await fleet.approve(approved)
             except RefusedCall as error:
                 text = f"policy and approved templates of {first} do not hold in {tag} ({error}): as `admin` call"
