@@ -8,11 +8,12 @@ past, with nothing left to compute (worker_plugin, load.py): it would stand idle
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
 
-Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas).
-Returns two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room,
-and the seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
-overdue_s(candidate): how long ago its booked and foreign prefill should have ended by its speed, 0 if it is not overdue,
-or if it began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its cache.
+Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas). Returns
+two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the
+seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
+overdue_s(candidate): how long ago its booked and foreign prefill should have ended by its speed, 0 if it is not
+overdue, or if it began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its
+cache.
 --]]
 local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
 local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
