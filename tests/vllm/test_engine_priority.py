@@ -6,9 +6,10 @@ import asyncio
 import json
 import random
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
+import psutil
 import pytest
 import uvloop
 from tests.conftest import server, valkey_binary
@@ -64,10 +65,24 @@ async def sizes_as_they_end(url: str) -> list[int]:
 
 
 class Played(NamedTuple):
-    """Answers of a load, and how long all of them took."""
+    """Answers of a load, how long all of them took, and the CPU time that the engines used meanwhile."""
 
     replies: list[Reply]
     spent_s: float
+    engine_cpu_s: float
+
+    def and_then(self, other: Played) -> Played:
+        return Played(
+            self.replies + other.replies, self.spent_s + other.spent_s, self.engine_cpu_s + other.engine_cpu_s
+        )
+
+    def told(self) -> dict[str, Any]:
+        """The figures of these answers. ``engine_cpu_us_per_token``: of a computed one. It tells when the machine was
+        slow: near saturation a few percent multiply a mean.
+        """
+        found = summary(self.replies, skip=0.0)
+        computed = max(1, found["recomputed_tokens"])
+        return found | {"engine_cpu_us_per_token": round(1e6 * self.engine_cpu_s / computed, 1)}
 
 
 def load(rate: float, seconds: float, seed: int) -> Trace:
@@ -80,9 +95,16 @@ def play(redis_url: str, engines: Sequence[VllmEngine], trace: Trace, settings: 
         engine.reset_prefix_cache()
     with replicas(redis_url, 2, 2, "cost", **settings) as urls:
         time.sleep(1.0)  # one period of upkeep, after which the router knows that the caches are empty
-        began = time.monotonic()
+        began, used_s = time.monotonic(), cpu_s(engines)
         replies, _ = uvloop.run(replay(trace, Target(tuple(urls), SERVED_NAME)))
-        return Played(replies, time.monotonic() - began)
+        return Played(replies, time.monotonic() - began, cpu_s(engines) - used_s)
+
+
+def cpu_s(engines: Sequence[VllmEngine]) -> float:
+    """CPU time of all processes of these engines so far."""
+    servers = [psutil.Process(engine.process.pid) for engine in engines if engine.process is not None]
+    times = [one.cpu_times() for server in servers for one in (server, *server.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 @pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
@@ -106,7 +128,7 @@ def test_mixed_load_near_saturation() -> None:
     model = ROOT / "models" / "small"
     if not model.exists():
         pytest.fail("models/small is missing: run `make vllm`")
-    found: dict[str, Played] = {rule: Played([], 0.0) for rule in RULES}
+    found: dict[str, Played] = {rule: Played([], 0.0, 0.0) for rule in RULES}
     with server(valkey_binary()) as redis_url:
         blocks = CACHE_TOKENS // BLOCK_TOKENS
         options = [
@@ -122,9 +144,9 @@ def test_mixed_load_near_saturation() -> None:
             for number in range(ROUNDS):
                 for rule, settings in RULES.items():
                     one = play(redis_url, engines, load(rate, SLICE_S, seed=number), settings)
-                    print(f"slice {number} {rule}: {json.dumps(summary(one.replies, skip=0.0))}", flush=True)
-                    found[rule] = Played(found[rule].replies + one.replies, found[rule].spent_s + one.spent_s)
-    rows = {rule: summary(one.replies, skip=0.0) for rule, one in found.items()}
+                    print(f"slice {number} {rule}: {json.dumps(one.told())}", flush=True)
+                    found[rule] = found[rule].and_then(one)
+    rows = {rule: one.told() for rule, one in found.items()}
     for rule, one in found.items():
         tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in one.replies)
         rows[rule]["tokens_per_s"] = round(tokens / one.spent_s, 1)
