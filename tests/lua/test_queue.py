@@ -617,7 +617,7 @@ async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_e
 
 
 async def test_a_turn_comes_though_an_engine_remembers_foreign_prefill(q: Queueing) -> None:
-    """What its plugin remembers at most is what takes no room."""
+    """The plugin remembers a second of work at most, and just so much foreign prefill takes no room."""
     assert not await booked(q, first := ticket("first"))
     remembered = int(REMEMBERED_WORK_SECONDS * 10_000)
     await q.world.change(1, prefill_tokens=0, in_flight=0, foreign_prefill_tokens=2 * remembered)

@@ -49,8 +49,6 @@ PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If
 the request would wait for its turn in one of them, it is half of the time until then and the time to compute the rest.
 """
-
-
 IN_LINE = """\
 COST leaves out the requests that wait. The price counts the time to compute the rest of the prompt at that worker, and
 half of the time until its turn there, with the requests that are before it in line. The time by which that worker is

@@ -3,10 +3,10 @@ shared/capacity: which engines have room for one more prompt, and how much.
 
 An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes less
 than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
-Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a mean of the
-past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
 worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
+Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a mean of the
+past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
 
 Guarantee: pure. Takes the state of shared/candidates, limit_s, block_sizes (scheme=tokens, joined by commas). Returns
 two functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the

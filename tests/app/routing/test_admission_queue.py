@@ -113,7 +113,7 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
         await nothing_left(router)
 
 
-async def test_who_asks_where_a_request_would_go_learns_of_the_queue(
+async def test_explain_tells_the_queue_in_which_a_request_would_wait(
     valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with crowded(valkey_url, model) as router:
