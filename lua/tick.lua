@@ -3,7 +3,7 @@ tick: the fleet's clock: which streams have a backlog, which worker is due for a
 whether memory is short.
 
 Guarantee: does its work at most once per min_gap_ms for the whole fleet, by the server's clock, however many replicas
-call it. If the last tick is over a second old or in the future, a time of grace begins that lasts one TTL: Redis or all
+call it. If the last tick is over 2.5 s old or in the future, a time of grace begins that lasts one TTL: Redis or all
 routers were away, so heartbeats wait unread. In grace no server expires and no worker is forgotten. It is also grace
 while Redis is full, as then no worker can write that it lives. At most two snapshots are sent at a time, none while
 memory is short; a command is issued again after 30 s without progress.
@@ -27,7 +27,7 @@ local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5
 local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
-local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, FAR_FUTURE_MS = 1000, 2, 30000, 3600000
+local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, FAR_FUTURE_MS = 2500, 2, 30000, 3600000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
 local GRANTED_US = 5 -- its place in the answer
 local LAST_SEQUENCE = 2 ^ 52

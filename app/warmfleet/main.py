@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.background import hung_engines, outage_checks, pool_changes, upkeep, vouching
+from warmfleet.background.beats import Beats
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.memory import spare_files
@@ -56,7 +58,7 @@ from warmfleet.background.vouching import Vouching
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
-from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, Upstream
+from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
@@ -197,14 +199,15 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         stack.push_async_callback(templates.close)
         identities = Identities(executor, Trie(settings.trie_bytes), templates)
         stack.push_async_callback(_drain, replica.router)
-        await stack.enter_async_context(_background(replica, identities))
+        beats = Beats()
+        await stack.enter_async_context(_background(replica, identities, beats))
         stack.push_async_callback(replica.page.close)
-        stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics)])
+        stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, beats)])
         if keys.required:
-            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics)
+            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics, beats)
             stack.push_async_callback(stop, [followed])
         if certificates is not None:
-            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics)
+            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics, beats)
             stack.push_async_callback(stop, [followed])
         yield
 
@@ -347,7 +350,7 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
 
 
 @asynccontextmanager
-async def _background(replica: _Replica, identities: Identities) -> AsyncIterator[None]:
+async def _background(replica: _Replica, identities: Identities, beats: Beats) -> AsyncIterator[None]:
     settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
     static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
     reader = ViewReader(pools, identities, settings, metrics)
@@ -370,14 +373,18 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
         ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
         ("files", spare_files.LOOK_S, SpareFiles(pools).look),
+        ("kept", SWEEP_INTERVAL_S, replica.upstream.sweep),
     ]
 
     contact = asyncio.Event()
+    numbers = itertools.count()  # of pools, in the order in which this replica met them
 
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
-        apply, alarm = partial(upkeep.apply, pool, metrics), partial(_alarm, pool, reader, prober)
+        share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
+        until_beat = partial(beats.until, upkeep.REST_STEP_S, share)
+        apply, alarm = partial(upkeep.apply, pool, metrics, until_beat), partial(_alarm, pool, reader, prober)
         of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))  # a step of apply waits by itself
-        return [_task(name, seconds, call, metrics, contact, pool.tag) for name, seconds, call in of_all]
+        return [_task(name, seconds, call, metrics, beats, contact, pool.tag) for name, seconds, call in of_all]
 
     registries = [PoolRegistry(replica.redis.of(model_tag(name)), name) for name in pools.served]
     make = partial(_pool, settings=settings, redis=replica.redis)
@@ -385,7 +392,7 @@ async def _background(replica: _Replica, identities: Identities) -> AsyncIterato
     rounds.append(("pools", pool_changes.FOLLOW_INTERVAL_S, changes.round))
     if settings.static_workers:
         rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober, changes)))
-    tasks = [_task(name, seconds, call, metrics, contact) for name, seconds, call in rounds]
+    tasks = [_task(name, seconds, call, metrics, beats, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:
         yield
@@ -403,13 +410,14 @@ def _task(
     seconds: float,
     work: Callable[[], Awaitable[object]],
     metrics: Metrics,
+    beats: Beats,
     after: asyncio.Event | None = None,
     tag: str = "",
 ) -> asyncio.Task[None]:
     async def supervised() -> None:
         if after is not None:
             await after.wait()
-        await supervise(name, seconds, work, metrics, tag)
+        await supervise(name, seconds, work, metrics, beats, tag)
 
     return asyncio.create_task(supervised(), name=name)
 

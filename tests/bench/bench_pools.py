@@ -24,8 +24,8 @@ Tables go to standard error. The last line of standard output is one JSON object
 case, load and number of pools (trace seconds). `eight_over_one_mean` and `eight_over_one_p99` are the TTFT with
 eight pools over that with one, `thousand_over_one_mean` that of 16 pools of 64 over one of 1,024; each is the worst
 of all cases and loads. With --sizes, `sizes_over_one_mean` and `sizes_over_one_p99` are those of pools of these sizes
-over one of all their engines, by the exact simulation. `idle_core_share_8` and `idle_core_share_1000` are those of
-bench `rest`. A figure whose runs were not made is missing.
+over one of all their engines, by the exact simulation. `idle_core_share_8`, `idle_core_share_1000` and the same with
+`work` are those of bench `rest`. A figure whose runs were not made is missing.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _of_one_seed(args: argparse.Namespace) -> list[Job]:
 def at_rest() -> dict[str, float]:
     """Return the share of a core that one replica takes at rest with 8 engines and with 1,024. Raises StackError."""
     told = bench_rest.measure(bench_rest.parser().parse_args(["--shapes", "1x8,16x64,64x16", "--replicas", "1"]))
-    return {name: value for name, value in told.items() if name.startswith("idle_core_share_")}
+    return {name: value for name, value in told.items() if name.startswith(("idle_core_share_", "idle_work_share_"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ SETTLE_S = 20.0  # after the start: the tokenizer is loaded, and every pool has 
 SHAPES = "1x8,1x64,4x64,16x64,64x16"
 PAGES = 5  # of /metrics that are timed
 ASKED, TRIES = "warmfleet_health_checks_total", 4
+HURRIED_ENGINES, MOST_TIMES = 8_192, 100  # so many engines at their own pace tell as much as the hurried ones together
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,20 @@ class Shape:
 class Resting:
     """One fleet at rest. Raises StackError if a process of it ends."""
 
-    def __init__(self, processes: Processes, shape: Shape, replicas: int, *, sampled: bool) -> None:
-        self.processes, self.shape = processes, shape
+    def __init__(
+        self, processes: Processes, shape: Shape, replicas: int, *, sampled: bool = False, times: int = 1
+    ) -> None:
+        """sampled: with one more replica, which samples itself. times: how fast time runs."""
+        self.processes, self.shape, self.times = processes, shape, times
         self.store_url = start_store(processes)
         program = [sys.executable, "-m", "tests.bench.resting_engines", "--redis", self.store_url]
-        argv = [*program, "--pools", ",".join(shape.tags), "--each", str(shape.each)]
+        argv = [*program, "--pools", ",".join(shape.tags), "--each", str(shape.each), "--times", str(times)]
         processes.spawn("engines", "engines", argv, sources())
         processes.wait("engines", lambda: READY in processes.log("engines"))
         self.file = processes.folder / "samples.json"
         self.ready_s: list[float] = []
-        self.replicas = [self._replica(f"replica-{number}", ()) for number in range(replicas)]
+        hurried = ("tests.bench.hurried_replica", str(times)) if times > 1 else ()
+        self.replicas = [self._replica(f"replica-{number}", hurried) for number in range(replicas)]
         if sampled:
             self.replicas.append(self._replica("sampled", ("tests.bench.sampled_replica", str(self.file))))
 
@@ -123,7 +128,7 @@ class Resting:
         """The share of the sampled replica, in millionths of a core, by place and by module."""
         sampled = self.replicas[-1]
         samples(sampled, self.file)
-        share = self.watch(seconds)[sampled.name]
+        share = self._shares(seconds)[sampled.name]  # without the page that ``watch`` asks for
         found = shares(samples(sampled, self.file), share * 1e6)
         show(f"{self.shape.key}, in millionths of a core", found)
         return found
@@ -165,19 +170,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 one |= waking_cost()
                 if options.profile:
                     one["profile"] = resting.profile(options.seconds)
-                say(json.dumps({name: value for name, value in one.items() if name != "profile"}))
+            if count == 1:
+                one |= work(shape, options)
+            say(json.dumps({name: value for name, value in one.items() if name != "profile"}))
     return found | totals(found) | {"load_average": round(os.getloadavg()[1], 1)}
 
 
+def work(shape: Shape, options: argparse.Namespace) -> dict[str, float]:
+    """``work``, ``redis_work``: shares of a core with time running ``times`` as fast, divided by that."""
+    times = max(1, min(MOST_TIMES, HURRIED_ENGINES // shape.engines))
+    say(f"the same with time running {times} times as fast ...")
+    with tempfile.TemporaryDirectory(prefix="rest-") as folder, Processes(Path(folder)) as processes:
+        hurried = Resting(processes, shape, 1, times=times)
+        time.sleep(options.settle)
+        used = hurried.watch(options.seconds)
+    spent = {"work": used["replica"], "redis_work": used["redis"]}
+    return {"times": times} | {name: round(share / times, 5) for name, share in spent.items()}
+
+
 def totals(found: dict[str, Any]) -> dict[str, float]:
-    """``idle_core_share_<engines>`` of one replica and ``idle_redis_share_<engines>``: of each size the worst shape."""
+    """``idle_core_share_<engines>`` of one replica, ``idle_work_share_<engines>`` of it without the cost of waking, and
+    ``idle_redis_share_<engines>``: of each size the worst shape.
+    """
     worst: dict[str, float] = {}
     for key, one in found.items():
         if "_" in key:
             continue
         engines = Shape.of(key).engines
         size = min(1000, engines)
-        for name, part in (("core", "replica"), ("redis", "redis")):
+        for name, part in (("core", "replica"), ("work", "work"), ("redis", "redis")):
             at = f"idle_{name}_share_{size}"
             worst[at] = max(worst.get(at, 0.0), one[part])
     return worst

@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--redis", required=True, metavar="URL")
     parser.add_argument("--pools", required=True, metavar="A,B", help="tags of the pools")
     parser.add_argument("--each", type=int, default=8, help="engines of a pool (default %(default)s)")
+    parser.add_argument("--times", type=float, default=1.0, help="heartbeats come so many times as often")
     options = parser.parse_args()
     client, told = plugin_connect(options.redis), Announced.load()
     engines: list[Engine] = []
@@ -140,6 +141,7 @@ def main() -> None:
         asyncio.run(join(options.redis, pool, fresh))
         engines += fresh
     print(json.dumps({READY: len(engines)}), flush=True)
+    wire.HEARTBEAT_SECONDS /= options.times
     rest(engines)
 
 

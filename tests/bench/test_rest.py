@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def test_the_worst_shape_of_a_size_counts_and_only_with_one_replica() -> None:
-    one = {"replica": 0.01, "redis": 0.03}
-    found = {"1x8": one, "16x64": {"replica": 0.02, "redis": 0.02}, "64x16": one, "64x16_4_replicas": {"replica": 9.0}}
+    one = {"replica": 0.01, "redis": 0.03, "work": 0.004}
+    other = {"replica": 0.02, "redis": 0.02, "work": 0.003}
+    found = {"1x8": one, "16x64": other, "64x16": one, "64x16_4_replicas": {"replica": 9.0}}
     assert Shape.of("64x16").engines == 1024
     assert totals(found) == {
         "idle_core_share_8": 0.01,
+        "idle_work_share_8": 0.004,
         "idle_redis_share_8": 0.03,
         "idle_core_share_1000": 0.02,
+        "idle_work_share_1000": 0.004,
         "idle_redis_share_1000": 0.03,
     }
 

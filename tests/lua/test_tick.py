@@ -47,7 +47,7 @@ async def test_a_first_tick_begins_a_grace_of_one_ttl(store: aioredis.Redis, mod
     assert skipped.grace
 
 
-@pytest.mark.parametrize(("ago_ms", "grace"), [(900, False), (1500, True), (-5000, True)])
+@pytest.mark.parametrize(("ago_ms", "grace"), [(2_000, False), (3_000, True), (-5_000, True)])
 async def test_grace_after_a_pause_and_after_a_clock_that_went_back(fleet: Fleet, ago_ms: int, grace: bool) -> None:
     await fleet.redis.set(fleet.keys.tick, f"{now_ms() - ago_ms} 0 0")
     tick = await fleet.tick()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from tenacity import RetryCallState
 
+    from warmfleet.background.beats import Beats
     from warmfleet.metrics import Metrics
 
 logger = logging.getLogger("warmfleet.background.supervisor")
@@ -26,16 +27,13 @@ CANCEL_AGAIN_S = 0.2
 
 
 async def supervise(
-    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, tag: str = ""
+    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, beats: Beats, tag: str = ""
 ) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
-    The beat of a task counts from its start, so tasks that start together wake together: a replica at rest then wakes
-    a few times a second. interval_s: 0 if ``work`` itself waits until the next round is due. tag: of the pool that the
-    task is for, if it is for one; its log lines name it.
+    The first round is at once, the others are on the beats of the interval. interval_s: 0 if ``work`` itself waits
+    until the next round is due. tag: of the pool that the task is for, if it is for one; its log lines name it.
     """
-    loop = asyncio.get_running_loop()
-    began = loop.time()
     failures = AsyncRetrying(
         retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
         wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
@@ -46,7 +44,7 @@ async def supervise(
             while True:
                 await work()
                 spell.retry_state.attempt_number = 1  # after a good round the next failure waits FIRST_RETRY_S again
-                await asyncio.sleep(interval_s and interval_s - (loop.time() - began) % interval_s)
+                await asyncio.sleep(interval_s and beats.until(interval_s))
 
 
 class _FailureReport:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from warmfleet.fleet import RENEW_AT_ONCE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.untrusted.template_approval import Templates
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.upkeep")
 
 APPLY_INTERVAL_S = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
-TICK_WITHIN_S = 0.4  # longest wait for events: if nobody ticks for 1 s, nobody hears heartbeats (lua/tick.lua)
-BEATS = 8  # within TICK_WITHIN_S
+TICK_WITHIN_S = 0.4  # longest wait for events: a worker that says hello is to be met within half a second
+#: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
+REST_STEP_S = 1.0
+REST_SHARES = (
+    8  # pools at rest have their steps at so many moments of REST_STEP_S: no moment brings Redis the work of all
+)
 RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
 AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
@@ -114,11 +119,11 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
         await templates.approve(approved, {pool.tag for pool in pools.all})
 
 
-async def apply(pool: Pool, metrics: Metrics) -> None:
+async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float]) -> None:
     """Apply waiting events of the model's workers to the index, and return when another step is due.
 
     That is when a worker has written, but not within APPLY_INTERVAL_S of this step. Where the model is at rest, it is
-    every TICK_WITHIN_S, or when a request comes. Any number of replicas may do so at once.
+    on the next beat, in ``until_beat`` seconds, or when a request comes. Any number of replicas may do so at once.
     """
     loop = asyncio.get_running_loop()
     due = loop.time() + APPLY_INTERVAL_S
@@ -126,22 +131,11 @@ async def apply(pool: Pool, metrics: Metrics) -> None:
     if pool.fleet.stirred or pool.reservations:
         pool.rest.stir()
     if pool.rest.lasts:
-        await pool.rest.wait(beat(pool.tag, loop.time()))
+        await pool.rest.wait(until_beat())
         return
     if not pool.fleet.busy:
         await pool.fleet.await_events(pool.view.streams, TICK_WITHIN_S)
     await asyncio.sleep(due - loop.time())
-
-
-def beat(tag: str, now: float) -> float:
-    """Seconds until the next step of a model at rest.
-
-    Models share few beats, so that a replica of many models wakes seldom; and they have several, so that no moment
-    brings Redis the work of all.
-    """
-    phase = crc32(tag.encode()) % BEATS * TICK_WITHIN_S / BEATS
-    wait = TICK_WITHIN_S - (now - phase) % TICK_WITHIN_S
-    return wait if wait > TICK_WITHIN_S / (2 * BEATS) else wait + TICK_WITHIN_S  # a timer may have been early
 
 
 async def audit(pools: Pools, metrics: Metrics) -> None:

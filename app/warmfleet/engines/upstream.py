@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from warmfleet.engines.allowed_addresses import Addresses
 
 CONNECT_TIMEOUT_S = 2.0  # a live engine accepts within milliseconds; after this time another worker is tried
-SWEEP_INTERVAL_S = 1.0
+SWEEP_INTERVAL_S = 1.0  # between two calls of ``sweep``
 MAX_ADDRESSES = 4_096
 WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body
 _HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
@@ -48,18 +48,19 @@ class Upstream:
         self._tls = tls or engine_tls("")
         self._engines: dict[str, Engine] = {}
         self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # until open()
-        self._sweeper: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """The connections belong to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._sweep()
 
     async def close(self) -> None:
         """Close the kept connections. Those in use belong to their requests."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         self._forget_engines()
+
+    async def sweep(self) -> None:
+        """Close the connections that are idle for too long. Without this ``start`` leaves them out, but they stay."""
+        for engine in self._engines.values():
+            engine.kept.sweep()
 
     def start(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
         """Send a request to the engine at ``base``; the caller awaits ``head`` and calls ``close``.
@@ -141,12 +142,6 @@ class Upstream:
                 lambda: Connection(engine.kept), address, engine.port, ssl=tls, server_hostname=name
             )
         return made
-
-    def _sweep(self) -> None:
-        """One timer for all connections: no request has one of its own."""
-        for engine in self._engines.values():
-            engine.kept.sweep()
-        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
 
 class Engine:

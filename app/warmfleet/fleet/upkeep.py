@@ -34,10 +34,11 @@ class Pace:
     """Limits of upkeep. With these no single call takes Redis longer than about half a millisecond."""
 
     min_gap_ms: int = 25  # between two ticks of the whole fleet
-    rest_gap_ms: int = 250  # the same of replicas where the model is at rest: then mostly one of them applies
+    rest_gap_ms: int = 600  # the same of replicas where the model is at rest: then mostly one of them applies
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # a worker silent that long is forgotten
     max_streams: int = 64  # streams that one tick looks at
+    rest_streams: int = 160  # the same of a tick at rest, which comes less often
     short_ms: int = (
         60_000  # memory counts as short at least so long: a snapshot that does not fit is tried once a minute
     )
@@ -139,7 +140,7 @@ class Upkeep(ScriptClient):
             min_gap_ms=pace.rest_gap_ms if rest else pace.min_gap_ms,
             ttl_ms=pace.ttl_ms,
             forget_ms=pace.forget_ms,
-            max_streams=pace.max_streams,
+            max_streams=pace.rest_streams if rest else pace.max_streams,
             used_permille=self.used_permille,
             short_ms=pace.short_ms,
             share_permille=pace.share_permille,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
-FOLDED_LOOK_S = 1.0  # between two looks whether folded lines are to be told
+FOLDED_LOOK_S = 5.0  # between two looks whether folded lines are to be told
 CLOSE_S = 2.0  # for the lines that wait at the end
 FORMATS = {"text": TextLines, "json": JsonLines}
 

@@ -19,7 +19,6 @@ from tests.topology import issue, make_ca
 
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines import engine_connection
-from warmfleet.engines import upstream as upstream_module
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_connection import TCP_OPTIONS
 from warmfleet.engines.request_headers import header_fields, header_lines, header_value
@@ -140,12 +139,15 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(m
 
 
 async def test_connections_are_kept_and_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream_module, "SWEEP_INTERVAL_S", 0.05)
     async with engine("m", answer_ok) as one, client() as upstream:
         for _ in range(3):
             assert await exchange(upstream, one.url) == (200, b"ok")
         assert one.connections["opened"] == 1
-        monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.1)  # not before: an exchange may take longer
+        await upstream.sweep()
+        assert await exchange(upstream, one.url) == (200, b"ok")
+        assert one.connections["opened"] == 1, "a young connection stays"
+        monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.0)  # not before: an exchange may take longer
+        await upstream.sweep()
         await poll(lambda: one.connections["hung_up"] == 1, what="the idle connection is closed by its age")
 
 

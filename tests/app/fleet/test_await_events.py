@@ -151,7 +151,7 @@ async def test_a_replica_at_rest_asks_redis_little(
 async def _rounds(pool: Pool) -> None:
     metrics = Metrics()
     while True:
-        await upkeep.apply(pool, metrics)
+        await upkeep.apply(pool, metrics, lambda: LONG_S)
 
 
 async def _blocked(store: aioredis.Redis) -> bool:

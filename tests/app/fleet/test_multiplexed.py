@@ -158,6 +158,18 @@ async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
     assert len(written) == 2
 
 
+async def test_a_timer_runs_while_calls_wait_and_no_longer(told: Fleet) -> None:
+    """A replica at rest asks a few calls a second: a timer after each of them would wake it once more."""
+    line = cast("Any", told.redis).multiplexed
+    assert line._timer is None, "the first call is answered"
+    first, second = asyncio.ensure_future(told.settle("wf-1", "failed")), tell_all(told, ["wf-2"])
+    await asyncio.sleep(0)
+    assert line._timer is not None
+    await first
+    await poll(lambda: second)
+    assert line._timer is None
+
+
 async def test_the_connection_is_redis_pys_with_user_database_and_name(valkey_url: str, model: str) -> None:
     """redis-py has no public name for what is taken over: this fails if it changes."""
     async with fleet_at(f"{valkey_url}?db=3&client_name=taken", model) as fleet:
@@ -457,6 +469,20 @@ async def test_a_new_master_is_noticed_while_calls_go_on(model: str) -> None:
             await poll(at_the_new_one, 20)
             assert watched.promoted()
             assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+
+
+async def test_a_former_master_that_answers_quickly_is_left_all_the_same(model: str) -> None:
+    """No call waits for long enough that a timer would look for the master."""
+    with sentinels() as watched:
+        async with fleet_at(watched.url, model) as fleet:
+            await fleet.settle("wf-1", "finished")
+            before, line = channel_of(fleet), cast("Any", fleet.redis).multiplexed
+            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert channel_of(fleet) is before
+            line._pool.look = lambda: None
+            line._pool.master_address = ("127.0.0.1", watched.replica.port)  # as a look would have found
+            assert await fleet.settle("wf-1", "finished") == "UNKNOWN", "the call waits for the new connection"
+            assert channel_of(fleet) not in (before, None)
 
 
 async def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, model: str) -> None:

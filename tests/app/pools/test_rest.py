@@ -54,15 +54,6 @@ async def test_a_request_ends_a_wait() -> None:
         await found.wait(0.01)
 
 
-def test_models_share_a_few_beats() -> None:
-    waits = {round(upkeep.beat(f"model-{number}", 1_000.0), 3) for number in range(256)}
-    assert len(waits) == upkeep.BEATS
-    assert max(waits) < 2 * upkeep.TICK_WITHIN_S, "after a second without a tick the fleet would be taken for deaf"
-    for early_s in (0.0, 0.002):
-        at = 1_000.0 + upkeep.beat("m", 1_000.0) - early_s
-        assert upkeep.beat("m", at) > upkeep.TICK_WITHIN_S / 2, "each beat comes once"
-
-
 async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
     fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
@@ -106,11 +97,25 @@ async def test_a_replica_at_rest_leaves_a_fleet_to_the_one_that_ticked(store: ai
     assert (await fleet.tick()).ran, "one that serves requests does not wait for others"
 
 
+async def test_a_tick_at_rest_looks_at_more_streams_because_it_comes_less_often(
+    store: aioredis.Redis, model: str
+) -> None:
+    fleet = Fleet(store, model, timeouts=PATIENT)
+    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0, max_streams=2, rest_streams=2 * CORES)
+    cores = [Core(store, fleet, f"w{number}") for number in range(CORES)]
+    for core in cores:
+        await core.join()
+    while await fleet.step() or fleet.stirred:
+        pass
+    for core in cores:
+        await core.heartbeat(digest_of())
+    assert len((await fleet.tick()).backlog) <= 2
+    assert len((await fleet.tick(rest=True)).backlog) == CORES
+
+
 async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
     store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", LONG_S)
-    monkeypatch.setattr(upkeep, "beat", lambda *_: LONG_S)
     monkeypatch.setattr(rest, "AFTER_S", 0.0)
     async with connect(redis_url) as client:
         fleet = Fleet(client, model, timeouts=PATIENT)
@@ -146,4 +151,4 @@ async def _later(store: aioredis.Redis) -> int:
 async def _rounds(pool: Pool) -> None:
     metrics = Metrics()
     while True:
-        await upkeep.apply(pool, metrics)
+        await upkeep.apply(pool, metrics, lambda: LONG_S)

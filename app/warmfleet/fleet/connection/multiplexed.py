@@ -205,8 +205,7 @@ class Multiplexed:
         due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
         call = Call(script, command, on_answer, due, last, moved=moved)
         if self._timer is None:
-            self._silent_s = 0.0
-            self._set_timer()
+            channel = self._begin_to_wait(channel)
         if channel is not None:
             channel.send(call, patient=patient)
             return
@@ -225,6 +224,9 @@ class Multiplexed:
             self._refused(channel, call, str(reply))
         elif call.on_answer is not None:
             call.on_answer(reply, None)
+        if not channel.waiting and self._timer is not None and channel is self._channel:
+            self._timer.cancel()  # no call waits: a replica at rest would wake for nothing
+            self._timer = None
 
     def _refused(self, channel: Channel, call: Call, reply: str) -> None:
         word = reply.partition(" ")[0]
@@ -253,6 +255,14 @@ class Multiplexed:
             call.on_answer(None, FleetUnavailable(why))
 
     # ------------------------------------------------ time
+
+    def _begin_to_wait(self, channel: Channel | None) -> Channel | None:
+        """The first call begins to wait. Returns the connection for it; None if another one is to be opened."""
+        self._silent_s = 0.0
+        self._set_timer()
+        if channel is not None and (why := self._is_over(channel)):  # no tick looks where all answers come quickly
+            self._lost(channel, why)
+        return self._channel
 
     def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)

@@ -1,0 +1,35 @@
+"""A replica whose time runs several times as fast: ``python -m tests.bench.hurried_replica TIMES serve ...``.
+
+All that it does again and again comes TIMES as often. Its CPU time, divided by TIMES, is then the work of a replica at
+rest without most of the cost of waking, which some machines make many times the work (``waking_cost.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from typing import Any, cast
+from unittest.mock import patch
+
+from warmfleet.__main__ import main
+from warmfleet.background.beats import Beats
+from warmfleet.fleet import views
+from warmfleet.fleet.upkeep import Pace, Upkeep
+from warmfleet.pools.pool import Pool
+
+GAPS = [field.name for field in fields(Pace) if field.name.endswith("gap_ms")]
+
+
+def hurry(times: float) -> None:
+    """Divide the periods of this process: those of its rounds, of ticks and of what it reads less often."""
+    until, pace, age_s = Beats.until, Upkeep.pace, cast("Any", Pool.view_age_s).fget
+    gaps = {name: max(1, round(getattr(pace, name) / times)) for name in GAPS}
+    patch.object(Beats, "until", lambda beats, period_s, share=0.0: until(beats, period_s / times, share)).start()
+    patch.object(Pool, "view_age_s", property(lambda pool: times * age_s(pool))).start()
+    patch.object(Upkeep, "pace", Pace(**gaps)).start()
+    patch.object(views, "SERVERS_S", views.SERVERS_S / times).start()
+
+
+if __name__ == "__main__":
+    hurry(float(sys.argv.pop(1)))
+    sys.exit(main(sys.argv[1:]))
