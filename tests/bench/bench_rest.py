@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import redis
 from tests.bench.bench_proxy import report, say
 from tests.bench.proxy_profile import samples, shares, show
 from tests.bench.proxy_routers import REPLICA, Router, cpu_s, sources
 from tests.bench.resting_engines import READY
 from tests.bench.waking_cost import waking_cost
 
+from warmfleet import main as replica_main
 from warmfleet_loadtest.stacks.processes import Processes, free_ports, replica_ready, start_store
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +39,7 @@ SHAPES = "1x8,1x64,4x64,16x64,64x16"
 PAGES = 5  # of /metrics that are timed
 ASKED, TRIES = "warmfleet_health_checks_total", 4
 HURRIED_ENGINES, MOST_TIMES = 8_192, 100  # so many engines at their own pace tell as much as the hurried ones together
+LEAST_PACE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class Resting:
         self, processes: Processes, shape: Shape, replicas: int, *, sampled: bool = False, times: int = 1
     ) -> None:
         """sampled: with one more replica, which samples itself. times: how fast time runs."""
-        self.processes, self.shape, self.times = processes, shape, times
+        self.processes, self.shape = processes, shape
         self.store_url = start_store(processes)
         program = [sys.executable, "-m", "tests.bench.resting_engines", "--redis", self.store_url]
         argv = [*program, "--pools", ",".join(shape.tags), "--each", str(shape.each), "--times", str(times)]
@@ -97,7 +101,7 @@ class Resting:
     def watch(self, seconds: float) -> dict[str, float]:
         """Shares of a core over so many seconds: of a replica (``replica``: the median), of Redis.
 
-        Where the machine is so busy that nobody ticks for a second, replicas ask engines whether they live, which is no
+        Where the machine is so busy that nobody ticks for 2.5 s, replicas ask engines whether they live, which is no
         rest: it is measured again, a few times.
         """
         for _ in range(TRIES):
@@ -148,6 +152,12 @@ class Resting:
             page: bytes = answer.read()
         return page
 
+    def calls(self) -> dict[str, int]:
+        """How often Redis was called so far, by command."""
+        with redis.Redis.from_url(self.store_url) as store:
+            told: dict[str, dict[str, int]] = store.info("commandstats")
+        return {name.removeprefix("cmdstat_"): one["calls"] for name, one in told.items()}
+
     def memory_mb(self) -> float:
         """Resident memory of a replica."""
         return round(psutil.Process(self.replicas[0].pids[0]).memory_info().rss / 1e6, 1)
@@ -177,15 +187,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(shape: Shape, options: argparse.Namespace) -> dict[str, float]:
-    """``work``, ``redis_work``: shares of a core with time running ``times`` as fast, divided by that."""
+    """``work``: the share of a replica with time running ``times`` as fast, divided by that.
+
+    kept_pace: heartbeats and rounds that came over those that were due, the lesser of both; below .95 ``work`` is too
+    low. hurried_disturbed: as ``disturbed``.
+    """
     times = max(1, min(MOST_TIMES, HURRIED_ENGINES // shape.engines))
     say(f"the same with time running {times} times as fast ...")
     with tempfile.TemporaryDirectory(prefix="rest-") as folder, Processes(Path(folder)) as processes:
         hurried = Resting(processes, shape, 1, times=times)
         time.sleep(options.settle)
+        before, began = hurried.calls(), time.perf_counter()
         used = hurried.watch(options.seconds)
-    spent = {"work": used["replica"], "redis_work": used["redis"]}
-    return {"times": times} | {name: round(share / times, 5) for name, share in spent.items()}
+        lasted_s, after = (time.perf_counter() - began) * times, hurried.calls()
+    due = {
+        "xadd": 2 * shape.engines * lasted_s / wire.HEARTBEAT_SECONDS,
+        "info": lasted_s / replica_main.MEMORY_INTERVAL_S,
+    }
+    pace = min((after[name] - before[name]) / count for name, count in due.items())
+    if pace < LEAST_PACE:
+        say(f"only {pace:.0%} of what was due came: this machine is too slow for {times} times")
+    told = {"work": round(used["replica"] / times, 5), "kept_pace": round(pace, 3)}
+    return {"times": times, **told, "hurried_disturbed": used["disturbed"]}
 
 
 def totals(found: dict[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A replica whose time runs several times as fast: ``python -m tests.bench.hurried_replica TIMES serve ...``.
 
-All that it does again and again comes TIMES as often. Its CPU time, divided by TIMES, is then the work of a replica at
-rest without most of the cost of waking, which some machines make many times the work (``waking_cost.py``).
+Its rounds come TIMES as often. Its CPU time, divided by TIMES, is then the work of a replica at rest without most of
+the cost of waking, which some machines make many times the work (``waking_cost.py``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import statistics
 import time
 
 IN_A_ROW, AFTER_REST = 200, 50  # pieces of work
-REST_S = 0.06  # a replica at rest wakes some 16 times a second
+REST_S = 0.06  # a replica of many pools at rest wakes so often; after a second of rest the factor is higher
 ROWS = [{"worker": f"worker-{number:04d}", "blocks": list(range(number, number + 12))} for number in range(200)]
 
 

@@ -74,13 +74,21 @@ async def test_a_silent_worker_is_not_chosen_after_its_ttl(world: World) -> None
 
 
 @pytest.mark.parametrize(
-    "tick", [{"age_ms": 1_500}, {"age_ms": -5_000}, {"grace_ms": 5_000}, None], ids=["old", "future", "grace", "none"]
+    "tick", [{"age_ms": 3_000}, {"age_ms": -5_000}, {"grace_ms": 5_000}, None], ids=["old", "future", "grace", "none"]
 )
 async def test_in_grace_nobody_expires(world: World, tick: dict[str, int] | None) -> None:
     await world.worker(1, age_ms=60_000)
     if tick is not None:
         await world.ticked(**tick)
     assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "w1.0"
+
+
+async def test_a_tick_that_is_due_is_no_grace(world: World) -> None:
+    """A fleet at rest ticks once a second."""
+    await world.ticked(age_ms=2_000)
+    await world.worker(1, age_ms=60_000)
+    with pytest.raises(NoWorker):
+        await world.fleet.decide(world.ask(world.chain(4)))
 
 
 async def test_a_row_without_alive_is_not_routable_even_in_grace(world: World) -> None:

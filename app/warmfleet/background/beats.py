@@ -1,15 +1,16 @@
 """The moments at which the tasks of a replica wake.
 
-Whatever a process does after a rest costs more than the work itself: caches are cold, and on some virtual machines the
-host has to map its memory again. So tasks that wait for the same period wake at the same moment, also if they began at
-different ones.
+To wake costs a process more than the work that it wakes for: caches are cold, and on some virtual machines the host has
+to map its memory again. So tasks that wait for the same period wake at the same moment, also if they began at different
+ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-EARLY = 1 / 16  # of a period: a timer may fire a little early, and then the next beat is that of the next period
+#: A timer may fire a little early: a beat that is due within this part of its period, and so many seconds, has come.
+EARLY, EARLY_S = 1 / 16, 0.01
 
 
 class Beats:
@@ -22,9 +23,9 @@ class Beats:
         self._began = self._loop.time()
 
     def until(self, period_s: float, share: float = 0.0) -> float:
-        """Seconds until the next beat of a period, at least EARLY of the period.
+        """Seconds until the next beat of a period.
 
         share: by which part of the period these beats come after the others of the same period, from 0 to below 1.
         """
         wait_s = period_s - (self._loop.time() - self._began - share * period_s) % period_s
-        return wait_s if wait_s > period_s * EARLY else wait_s + period_s
+        return wait_s if wait_s > min(period_s * EARLY, EARLY_S) else wait_s + period_s

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.upkeep")
 
 APPLY_INTERVAL_S = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
-TICK_WITHIN_S = 0.4  # longest wait for events: a worker that says hello is to be met within half a second
+TICK_WITHIN_S = 0.4  # longest wait for events, but not at rest: a new worker is met within half a second
 #: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
 REST_STEP_S = 1.0
-REST_SHARES = (
-    8  # pools at rest have their steps at so many moments of REST_STEP_S: no moment brings Redis the work of all
-)
+REST_SHARES = 8  # moments of REST_STEP_S that pools share: no moment brings Redis the work of all of them
+REST_STREAMS = 640  # a pool with more does not rest: its ticks would look at each only every 4 s
 RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
 AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
@@ -127,10 +126,11 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float]) -
     """
     loop = asyncio.get_running_loop()
     due = loop.time() + APPLY_INTERVAL_S
-    metrics.applied_blocks.inc(await pool.fleet.step(rest=pool.rest.lasts))
+    may_rest = len(pool.view.streams) <= REST_STREAMS
+    metrics.applied_blocks.inc(await pool.fleet.step(rest=may_rest and pool.rest.lasts))
     if pool.fleet.stirred or pool.reservations:
         pool.rest.stir()
-    if pool.rest.lasts:
+    if may_rest and pool.rest.lasts:
         await pool.rest.wait(until_beat())
         return
     if not pool.fleet.busy:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
 from warmfleet.background import upkeep
-from warmfleet.background.beats import EARLY, Beats
+from warmfleet.background.beats import Beats
+from warmfleet.fleet.client import script_source
+from warmfleet.fleet.upkeep import Pace
+
+#: The constant is declared among others: names, an equals sign, then values in the same order.
+GRACE_AFTER = r"GRACE_AFTER_MS, [^=]*= (?:redis\.call, )?(\d+)"
 
 
 class Clock:
@@ -32,16 +38,34 @@ async def test_tasks_that_began_at_different_moments_wake_together(monkeypatch: 
 async def test_each_beat_comes_once_even_if_a_timer_is_early(monkeypatch: pytest.MonkeyPatch, period_s: float) -> None:
     clock = Clock(monkeypatch)
     beats = Beats()
-    for early in (0.0, 0.001, EARLY / 2):
-        clock.now = 1_000.3 + 7 * period_s - early * period_s
-        assert period_s * EARLY < beats.until(period_s) <= period_s * (1 + EARLY)
+    for early_s in (0.0, 0.000_02, min(0.002, period_s / 32)):
+        clock.now = 1_000.3 + 7 * period_s - early_s
         assert clock.now + beats.until(period_s) == pytest.approx(1_000.3 + 8 * period_s)
 
 
-async def test_pools_share_a_few_moments_and_none_is_left_without_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_round_that_takes_nearly_its_whole_period_has_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
+    beats = Beats()
+    clock.now += 1.98
+    assert beats.until(2.0) == pytest.approx(0.02)
+
+
+async def test_pools_share_a_few_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
     beats, shares = Beats(), upkeep.REST_SHARES
     waits = [beats.until(upkeep.REST_STEP_S, number / shares) for number in range(shares)]
     assert [round(wait / upkeep.REST_STEP_S, 6) for wait in waits] == [1.0, *(n / shares for n in range(1, shares))]
-    assert upkeep.REST_STEP_S * (1 + EARLY) < 2.5, "then the fleet would be taken for deaf (lua/tick.lua)"
-    assert clock.now == 1_000.3
+
+
+def test_a_fleet_at_rest_is_never_taken_for_deaf() -> None:
+    """Grace begins so long after the last tick, in `tick` and in decisions alike."""
+    sources = script_source("tick"), script_source("decide")
+    after_ms = [int(found[1]) for source in sources for found in re.finditer(GRACE_AFTER, source)]
+    assert after_ms
+    assert after_ms == [after_ms[0]] * len(after_ms)
+    assert all(re.search(GRACE_AFTER, source) for source in sources)
+    step_ms = 1_000 * upkeep.REST_STEP_S
+    assert step_ms + Pace().rest_gap_ms < after_ms[0], (
+        "the replica that ticked ends, and the others had left it the tick"
+    )
+    assert 2 * step_ms < after_ms[0], "a step comes so late that its replica misses a beat"

@@ -15,6 +15,7 @@ from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.recent import rest
@@ -131,6 +132,15 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
         finally:
             rounds.cancel()
             await asyncio.wait([rounds])
+
+
+async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", 0.01)
+    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
+    pool.show(View(streams=tuple(f"events:w{number}.0" for number in range(upkeep.REST_STREAMS + 1))))
+    async with asyncio.timeout(LONG_S / 2):
+        await upkeep.apply(pool, Metrics(), lambda: LONG_S)
 
 
 async def _heard(store: aioredis.Redis, fleet: Fleet) -> dict[bytes, float]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
 
-UNREAD_S = 5.0  # replicas look at the streams several times a second
-LATE_S = 5.0  # entries are applied within half a second
+UNREAD_S = 5.0  # replicas look at the streams once a second at least
+LATE_S = 5.0  # entries are applied within half a second, and within two at rest
 SEEDS = 1_024  # PYTHONHASHSEED=0, 1, ... is recognised up to here
 NAMED = 8
 

@@ -257,11 +257,13 @@ class Multiplexed:
     # ------------------------------------------------ time
 
     def _begin_to_wait(self, channel: Channel | None) -> Channel | None:
-        """The first call begins to wait. Returns the connection for it; None if another one is to be opened."""
+        """The first call begins to wait. Returns the connection for it; None if it has to be opened."""
         self._silent_s = 0.0
+        if channel is not None:
+            channel.heard = False
+            if why := self._is_over(channel):  # no timer looks where all answers come quickly
+                self._lost(channel, why)
         self._set_timer()
-        if channel is not None and (why := self._is_over(channel)):  # no tick looks where all answers come quickly
-            self._lost(channel, why)
         return self._channel
 
     def _set_timer(self) -> None:
