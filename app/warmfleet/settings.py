@@ -380,7 +380,9 @@ class Settings:
         "`WARMFLEET_BODY_MAX_BYTES`; then 429",
     )
     queue_timeout_s: float = _setting(
-        30.0, "longest wait in the queue; then 503. The header `X-Request-Timeout-Ms` shortens it for one request"
+        30.0,
+        "longest wait in the queue; then 503. 0 = no request waits. The header `X-Request-Timeout-Ms` shortens it for "
+        "one request",
     )
     queue_priority: bool = _setting(
         False, "order the queue by the request's `priority` (lower goes first), which every client can set"

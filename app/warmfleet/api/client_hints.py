@@ -53,7 +53,8 @@ def patience_s(value: bytes | None) -> float:
         return math.inf
     value = value.strip()
     if not value.isdigit() or len(value) > MAX_DIGITS or int(value) == 0:
-        raise BadRequest("X-Request-Timeout-Ms must be a whole number of milliseconds.", "X-Request-Timeout-Ms")
+        why = "X-Request-Timeout-Ms must be a whole number of milliseconds, from 1 on."
+        raise BadRequest(why, "X-Request-Timeout-Ms")
     return int(value) / 1_000
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.reports.worker_gauges import set_worker_gauges
 from warmfleet.background.reports.worker_words import remedy, why
-from warmfleet.errors import FleetUnavailable, WarmfleetError
+from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.homes.prices import HOMES, Offer, best, prices, turn_s
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
+from warmfleet.routing.decider import nobody
 from warmfleet.routing.homes.pool_choice import MOST_ASKED, at_once
 
 if TYPE_CHECKING:
@@ -122,10 +123,22 @@ async def explain(
 ) -> dict[str, Any]:
     """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
 
+    If no worker takes requests, NoWorker has the words that the request would get.
+
     pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the offers of those that a
     router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
     place: the request's in the queue, but for the workers that cannot serve it.
     """
+    try:
+        return await _considered(model, pool, request, hints, settings, place)
+    except NoWorker as error:
+        raise NoWorker(nobody(model.pools, pool.name)) from error
+
+
+async def _considered(
+    model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place
+) -> dict[str, Any]:
+    """As ``explain``, but for the words of NoWorker."""
     if len(model.pools) == 1:
         return await _explained(pool, request, hints, settings, place) | {"pools": [], "passed_over": []}
     prompt = await pool.identify(request, settings.expected_output_tokens)

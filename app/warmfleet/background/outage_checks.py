@@ -72,7 +72,10 @@ class OutageChecks:
     def _log_changes(self, pool: Pool, silent: frozenset[str]) -> None:
         if silent != self._silent.get(pool.tag, frozenset()):
             named = ", ".join(sorted(silent)[:8])
-            logger.warning("%s: %d servers do not answer /health: %s", pool.tag, len(silent), named)
+            if silent:
+                logger.warning("%s: servers that do not answer /health: %d: %s", pool.tag, len(silent), named)
+            else:
+                logger.info("%s: no server is silent any more", pool.tag)
         self._silent[pool.tag] = silent
 
 

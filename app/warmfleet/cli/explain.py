@@ -50,9 +50,9 @@ The lower price wins. It is the COST of the pool's worker, with a charge for tok
 the request would wait for its turn in one of them, it is half of the time until then and the time to compute the rest.
 """
 IN_LINE = """\
-COST leaves out the requests that wait. The price counts the time to compute the rest of the prompt at that worker, and
-half of the time until its turn there, with the requests that are before it in line. The time by which that worker is
-late counts whole.
+COST leaves out the requests that wait. The price is for the comparison of pools: the time to compute the rest of the
+prompt at that worker, and half of the time until its turn there, with the requests that are before it in line. The time
+by which that worker is late counts whole.
 """
 
 

@@ -14,10 +14,11 @@ from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from warmfleet.fleet import Ask
     from warmfleet.metrics import Counter, Histogram, Metrics
+    from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
     from warmfleet.routing.decision_log import DecisionLog
@@ -171,7 +172,7 @@ class Decider:
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            raise NoWorker(_nobody(job))
+            raise NoWorker(nobody(job.homes or (pool,), pool.name))
         self._metrics.fallback.labels(reason, pool.tag).inc()
         if job.call.limits is not None and not job.homes:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
@@ -197,7 +198,7 @@ def _question(
     return ask, place, rings
 
 
-def _nobody(job: Job) -> str:
-    """Why no worker of any pool of the model can be chosen, and what to do about it."""
-    known = sum(len(pool.view.workers or pool.last_known.workers) for pool in job.homes or (job.pool,))
-    return NONE_ROUTABLE.format(known, job.pool.name) if known else NO_ENGINE.format(job.pool.name)
+def nobody(pools: Iterable[Pool], model: str) -> str:
+    """Why no worker of any of these pools of a model can be chosen, and what to do about it."""
+    known = sum(len(pool.view.workers or pool.last_known.workers) for pool in pools)
+    return NONE_ROUTABLE.format(known, model) if known else NO_ENGINE.format(model)

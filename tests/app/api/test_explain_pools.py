@@ -87,9 +87,9 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(fleet_status, "_explained", explained)
         model = SimpleNamespace(pools=pools, order_for=order_for)
-        view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001)
+        view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=["a worker"])
         for one in pools:
-            one.view = view
+            one.view, one.name = view, "m"
         given, request = cast("Any", None), cast("Any", SimpleNamespace(model="m"))
         return await explain(cast("Any", model), pools[0], request, given, Settings(models=("m",)), Place())
 
@@ -121,6 +121,12 @@ async def test_a_home_pool_that_gives_no_answer_is_told(ask: Any) -> None:
     assert told["model"] == "m#3"
     with pytest.raises(FleetUnavailable):
         await ask([FleetUnavailable("gone")] * 3)
+
+
+async def test_where_no_worker_takes_requests_the_operator_reads_what_a_client_would(ask: Any) -> None:
+    for count in (1, 3):
+        with pytest.raises(NoWorker, match=rf"None of the {count} engines of `m` takes requests at this moment"):
+            await ask([NoWorker("none of 0 workers is alive and routable")] * count)
 
 
 async def test_a_pool_whose_queue_is_full_offers_nothing(ask: Any) -> None:

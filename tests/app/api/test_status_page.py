@@ -242,6 +242,8 @@ def test_what_decides_now(
     assert snapshot.rung_of(pool, reached=reached) == rung
     assert rung in snapshot.RUNGS
     assert snapshot.rung_in_words(pool, rung, reached=reached).endswith(".")
+    alone, beside = (snapshot.rung_in_words(pool, rung, reached=reached, others=others) for others in (False, True))
+    assert ("503" in alone, "503" in beside) == (rung == "nothing", False), "other pools serve what this one cannot"
 
 
 def test_words_about_a_worker() -> None:

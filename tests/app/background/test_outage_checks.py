@@ -57,6 +57,7 @@ async def test_a_dead_worker_is_found_without_heartbeats(
         with caplog.at_level(logging.WARNING, "warmfleet"):
             await poll(found, 15, "the dead one is found")
         assert urls[0] in caplog.text
+        assert "servers that do not answer /health: 1: " in caplog.text or trouble is fill
         before = await router.metric("warmfleet_retries_total")
         for number in range(12):
             status, headers, _ = await router.post({"model": model, "prompt": f"prompt {number} " * 50})

@@ -53,6 +53,9 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
     """Everything about one model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
+    others = any(
+        one.routable for other in pools.named(pool.name) if other is not pool for one in other.last_known.workers
+    )
     avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
     line, memory = found.line, found.memory
     queue = queue_in_words(line)
@@ -68,7 +71,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "policy_by": pool.policy.source,
         "identity": identity.kind if identity else "text" if pool.view.text else "none",
         "rung": rung,
-        "rung_reason": rung_in_words(pool, rung, reached=found.reached),
+        "rung_reason": rung_in_words(pool, rung, reached=found.reached, others=others),
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
         "ttft": pool.ttft.figures(),
@@ -106,10 +109,11 @@ def _away(pool: Pool, *, reached: bool) -> bool:
     return not reached or not pool.degraded.asks_redis or pool.view_age_s > UNREAD_S
 
 
-def rung_in_words(pool: Pool, rung: str, *, reached: bool) -> str:
-    """The sentence about this rung of the ladder."""
+def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False) -> str:
+    """The sentence about this rung of the ladder. others: the model has another pool that knows a worker."""
     if rung == "nothing":
-        return "Redis is away and no worker is known: requests get 503 until Redis is back."
+        served = "other pools of its model serve its requests" if others else "requests get 503 until Redis is back"
+        return f"Redis is away and no worker of this pool is known: {served}."
     if rung == "last_known":
         since = "is away" if _away(pool, reached=reached) else "came back without the workers"
         count = sum(worker.routable for worker in pool.last_known.workers)

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
+    from warmfleet.fleet import WorkerView
+
 from warmfleet.fleet.pool_registry import PoolRegistry
 
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
@@ -38,7 +40,7 @@ MOVING = "moving"  # a drained pool whose workers go at once
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """A pool as the operator sees it. workers: that take requests; known: all that have not been forgotten.
+    """A pool as the operator sees it. workers: that take requests; known: all, but for those that moved to other pools.
 
     capacity_blocks: of those that take requests. redis: host and port of the master; empty where there is only one.
     unreachable: why its Redis does not answer; then the figures are 0.
@@ -120,18 +122,25 @@ async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigure
     """named: the model tags of the command and of the environment, which are its pools if it has no registry."""
     of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
     entries = await entries_of(url, name, list(of_model))
-    return list(await asyncio.gather(*[_look(url, entry) for entry in entries]))
+    looked = await asyncio.gather(*[_look(url, entry) for entry in entries])
+    found: list[PoolFigures] = []
+    for pool, workers in looked:
+        elsewhere = {one.worker_id for other, those in looked if other is not pool for one in those if one.state.alive}
+        moved = sum(not one.state.alive and one.worker_id in elsewhere for one in workers)
+        found.append(replace(pool, known=pool.known - moved))
+    return found
 
 
-async def _look(url: str, entry: PoolEntry) -> PoolFigures:
+async def _look(url: str, entry: PoolEntry) -> tuple[PoolFigures, Sequence[WorkerView]]:
+    """The figures of a pool, those that moved away among ``known``, and its workers."""
     state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
     async with pool_of(url, entry.tag) as fleet:
         try:
             workers, line = await fleet.workers(), await fleet.poll()
         except FleetUnavailable as error:
-            return PoolFigures(entry.tag, state, entry.since_ms, unreachable=str(error))
+            return PoolFigures(entry.tag, state, entry.since_ms, unreachable=str(error)), ()
         ready = [worker for worker in workers if worker.routable]
-        return PoolFigures(
+        figures = PoolFigures(
             pool=entry.tag,
             state=state,
             since_ms=entry.since_ms,
@@ -142,6 +151,7 @@ async def _look(url: str, entry: PoolEntry) -> PoolFigures:
             waiting=line.waiting,
             redis=master_of(fleet.redis),
         )
+        return figures, workers
 
 
 def _parts(found: Mapping[str, Sequence[PoolFigures]]) -> list[Part]:
