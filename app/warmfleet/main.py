@@ -398,11 +398,8 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
         yield
     finally:
         await stop(tasks)
-        await changes.close()
-        await prober.close()
-        await reader.close()
-        for registry in registries:
-            await registry.close()
+        for close in (changes.close, prober.close, reader.close, *(registry.close for registry in registries)):
+            await close()
 
 
 def _task(

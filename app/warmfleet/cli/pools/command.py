@@ -125,8 +125,8 @@ async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigure
     looked = await asyncio.gather(*[_look(url, entry) for entry in entries])
     found: list[PoolFigures] = []
     for pool, workers in looked:
-        elsewhere = {one.worker_id for other, those in looked if other is not pool for one in those if one.state.alive}
-        moved = sum(not one.state.alive and one.worker_id in elsewhere for one in workers)
+        elsewhere = {one.worker_id for other, those in looked if other is not pool for one in those if one.heard}
+        moved = sum(not one.heard and one.worker_id in elsewhere for one in workers)
         found.append(replace(pool, known=pool.known - moved))
     return found
 
