@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -12,6 +13,7 @@ import httpx
 import psutil
 import pytest
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import server, valkey_binary
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
@@ -21,6 +23,7 @@ from warmfleet_loadtest.traces.workload import Mix, mixed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tests.vllm.engine import VllmEngine
 
@@ -29,9 +32,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
-#: Two engines share two cores with the routers: spinning, they would take a part of them from each other.
+#: Without it an engine spins on two cores while it works: replicas then wait for a core, at times for seconds.
 SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
-SIZES = (1_500, 1_200, 900, 600, 300)  # of prompts, in tokens; the order in which they come
+#: Of prompts, in tokens; the order in which they come.
+SIZES = (3_200, 2_400, 1_600, 800, 100)
+#: From one to the next. A waiting prompt grows old: it goes before one that comes later by more than four times the
+#: time that the difference of their work takes. Of two in a row that is .4 s at the 7,000 tokens a second of
+#: models/small; of models/tiny it is less than the time between two prompts on a busy machine.
+GAP_S = 0.03
 #: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.
 RULES: dict[str, dict[str, str]] = {
     "held_2s": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2"},
@@ -45,24 +53,55 @@ FLOOD_RATE, FLOOD_S = 16.0, 15.0  # requests per second: more than two engines o
 NEAR_SATURATION = 0.85
 
 
-async def sizes_as_they_end(url: str) -> list[int]:
-    """Ask for prompts of SIZES while another request keeps the engine busy; returns their sizes as they end."""
+async def sizes_as_they_end(url: str, engine: VllmEngine) -> list[int]:
+    """Ask for prompts of SIZES while a stream keeps the engine busy, and end the stream when all of them wait there.
+    Returns the sizes as their answers come.
+    """
     ended: list[int] = []
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-
-        async def ask(size: int, tokens: int) -> None:
-            ids = random.Random(size).choices(range(300, 500), k=size)
-            body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-            (await client.post("/v1/completions", json=body)).raise_for_status()
-            ended.append(size)
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(ask(40, 1_500))
-            await asyncio.sleep(0.5)
-            for size in SIZES:
-                group.create_task(ask(size, 1))
-                await asyncio.sleep(0.05)
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120) as client,
+        asyncio.TaskGroup() as group,
+        client.stream("POST", "/v1/completions", json=body(40, 4_000, stream=True)) as busy,
+    ):
+        tokens = busy.aiter_bytes()  # it ends the stream when nothing refers to it
+        await anext(tokens)
+        for size in SIZES:
+            group.create_task(ask(client, size, ended))
+            await asyncio.sleep(GAP_S)
+        while await waiting(client, engine) < len(SIZES):
+            assert not ended, "the stream must keep the engine busy until all prompts wait there"
+            await asyncio.sleep(0.1)
     return ended
+
+
+def body(size: int, max_tokens: int, **more: Any) -> dict[str, Any]:
+    ids = random.Random(size).choices(range(300, 500), k=size)
+    return {"model": SERVED_NAME, "prompt": ids, "max_tokens": max_tokens, "ignore_eos": True, **more}
+
+
+async def ask(client: httpx.AsyncClient, size: int, ended: list[int]) -> None:
+    (await client.post("/v1/completions", json=body(size, 1))).raise_for_status()
+    ended.append(size)
+
+
+async def waiting(client: httpx.AsyncClient, engine: VllmEngine) -> float:
+    """How many requests wait in this engine, by its own metrics."""
+    return gauge((await client.get(f"{engine.url}/metrics")).text, "vllm:num_requests_waiting")
+
+
+def gauge(metrics: str, name: str) -> float:
+    """The sum of the samples of this name; 0 without any."""
+    families = text_string_to_metric_families(metrics)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+async def speed_known(url: str) -> None:
+    """Return when this replica knows the engine's speed: the numbers that it sends are computed with it."""
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        for size in itertools.count(1_001):
+            if gauge((await client.get("/metrics")).text, "warmfleet_worker_prefill_tokens_per_second"):
+                return
+            (await client.post("/v1/completions", json=body(size, 1))).raise_for_status()
 
 
 class Played(NamedTuple):
@@ -111,14 +150,25 @@ def cpu_s(engines: Sequence[VllmEngine]) -> float:
 @pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
 def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, arguments=(*SORTS, "--max-num-seqs", "1"))
-        with running(options):
+        arguments = (*SORTS, "--max-num-seqs", "1")
+        options = EngineOptions(redis_url=redis_url, model=small_model(), arguments=arguments, environment=SLEEPS)
+        with running(options) as engines:
             found = {}
             for wanted in ("1", "0"):
                 settings = {"WARMFLEET_ENGINE_PRIORITY": wanted, "WARMFLEET_MAX_ENGINE_WAIT_S": "0"}
                 with replicas(redis_url, count=1, engines=1, **settings) as urls:
-                    found[wanted] = uvloop.run(sizes_as_they_end(urls[0]))
-    assert found == {"1": [40, *sorted(SIZES)], "0": [40, *SIZES]}
+                    uvloop.run(speed_known(urls[0]))
+                    found[wanted] = uvloop.run(sizes_as_they_end(urls[0], engines[0]))
+                engines[0].reset_prefix_cache()
+    assert found["1"] == sorted(SIZES)
+    assert found["0"] != sorted(SIZES)  # as they came; on a busy machine one overtakes another on its way to the engine
+
+
+def small_model() -> Path:
+    model = ROOT / "models" / "small"
+    if not model.exists():
+        pytest.fail("models/small is missing: run `make vllm`")
+    return model
 
 
 @pytest.mark.timeout(1_800)
@@ -126,9 +176,7 @@ def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
     minutes=15, shows="mixed load near saturation of two real engines: held back, by default, sorted by engines"
 )
 def test_mixed_load_near_saturation() -> None:
-    model = ROOT / "models" / "small"
-    if not model.exists():
-        pytest.fail("models/small is missing: run `make vllm`")
+    model = small_model()
     found: dict[str, Played] = {rule: Played([], 0.0, 0.0) for rule in RULES}
     with server(valkey_binary()) as redis_url:
         blocks = CACHE_TOKENS // BLOCK_TOKENS
