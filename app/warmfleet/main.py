@@ -71,6 +71,7 @@ from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool, Pools
 from warmfleet.prompt.engine_paths import EnginePaths
 from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.prompt.tokenizer import ONE_THREAD
 from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
@@ -277,10 +278,8 @@ def log_output(settings: Settings, replica: str = "") -> LogOutput:
 
 async def serve(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> None:
     """Serve until SIGINT or SIGTERM. log: as in ``create_app``."""
-    os.environ.setdefault(
-        "RAYON_NUM_THREADS", "1"
-    )  # the router tokenises one text per call: more threads would only cost
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name, value in ONE_THREAD.items():
+        os.environ.setdefault(name, value)
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_AFTER)
     for name, why in unknown_variables().items():
         logger.warning("%s is set, but %s", name, why)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from tests.vllm.device import DEVICE
 
 from warmfleet.cli.local.ports import free_port
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = ROOT / ".venv-vllm"
+VENV = Path(os.environ.get("ENGINE_VENV", ROOT / ".venv-vllm"))
 MODEL = ROOT / "models" / "tiny"
 SERVED_NAME = "tiny"
 TRUTH = Path(__file__).parent / "truth"
@@ -155,7 +156,7 @@ class VllmEngine:
         return [
             *(str(VENV / "bin" / "vllm"), "serve", str(options.model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", SERVED_NAME),
-            *("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"),
+            *("--enforce-eager", "--max-num-seqs", "16", *DEVICE.arguments),
             *("--max-model-len", str(options.max_model_len), "--block-size", str(BLOCK_TOKENS)),
             *("--num-gpu-blocks-override", str(options.blocks)),
             *("--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ class Replica:
         kept |= {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_MODELS": SERVED_NAME, "WARMFLEET_POLICY": policy}
         kept |= {"WARMFLEET_ADMIN_PORT": "0"}  # operators use the same port
         self._environment = kept | settings | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  ``ended`` closes it
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.deaths = 0
@@ -37,14 +39,25 @@ class Replica:
 
     def start(self) -> None:
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", "127.0.0.1", "--port", str(self._port)]
-        quiet, self.killed = subprocess.DEVNULL, False
-        self.process = subprocess.Popen(argv, env=self._environment, stdout=quiet, stderr=quiet)
+        self.killed = False
+        self.process = subprocess.Popen(argv, env=self._environment, stdout=self._log, stderr=self._log)
 
     def kill(self) -> None:
         self.killed = True
         self.deaths += 1
         self.process.kill()
         self.process.wait()
+
+    def ended(self) -> None:
+        """Wait until it has ended, and forget its log. Terminate it before."""
+        self.process.wait(20)
+        self._log.close()
+
+    @property
+    def log(self) -> str:
+        """The end of what it has logged."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), 4_000, max(0, size - 4_000)).decode(errors="replace")
 
     @property
     def proven(self) -> int:
@@ -71,14 +84,15 @@ def running_replicas(
         deadline = time.monotonic() + READY_SECONDS
         while not all(one.proven == engines for one in started):
             if time.monotonic() > deadline or any(one.process.poll() is not None for one in started):
-                raise RuntimeError(f"replicas not ready: {[one.proven for one in started]} of {engines} workers proven")
+                counts, log = [one.proven for one in started], started[-1].log
+                raise RuntimeError(f"replicas not ready: {counts} of {engines} workers proven\n{log}")
             time.sleep(0.2)
         yield started
     finally:
         for one in started:
             one.process.terminate()
         for one in started:
-            one.process.wait(20)
+            one.ended()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import server, valkey_binary
+from tests.vllm.device import DEVICE
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
 
@@ -46,8 +47,7 @@ RULES: dict[str, dict[str, str]] = {
     "default": {},
     "engines": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2", "WARMFLEET_ENGINE_PRIORITY": "1"},
 }
-ROUNDS, SLICE_S, CACHE_TOKENS = 4, 60.0, 16_384
-FLOOD_RATE, FLOOD_S = 16.0, 15.0  # requests per second: more than two engines on two cores can do
+CACHE_TOKENS = 16_384
 #: Of the requests that the engines served of the flood in a second. At 1.0 some slices were more than they can do: then
 #: the line grows as long as the slice lasts, and a mean tells which rule met the machine at a slow moment.
 NEAR_SATURATION = 0.85
@@ -150,7 +150,7 @@ def cpu_s(engines: Sequence[VllmEngine]) -> float:
 @pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
 def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
     with server(valkey_binary()) as redis_url:
-        arguments = (*SORTS, "--max-num-seqs", "1")
+        arguments = (*SORTS, "--max-num-seqs", "1", *DEVICE.loaded)
         options = EngineOptions(redis_url=redis_url, model=small_model(), arguments=arguments, environment=SLEEPS)
         with running(options) as engines:
             found = {}
@@ -182,17 +182,24 @@ def test_mixed_load_near_saturation() -> None:
         blocks = CACHE_TOKENS // BLOCK_TOKENS
         options = [
             EngineOptions(
-                redis_url=redis_url, worker_id=name, model=model, blocks=blocks, arguments=SORTS, environment=SLEEPS
+                redis_url=redis_url,
+                worker_id=name,
+                model=model,
+                blocks=blocks,
+                arguments=(*SORTS, *DEVICE.loaded),
+                environment=SLEEPS,
             )
             for name in ("vllm-a", "vllm-b")
         ]
         with running(*options) as engines:
-            flood = play(redis_url, engines, load(FLOOD_RATE, FLOOD_S, seed=ROUNDS), RULES["held_2s"])
+            flood = play(
+                redis_url, engines, load(DEVICE.flood_rate, DEVICE.flood_s, seed=DEVICE.rounds), RULES["held_2s"]
+            )
             rate = NEAR_SATURATION * sum(not one.error for one in flood.replies) / flood.spent_s
             print(f"\n{rate:.1f} requests a second are near saturation", flush=True)
-            for number in range(ROUNDS):
+            for number in range(DEVICE.rounds):
                 for rule in (*RULES, *RULES)[number % len(RULES) :][: len(RULES)]:  # each is first, second and last
-                    one = play(redis_url, engines, load(rate, SLICE_S, seed=number), RULES[rule])
+                    one = play(redis_url, engines, load(rate, DEVICE.slice_s, seed=number), RULES[rule])
                     print(f"slice {number} {rule}: {json.dumps(one.told())}", flush=True)
                     found[rule] = found[rule].and_then(one)
     rows = {rule: one.told() for rule, one in found.items()}

@@ -76,7 +76,7 @@ def router_of(redis_url: str, embedder: str) -> Iterator[str]:
         yield served.url
     finally:
         served.process.terminate()
-        served.process.wait(20)
+        served.ended()
 
 
 def ready(url: str) -> bool:

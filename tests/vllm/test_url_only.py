@@ -105,7 +105,7 @@ def router(engine: VllmEngine, valkey_url: str, tmp_path: Path, request: pytest.
         yield made
     finally:
         replica.process.terminate()
-        replica.process.wait(20)
+        replica.ended()
 
 
 def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine: VllmEngine) -> None:

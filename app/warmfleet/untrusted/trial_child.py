@@ -48,10 +48,10 @@ _TINY = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_token
 def main() -> None:
     """Answer one request. The command's arguments are folders to import from."""
     sys.path[:0] = sys.argv[1:]
-    os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    from warmfleet.prompt.tokenizer import Encoder
+    from warmfleet.prompt.tokenizer import ONE_THREAD, Encoder
     from warmfleet.untrusted.render_child import DONE, MEMORY, REFUSED, close_doors, read_request, send_answer
 
+    os.environ.update(ONE_THREAD)  # on a large machine the threads alone would take more memory than the limit allows
     Encoder.load(
         json.dumps(_TINY).encode()
     )  # a first use imports modules and starts threads: after close_doors the kernel refuses both

@@ -6,6 +6,9 @@ import argparse
 import asyncio
 import base64
 import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -121,6 +124,22 @@ SLOW = {
     "counts of counts": (split("((((a{999}){999}){999}){999})"), "repeated"),
     "a text many times": (raw(post_processor=adding([TEXT] * 20_000, {})), "limit of its trial: time"),
 }
+
+
+#: The program of a trial, until it waits for a tokenizer.
+TRIAL = """
+import psutil
+from warmfleet.untrusted import render_child, trial_child
+render_child.read_request = lambda: print(psutil.Process().num_threads())
+trial_child.main()
+"""
+
+
+def test_a_trial_starts_no_thread_for_each_core() -> None:
+    """With 8 cores and more, the address space of so many threads was more than a trial may have."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "1\n"
 
 
 @pytest.fixture
