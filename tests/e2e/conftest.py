@@ -63,6 +63,13 @@ def stack() -> Iterator[Stack]:
         yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
 
 
+@pytest.fixture
+def new_stack() -> Iterator[Stack]:
+    """The same, as it is when it has just started: no engine's speed is known yet."""
+    with patient(), ExitStack() as left:
+        yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
+
+
 @pytest.fixture(scope="module")
 def fragile_stack() -> Iterator[Stack]:
     """Three engines and two replicas for the tests of one file that kill one of them each."""

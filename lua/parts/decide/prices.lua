@@ -1,25 +1,32 @@
 --[[
 decide/prices: what a request that waits would cost at each worker, as its ticket keeps it.
 
-A price is the time that a worker needs for what it does not hold of the prompt, and nothing else of what the cost rule
-charges: those terms say which of the workers with room is best, but would let engines stand free. The eight lowest
-prices are kept with the worker's name each, all other workers count like the cheapest of them: so a turn is found
-without looking at every worker again. The lowest of all is the request's size. With another policy than `cost` every
-worker is as good as any other.
+A price is the time that a worker needs for what it does not hold of the prompt, and half of the time for those tokens
+of that which another worker is making at this moment. Without that half all of an idle fleet would compute a new prefix
+that comes in many requests at once: it takes as long as to wait for the first worker that computes it. Nothing else of
+what the cost rule charges is in it: those terms say which of the workers with room is best, but would let engines stand
+free.
 
-Guarantee: pure. Takes the state after the choice (decide/cost_rule). Returns the beginning of a ticket's record
+The eight lowest prices are kept with the worker's name each, all other workers count like the cheapest of them: so a turn
+is found without looking at every worker again. The lowest of all is the request's size. With another policy than `cost`
+every worker is as good as any other.
+
+Guarantee: pure. Takes the state of decide/prefix_match after the choice (decide/cost_rule). Returns the beginning of a ticket's record
 (prompt tokens, size, tie and the others' price, in us, and the count of named workers), the named workers as slot and
 price (us), the size in us, and the prices in seconds by candidate.
 --]]
 local floor, max, min, pack = math.floor, math.max, math.min, struct.pack
 local TICKET_PRICES, TICKET_OWN, NAMED, US, MAX_US = ">I4I4I4I4B", ">I4I4", 8, 1e6, 4294967295
+local AGAIN = 0.5 -- of the price of a token, if another worker is making it
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
 return function(s)
-  local own, named, speed, matched, most = {}, {}, s.speed, s.matched, 0
+  local own, named, speed, matched, most, making = {}, {}, s.speed, s.matched, 0, 0
+  for i in pairs(s.speculated) do making = max(making, matched[i]) end
   for i = 1, s.count do
-    own[i] = (s.prompt - (matched[i] or 0)) / speed[i]
+    local held = matched[i] or 0
+    own[i] = (s.prompt - held + AGAIN * max(making - held, 0)) / speed[i]
     most = max(most, own[i])
     local k = #named
     if k <= NAMED or own[i] < own[named[k]] then
