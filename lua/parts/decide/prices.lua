@@ -4,16 +4,16 @@ decide/prices: what a request that waits would cost at each worker, as its ticke
 A price is the time that a worker needs for what it does not hold of the prompt, and half of the time for those tokens
 of that which another worker is making at this moment. Without that half all of an idle fleet would compute a new prefix
 that comes in many requests at once: it takes as long as to wait for the first worker that computes it. Nothing else of
-what the cost rule charges is in it: those terms say which of the workers with room is best, but would let engines stand
-free.
+what the cost rule charges is in it: those terms say which of the workers with room is best, but would let engines
+stand free.
 
-The eight lowest prices are kept with the worker's name each, all other workers count like the cheapest of them: so a turn
-is found without looking at every worker again. The lowest of all is the request's size. With another policy than `cost`
-every worker is as good as any other.
+The eight lowest prices are kept with the worker's name each, all other workers count like the cheapest of them: so a
+turn is found without looking at every worker again. The lowest of all is the request's size. With another policy than
+`cost` every worker is as good as any other.
 
-Guarantee: pure. Takes the state of decide/prefix_match after the choice (decide/cost_rule). Returns the beginning of a ticket's record
-(prompt tokens, size, tie and the others' price, in us, and the count of named workers), the named workers as slot and
-price (us), the size in us, and the prices in seconds by candidate.
+Guarantee: pure. Takes the state of decide/prefix_match after the choice (decide/cost_rule). Returns the beginning of a
+ticket's record (prompt tokens, size, tie and the others' price, in us, and the count of named workers), the named
+workers as slot and price (us), the size in us, and the prices in seconds by candidate.
 --]]
 local floor, max, min, pack = math.floor, math.max, math.min, struct.pack
 local TICKET_PRICES, TICKET_OWN, NAMED, US, MAX_US = ">I4I4I4I4B", ">I4I4", 8, 1e6, 4294967295
