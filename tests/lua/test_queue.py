@@ -629,22 +629,22 @@ async def test_a_turn_comes_though_an_engine_remembers_foreign_prefill(q: Queuei
 
 
 async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Queueing) -> None:
-    """All engines are idle. Each request has 3 ms of its own behind a beginning of 96 ms: to compute that once more
-    takes no longer than to wait for it, but would take an engine from others. A line of half its length spreads.
+    """All engines are idle. Each request has .3 s of its own behind a beginning of 9.6 s: to compute that once more
+    takes no longer than to wait for it, but would take an engine from others. A line as long as that spreads.
     """
     q.world.fleet.limits = QueueLimits(0.05, 200, 1.0)
-    await q.world.change(1, prefill_tokens=0, in_flight=0)
-    await q.world.worker(2)
+    await q.world.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
+    await q.world.worker(2, speed_tps=100)
     head = q.world.chain(60)
     first = await q.world.fleet.decide_in_turn(q.world.ask(q.world.chain(62, head)), Place())
     assert isinstance(first, Decision)
     line, spread = 0, None
-    while not isinstance(spread, Decision) and line < 40:
+    while not isinstance(spread, Decision) and line < 60:
         spread = await q.world.fleet.decide_in_turn(q.world.ask(q.world.chain(62, head)), Place())
         line += isinstance(spread, Queued)
     assert isinstance(spread, Decision)
     assert spread.worker_id != first.worker_id
-    assert 8 < line < 24
+    assert 24 < line < 36
 
 
 async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(q: Queueing) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PART = Path(__file__).parents[2] / "lua/parts/shared/room_left.lua"
-SPEED, US, LEAST_WAIT_PRICE, NO_ROOM_S = 10_000, 1e6, 0.1, 1e-9
+SPEED, US, LEAST_WAIT_PRICE, MAKING_PRICE, NO_ROOM_S = 10_000, 1e6, 0.1, 0.5, 1e-9
 MAX_US = 2**32 - 1
 SCRIPT = f"""
 local room_left = (function()
@@ -38,6 +38,7 @@ for k, ticket in ipairs(tickets) do
   local record = {{ struct.pack(">I4I4I4I4B", 100, ticket.size, ticket.tie, ticket.rest, #named), ("f"):rep(41) }}
   for _, one in ipairs(named) do record[#record + 1] = struct.pack(">I4I4", one[1], one[2]) end
   for _, slot in ipairs(ticket.barred) do record[#record + 1] = struct.pack(">I4", slot) end
+  if ticket.making then record[#record + 1] = "m" end
   local text = table.concat(record)
   local worker, is_turn, possible = left.stands(text)
   local any, chosen, work = left.any() and 1 or 0, left.take(text)
@@ -49,13 +50,14 @@ return told
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """The prices of a ticket's record, in us. named: slot and price."""
+    """The prices of a ticket's record, in us. named: slot and price. making: a worker is making half of its prompt."""
 
     size: int
     tie: int
     rest: int
     named: tuple[tuple[int, int], ...]
     barred: tuple[int, ...]
+    making: bool = False
 
 
 class Worker(NamedTuple):
@@ -86,20 +88,27 @@ class Plain:
         """Seconds, number from 0, and price of the cheapest: of those that are not named the least busy of equals."""
         least = (math.inf, -1, 0)
         others = [at for at in among if self.workers[at].slot not in asks.barred]
+        scale = self.scale(asks)
         if others:
             at = min(others, key=lambda at: (self.ahead[at], self.workers[at].busy, at))
-            least = (self.ahead[at] + asks.rest / US, at, asks.rest)
+            least = (scale * self.ahead[at] + asks.rest / US, at, asks.rest)
         slots = [one.slot for one in self.workers]
         for slot, price in asks.named:
             at = slots.index(slot)
-            if at in among and self.ahead[at] + price / US < least[0]:
-                least = (self.ahead[at] + price / US, at, price)
+            if at in among and scale * self.ahead[at] + price / US < least[0]:
+                least = (scale * self.ahead[at] + price / US, at, price)
         return least
+
+    def scale(self, asks: Asks) -> float:
+        """How much of what it counts for others a second of waiting counts for this ticket."""
+        return min(self.wait_price, MAKING_PRICE) / self.wait_price if asks.making else 1.0
 
     def takes(self, asks: Asks, best: float, chosen: int, lowest: float, nearest: int) -> bool:
         """Whether the ticket is served by ``chosen``, which has room: that has little to do, or it is as cheap."""
         price = max(1 - 2 * self.workers[chosen].busy, self.wait_price)
-        more = price / self.wait_price - 1
+        if asks.making:
+            price = min(price, MAKING_PRICE)
+        more = price / self.wait_price - self.scale(asks)
         return best + more * self.ahead[chosen] <= lowest + more * self.ahead[nearest] + asks.tie / US
 
     def step(self, asks: Asks) -> list[int]:
@@ -140,13 +149,14 @@ def cases(draw: st.DrawFn) -> tuple[list[Worker], list[Asks]]:
         own = draw(st.lists(st.sampled_from([slot for slot in slots if slot not in barred] or slots), max_size=3))
         named = tuple((slot, draw(TIMES_US)) for slot in dict.fromkeys(own) if slot not in barred)
         tie = draw(st.sampled_from([0, 15_625, MAX_US]))
-        tickets.append(Asks(draw(TIMES_US), tie, rest, named, barred))
+        tickets.append(Asks(draw(TIMES_US), tie, rest, named, barred, draw(st.booleans())))
     return workers, tickets
 
 
 async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> list[list[int]]:
     asked = [
         {"size": one.size, "tie": one.tie, "rest": one.rest, "named": one.named, "barred": one.barred}
+        | {"making": one.making}
         for one in tickets
     ]
     return cast("list[list[int]]", await client.eval(SCRIPT, 0, json.dumps(workers), json.dumps(asked)))
@@ -187,6 +197,21 @@ async def test_the_busier_the_engines_the_longer_a_request_waits_for_the_one_tha
     for wait_s, served_by in ((at_most_s - 0.01, 0), (at_most_s + 0.01, 2)):
         workers = [Worker(101, 0.0, wait_s, busy), Worker(102, 1.0, 0.0, busy)]
         assert await chosen(redis_url, workers, HELD) == [served_by], wait_s
+
+
+@pytest.mark.parametrize(("busy", "at_most_s"), [(0.0, 1.0), (0.25, 1.0), (0.5, 1.0), (0.75, 2.0)])
+async def test_a_request_waits_longer_for_what_an_engine_is_making(
+    redis_url: str, busy: float, at_most_s: float
+) -> None:
+    """On an idle fleet as long as it takes to compute it twice. Where engines are busy as long as for other work."""
+    for wait_s, served_by in ((at_most_s - 0.01, 0), (at_most_s + 0.01, 2)):
+        workers = [Worker(101, 0.0, wait_s, busy), Worker(102, 1.0, 0.0, busy)]
+        assert await chosen(redis_url, workers, replace(HELD, making=True)) == [served_by], wait_s
+
+
+async def test_an_engine_that_has_just_joined_waits_too_for_what_is_being_made(redis_url: str) -> None:
+    fleet = [*BUSY_FLEET, Worker(109, 1.0, 0.0, 0.0)]
+    assert await chosen(redis_url, fleet, replace(HELD, making=True)) == [0]
 
 
 BUSY_FLEET = [Worker(slot, 0.0, 0.6, 1.0) for slot in range(101, 109)]

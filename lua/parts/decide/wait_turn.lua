@@ -25,6 +25,7 @@ local call, capacity_of, fair_queue = redis.call, include "shared/capacity", inc
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
 local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
+local MARK = "\1" -- behind the barred slots: a worker is making half of the prompt (MARK_BYTES in shared/room_left)
 local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
@@ -41,7 +42,7 @@ end
 return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
   local queue = request.dry and (include "decide/dry_queue")(fair_queue, queue_key, now_us, constants.ticket_ms)
     or fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
-  local flow, own_s, slots = queue.flow(request.priority, request.tenant), nil, {}
+  local flow, own_s, making, slots = queue.flow(request.priority, request.tenant), nil, false, {}
   local function answer(word, turn_s, matched)
     local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
     return { word, queue.waiting(), work_ms, string.format("%.6f", turn_s or 0), matched or 0 }
@@ -59,16 +60,17 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   end
   -- The price of the turn at the cheapest candidate, before tickets take their turns, and what it holds of the prompt.
   local function price(left)
-    local function ahead(i) return left.ahead[slots[s.slots[i]]] or 0 end
-    local least, nearest = ahead(1) + own_s[1], 1
-    for i = 2, s.count do
-      local seconds = ahead(i) + own_s[i]
-      if seconds < least then least, nearest = seconds, i end
+    local scale = making and left.making_scale or 1
+    local function late(i) return left.late[slots[s.slots[i]]] or 0 end
+    local function waits(i) return (left.ahead[slots[s.slots[i]]] or 0) - late(i) end
+    local least, nearest
+    for i = 1, s.count do
+      local seconds = scale * waits(i) + late(i) + own_s[i]
+      if not least or seconds < least then least, nearest = seconds, i end
     end
     s.turn_at = nearest
-    local late_s = left.late[slots[s.slots[nearest]]] or 0
-    local wait_s = (ahead(nearest) - late_s) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
-    return own_s[nearest] + late_s + WAIT_PRICE * wait_s, s.matched[nearest]
+    local wait_s = waits(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
+    return own_s[nearest] + late(nearest) + WAIT_PRICE * wait_s, s.matched[nearest]
   end
 
   -- The first write frees memory: a full Redis then allows the writes after it.
@@ -79,8 +81,9 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     queue.leave(id)
     ticket, refusal = nil, "DISPLACED"
   end
-  request.prices, request.named, request.size_us, own_s = prices(s)
+  request.prices, request.named, request.size_us, own_s, making = prices(s)
   request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
+  if making then request.barred = request.barred .. MARK end
   if ticket then
     queue.renew(id)
     queue.review(id, ticket, request)

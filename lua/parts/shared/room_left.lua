@@ -14,18 +14,25 @@ busy_share). So a second of computing costs 1 / (1 - b), and against that a seco
 mean of all engines, which is steadier than the share of each, but twice the share of the engine that would compute it
 at most: one that has little to do, as one that has just joined, is not left idle because others are busy.
 
+Where another worker is making half of a ticket's prompt or more at this moment, a second of waiting counts half at most.
+Else all of an idle fleet would compute a new prefix that comes in many requests at once: that takes no longer than to
+wait for the first that computes it.
+
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
 gets that now, whether any worker that may serve it has room, and the us that this worker needs for it; take(record of
 a ticket), which takes room of the candidate that serves it, as much as the ticket will use there, and returns the
 candidate and the tokens that it has to compute, or nil if none serves it now; by candidate room (seconds that are
 left), slots, late (seconds that it is overdue), and ahead (seconds that the wait for it counts, with those);
-wait_price, how much a second of waiting counts by the mean.
+wait_price, how much a second of waiting counts by the mean; making_scale, how much of that it counts for a ticket whose
+prompt another worker is making.
 --]]
-local unpack_from, sub, floor, max, huge = struct.unpack, string.sub, math.floor, math.max, math.huge
+local unpack_from, sub, floor, max, min, huge = struct.unpack, string.sub, math.floor, math.max, math.min, math.huge
 local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
 local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
 local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
+local MARK_BYTES = 1 -- behind the barred slots, if a worker is making half of the prompt: decide/wait_turn
+local MAKING_PRICE = 0.5 -- of a second of waiting for such a ticket, at most
 local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
 
 -- Of a list of candidates the one with the least ahead, of equals the least busy, then the first: a function that
@@ -89,14 +96,17 @@ return function(s, room_of, overdue_s)
     base[i] = wait_price * s.base_s[i] + late[i]
     free = free or room[i] > NO_ROOM_S
   end
+  -- By how much the wait for a worker counts less for a ticket whose prompt another worker is making.
+  local making_scale = min(wait_price, MAKING_PRICE) / wait_price
   left.room, left.slots, left.late, left.ahead, left.wait_price = room, s.slots, late, base, wait_price
+  left.making_scale = making_scale
 
   -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.
   local function allowed_by(barred)
     if allowed[barred] then return allowed[barred] end
     local is_barred, those = {}, {}
-    -- A ticket of an older replica has ids here, which bar nobody: their number of bytes is any.
+    -- Whatever bytes are no whole slot bar nobody: a mark, or ids in the ticket of an older replica.
     for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
     for i = 1, s.count do
       if not is_barred[s.slots[i]] then those[#those + 1] = i end
@@ -108,30 +118,35 @@ return function(s, room_of, overdue_s)
   local first = free and allowed_by("").first
   function left.any() return free and first() ~= nil end
 
-  -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, and what
-  -- it costs to compute there (0 with policies that do not look at costs).
+  -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, what it
+  -- costs to compute there (0 with policies that do not look at costs), and whether a worker is making its prompt.
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
-    local those = allowed_by(sub(ticket, TICKET_OWN_AT + OWN_BYTES * count))
+    local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
+    local those, making = allowed_by(barred), #barred % SLOT_BYTES == MARK_BYTES
+    local scale = making and making_scale or 1
+    local function waits(i) return base[i] + (scale - 1) * (base[i] - late[i]) end
     local lowest, nearest, best, chosen, chosen_us = huge, those.any(), huge, those.first(), 0
-    if nearest then lowest = base[nearest] + rest_us / US end
-    if chosen then best, chosen_us = base[chosen] + rest_us / US, rest_us end
+    if nearest then lowest = waits(nearest) + rest_us / US end
+    if chosen then best, chosen_us = waits(chosen) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
       local i = by_slot[slot] -- decide named none that may not serve it
       if i then
-        local cost = base[i] + own_us / US
+        local cost = waits(i) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
         if cost < best and room[i] > NO_ROOM_S then best, chosen, chosen_us = cost, i, own_us end
       end
     end
-    return size_us, tie_us, lowest, nearest, best, chosen, chosen_us
+    return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
   end
 
   -- Whether a ticket of these costs takes the candidate with room: at the price of waiting by what that has to do.
-  local function takes(tie_us, lowest, nearest, best, chosen)
+  local function takes(tie_us, lowest, nearest, best, chosen, making)
     if not chosen then return false end
-    local more = max(1 - 2 * share[chosen], wait_price) / wait_price - 1
+    local price = max(1 - 2 * share[chosen], wait_price)
+    if making then price = min(price, MAKING_PRICE) end
+    local more = price / wait_price - (making and making_scale or 1)
     if more > 0 then
       best, lowest = best + more * (base[chosen] - late[chosen]), lowest + more * (base[nearest] - late[nearest])
     end
@@ -139,8 +154,8 @@ return function(s, room_of, overdue_s)
   end
 
   function left.stands(ticket)
-    local _, tie_us, lowest, nearest, best, chosen = costs_of(ticket)
-    local is_turn = takes(tie_us, lowest, nearest, best, chosen)
+    local _, tie_us, lowest, nearest, best, chosen, _, making = costs_of(ticket)
+    local is_turn = takes(tie_us, lowest, nearest, best, chosen, making)
     local worker = is_turn and chosen or nearest
     if not worker then return "", false, false, 0 end
     local _, _, _, own_us, count = unpack_from(TICKET_PRICES, ticket)
@@ -152,8 +167,8 @@ return function(s, room_of, overdue_s)
   end
 
   function left.take(ticket)
-    local size_us, tie_us, lowest, nearest, best, chosen, chosen_us = costs_of(ticket)
-    if not takes(tie_us, lowest, nearest, best, chosen) then
+    local size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making = costs_of(ticket)
+    if not takes(tie_us, lowest, nearest, best, chosen, making) then
       if nearest then base[nearest] = base[nearest] + wait_price * size_us / US end
       return nil
     end
