@@ -1,6 +1,6 @@
 """The processor that the engines of these tests run on: the CPU, or with ENGINE_DEVICE=cuda a GPU.
 
-All engines of a test share the one GPU, so each takes a small part of its memory. The tests are the same on both.
+All engines of a test share the one GPU, so each takes a small part of its memory.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def running_replicas(
         deadline = time.monotonic() + READY_SECONDS
         while not all(one.proven == engines for one in started):
             if time.monotonic() > deadline or any(one.process.poll() is not None for one in started):
-                counts, log = [one.proven for one in started], started[-1].log
+                counts = [one.proven for one in started]
+                log = next((one.log for one, count in zip(started, counts, strict=True) if count != engines), "")
                 raise RuntimeError(f"replicas not ready: {counts} of {engines} workers proven\n{log}")
             time.sleep(0.2)
         yield started

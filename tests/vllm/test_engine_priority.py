@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
 import time
@@ -98,10 +97,11 @@ def gauge(metrics: str, name: str) -> float:
 async def speed_known(url: str) -> None:
     """Return when this replica knows the engine's speed: the numbers that it sends are computed with it."""
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        for size in itertools.count(1_001):
+        for size in range(1_001, 1_101):
             if gauge((await client.get("/metrics")).text, "warmfleet_worker_prefill_tokens_per_second"):
                 return
             (await client.post("/v1/completions", json=body(size, 1))).raise_for_status()
+    raise AssertionError("no speed is known after a hundred prompts")
 
 
 class Played(NamedTuple):
@@ -161,7 +161,7 @@ def test_prompts_wait_in_the_engine_by_their_uncached_work() -> None:
                     found[wanted] = uvloop.run(sizes_as_they_end(urls[0], engines[0]))
                 engines[0].reset_prefix_cache()
     assert found["1"] == sorted(SIZES)
-    assert found["0"] != sorted(SIZES)  # as they came; on a busy machine one overtakes another on its way to the engine
+    assert found["0"][-1] != max(SIZES)  # the order in which they came, or nearly so on a busy machine
 
 
 def small_model() -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.prompt.tokenizer")
 
 #: The environment of a process that tokenises one text at a time. By default the libraries start a thread for each
-#: core, up to 32, each with 64 MiB of address space; none would make a text faster. They read it at their first use.
+#: core, up to 32, each with 64 MiB of address space. One is as fast for a text. They read this at their first use.
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
 PROBES = 300
 MAX_SPECIAL = 256  # characters of a special token that is put into probe texts

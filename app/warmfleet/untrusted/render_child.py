@@ -25,20 +25,15 @@ MEMORY_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 
 #: Status byte of an answer. DONE: the rendered text follows, or the content format after compiling. REFUSED: the reason
-#: follows. MEMORY: the process ran out of memory. UNABLE: the process cannot work on this machine; the error follows.
-DONE, REFUSED, MEMORY, UNABLE = b"=", b"-", b"!", b"?"
+#: follows. MEMORY: the process ran out of memory.
+DONE, REFUSED, MEMORY = b"=", b"-", b"!"
 Answer = tuple[bytes, str]
 
 
 def main() -> None:
     """Serve until the parent closes the socket. The command's arguments are folders to import from."""
     sys.path[:0] = sys.argv[1:]
-    try:
-        _import_all()
-    except Exception as error:  # noqa: BLE001  whatever the reason is, the replica's log must tell it
-        read_request()  # the template is not looked at, so the error cannot quote it
-        send_answer(UNABLE, f"{type(error).__name__}: {error}".encode())
-        return
+    _import_all()
     close_doors(MEMORY_BYTES)
     template: ChatTemplate | None = None
     while (request := read_request()) is not None:

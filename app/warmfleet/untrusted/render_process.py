@@ -27,7 +27,7 @@ import markupsafe
 import warmfleet
 from warmfleet.prompt.messages import Format, Message, NotReproducible
 from warmfleet.untrusted import render_child
-from warmfleet.untrusted.render_child import DONE, HEAD_BYTES, MEMORY, UNABLE
+from warmfleet.untrusted.render_child import DONE, HEAD_BYTES, MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,9 +114,6 @@ class Child:
             raise LimitMet("time" if status == -signal.SIGPROF else "crash") from error
         if head[:1] == MEMORY:
             raise LimitMet("memory")
-        if head[:1] == UNABLE:
-            logger.error("a process for a worker's template cannot work on this machine: %r", body[:500])
-            raise LimitMet("crash")
         return head[:1], body
 
     async def end(self) -> None:
