@@ -14,9 +14,9 @@ busy_share). So a second of computing costs 1 / (1 - b), and against that a seco
 mean of all engines, which is steadier than the share of each, but twice the share of the engine that would compute it
 at most: one that has little to do, as one that has just joined, is not left idle because others are busy.
 
-Where another worker is making half of a ticket's prompt or more at this moment, a second of waiting counts half at most.
-Else all of an idle fleet would compute a new prefix that comes in many requests at once: that takes no longer than to
-wait for the first that computes it.
+Where another worker is making half of a ticket's prompt or more at this moment, a second of waiting counts half at
+most. Else all of an idle fleet would compute a new prefix that comes in many requests at once: that takes no longer
+than to wait for the first worker that computes it.
 
 Guarantee: pure. Takes the state of shared/candidates, and room_of and overdue_s (shared/capacity).
 Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets or waits for, whether it
