@@ -118,6 +118,9 @@ return function(s, room_of, overdue_s)
   local first = free and allowed_by("").first
   function left.any() return free and first() ~= nil end
 
+  -- Seconds that the wait for a worker counts, where a second of it counts `scale` of what it counts for most tickets.
+  local function waits(i, scale) return base[i] + (scale - 1) * (base[i] - late[i]) end
+
   -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, what it
   -- costs to compute there (0 with policies that do not look at costs), and whether a worker is making its prompt.
   local function costs_of(ticket)
@@ -125,15 +128,14 @@ return function(s, room_of, overdue_s)
     local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
     local those, making = allowed_by(barred), #barred % SLOT_BYTES == MARK_BYTES
     local scale = making and making_scale or 1
-    local function waits(i) return base[i] + (scale - 1) * (base[i] - late[i]) end
     local lowest, nearest, best, chosen, chosen_us = huge, those.any(), huge, those.first(), 0
-    if nearest then lowest = waits(nearest) + rest_us / US end
-    if chosen then best, chosen_us = waits(chosen) + rest_us / US, rest_us end
+    if nearest then lowest = waits(nearest, scale) + rest_us / US end
+    if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
       local i = by_slot[slot] -- decide named none that may not serve it
       if i then
-        local cost = waits(i) + own_us / US
+        local cost = waits(i, scale) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
         if cost < best and room[i] > NO_ROOM_S then best, chosen, chosen_us = cost, i, own_us end
       end
