@@ -647,6 +647,25 @@ async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Qu
     assert 24 < line < 36
 
 
+async def test_nobody_waits_longer_for_a_little_more_that_is_being_made(q: Queueing) -> None:
+    """The same burst behind a beginning that the engine has made long ago, of which another 3 % is being made."""
+    q.world.fleet.limits = QueueLimits(0.05, 200, 1.0)
+    await q.world.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
+    await q.world.worker(2, speed_tps=100)
+    head = q.world.chain(60)
+    await q.world.hold(1, head)
+    newer = q.world.chain(62, head)
+    assert isinstance(await q.world.fleet.decide_in_turn(q.world.ask(newer), Place()), Decision)
+    await q.world.change(1, prefill_tokens=960)
+    line, spread = 0, None
+    while not isinstance(spread, Decision) and line < 60:
+        spread = await q.world.fleet.decide_in_turn(q.world.ask(q.world.chain(64, newer)), Place())
+        line += isinstance(spread, Queued)
+    assert isinstance(spread, Decision)
+    assert spread.worker_id == "w2.0"
+    assert line < 4
+
+
 async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(q: Queueing) -> None:
     """Each request has 32 ms of its own behind a beginning of .96 s, which one engine holds. All others are full."""
     q.world.fleet.limits = QueueLimits(0.1, 200, 1.0)

@@ -19,7 +19,9 @@ local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
 return function(s)
   local own, named, speed, matched, most, making = {}, {}, s.speed, s.matched, 0, 0
-  for i in pairs(s.speculated) do making = max(making, matched[i]) end
+  for i, blocks in pairs(s.speculated) do
+    making = max(making, matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- the other blocks it has made already
+  end
   for i = 1, s.count do
     own[i] = (s.prompt - (matched[i] or 0)) / speed[i]
     most = max(most, own[i])
