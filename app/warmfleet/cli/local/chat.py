@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_fixed
 
 if TYPE_CHECKING:
     import random
+
+#: A replica on a busy machine may lack a fresh reading of Redis for a moment, and then answers questions with 503.
+UNAVAILABLE_S = 5.0
 
 #: Words for made-up prompts. Each is about one token.
 SUBJECTS = """
@@ -39,6 +43,15 @@ class Answer:
     @property
     def computed_tokens(self) -> int:
         return self.prompt_tokens - self.cached_tokens
+
+
+def _unavailable(error: BaseException) -> bool:
+    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+
+
+_patiently = retry(
+    retry=retry_if_exception(_unavailable), wait=wait_fixed(0.1), stop=stop_after_delay(UNAVAILABLE_S), reraise=True
+)
 
 
 class Chat:
@@ -81,10 +94,12 @@ class Chat:
             text="".join(pieces),
         )
 
+    @_patiently
     async def get(self, url: str) -> Any:
         """The JSON that a replica answers to a GET."""
         return (await self._http.get(url)).raise_for_status().json()
 
+    @_patiently
     async def explain(self, url: str, messages: Messages) -> dict[str, dict[str, Any]]:
         """Worker id -> its row in the answer of ``POST /explain`` for these messages."""
         body = {"model": self._model, "messages": messages}
