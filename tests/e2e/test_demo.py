@@ -51,7 +51,7 @@ async def test_a_replica_that_is_unavailable_for_a_moment_ends_no_demo() -> None
     answers = [httpx.Response(503), httpx.Response(503), httpx.Response(200, json={"models": []})]
     chat = Chat("m")
     await chat.close()
-    chat._http = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: answers.pop(0)))
+    chat._http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answers.pop(0)))
     assert await chat.get("http://replica/workers") == {"models": []}
     await chat.close()
 
