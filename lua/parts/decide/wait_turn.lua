@@ -25,7 +25,7 @@ local call, capacity_of, fair_queue = redis.call, include "shared/capacity", inc
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
 local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
-local MARK = "\1" -- behind the barred slots: a worker is making half of the prompt (MARK_BYTES in shared/room_left)
+local MAKING = "\1" -- behind the barred slots: a worker is making half of the prompt (MAKING_BYTES in shared/room_left)
 local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
@@ -83,7 +83,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   end
   request.prices, request.named, request.size_us, own_s, making = prices(s)
   request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
-  if making then request.barred = request.barred .. MARK end
+  if making then request.barred = request.barred .. MAKING end
   if ticket then
     queue.renew(id)
     queue.review(id, ticket, request)
