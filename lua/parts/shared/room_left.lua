@@ -106,7 +106,7 @@ return function(s, room_of, overdue_s)
   local function allowed_by(barred)
     if allowed[barred] then return allowed[barred] end
     local is_barred, those = {}, {}
-    -- Whatever bytes are no whole slot bar nobody: a mark, or ids in the ticket of an older replica.
+    -- Bytes that make no whole slot bar nobody: a mark is one, and a ticket of an older replica has ids here.
     for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
     for i = 1, s.count do
       if not is_barred[s.slots[i]] then those[#those + 1] = i end
