@@ -92,3 +92,52 @@ def test_the_status_page_of_each_replica_is_named() -> None:
     assert f"Live:           {one}/status   (for a browser)\n" in up.usage("http://clients", (one,), "demo")
     both = f"Live:           {one}/status {two}/status   (for a browser; each shows its own requests)\n"
     assert both in up.usage("http://clients", (one, two), "demo")
+
+
+LISTED = {"data": [{"id": "demo"}, {"id": "demo", "parent": None}, {"id": "adapter", "parent": "demo"}]}
+
+
+def test_it_waits_for_engines_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine opens its port when its weights are loaded; others open it at once, and answer 503 or list nothing."""
+    monkeypatch.setattr(local_stack, "LISTED_POLL_SECONDS", 0.01)
+    said: list[str] = []
+    shown: list[str] = []
+    loading: dict[str, tuple[int, object]] = {"/v1/models": (503, {})}
+    with replica(loading) as (slow, _), replica({"/v1/models": (200, LISTED)}) as (ready, asked):
+
+        def busy(_text: str, done: int, of: int, detail: str) -> None:
+            shown.append(f"{done} of {of}{detail}")
+            if len(shown) == 3:
+                loading["/v1/models"] = (200, {"data": []})
+            elif len(shown) == 6:
+                loading["/v1/models"] = (200, LISTED)
+
+        stack = Stack(Plan(workers=(slow, ready)), said.append, busy)
+        assert stack._listed_names() == ("demo",)
+    assert said == [f"engines   waiting for 1 of 2: --worker {slow} answers 503"]
+    assert shown[0] == f"1 of 2; --worker {slow} answers 503"
+    assert shown[3] == f"1 of 2; --worker {slow} serves no model"
+    assert len(asked) == 1, "an engine that has answered is not asked again"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (401, {}, "wants an API key: set WARMFLEET_WORKER_API_KEY"),
+        (403, {}, "wants an API key"),
+        (200, "<html>", "is no OpenAI server"),
+        (200, {"data": ["demo"]}, "is no OpenAI server"),
+        (404, {}, "is no OpenAI server"),
+    ],
+)
+def test_it_does_not_wait_where_that_would_not_help(status: int, body: object, told: str) -> None:
+    with replica({"/v1/models": (status, body)}) as (url, _), pytest.raises(CommandError, match=told):
+        Stack(Plan(workers=(url,)))._listed_names()
+
+
+def test_an_engine_that_never_answers_is_told_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_stack, "LISTED_SECONDS", 0.05)
+    monkeypatch.setattr(local_stack, "LISTED_POLL_SECONDS", 0.01)
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(CommandError, match=rf"--worker {url} does not answer: .*refused.* after 0 s"):
+        Stack(Plan(workers=(url,)))._listed_names()

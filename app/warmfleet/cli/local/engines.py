@@ -99,29 +99,36 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
     return argv, environment
 
 
-def discover(urls: tuple[str, ...], api_key: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(served names, model tags) of engines that already run. Raises CommandError if an engine does not answer."""
-    names: dict[str, None] = {}
-    for url in urls:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        try:
-            answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CommandError(f"--worker {url} does not answer: {error}") from error
-        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise CommandError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
-        try:
-            models = answer.raise_for_status().json()["data"]
-            names |= {
-                str(model["id"]): None for model in models if not model.get("parent")
-            }  # an adapter names its parent
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"--worker {url} is no OpenAI server: {error}") from error
+class EngineLoadingError(CommandError):
+    """The engine gives no answer yet, as engines do that load a model."""
+
+
+def served_names(url: str, api_key: str) -> list[str]:
+    """The names of the models that an engine serves, without its adapters.
+
+    Raises EngineLoadingError, and CommandError if waiting would not help.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=10)
+    except httpx.InvalidURL as error:
+        raise CommandError(f"--worker {url} is no URL: {error}") from error
+    except httpx.HTTPError as error:
+        raise EngineLoadingError(f"--worker {url} does not answer: {str(error) or type(error).__name__}") from error
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise CommandError(f"--worker {url} wants an API key: set WARMFLEET_WORKER_API_KEY")
+    if answer.is_server_error:
+        raise EngineLoadingError(f"--worker {url} answers {answer.status_code}")
+    try:
+        models = answer.raise_for_status().json()["data"]
+        names = [str(model["id"]) for model in models if not model.get("parent")]  # an adapter names its parent
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"--worker {url} is no OpenAI server: {error}") from error
     if not names:
-        raise CommandError("the workers serve no model")
-    return tuple(names), tuple(dict.fromkeys(_tag(name) for name in names))
+        raise EngineLoadingError(f"--worker {url} serves no model")
+    return names
 
 
-def _tag(name: str) -> str:
+def model_tag_of(name: str) -> str:
     """A served name as a model tag: characters that keys must not contain (those of a path, say) become hyphens."""
     return _NOT_IN_A_TAG.sub("-", name).strip("/")

@@ -15,7 +15,15 @@ from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, wa
 from warmfleet.cli.client import admin_headers
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.children import Child, Children
-from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, discover, engine_command, require_simulator
+from warmfleet.cli.local.engines import (
+    EngineLoadingError,
+    EngineOptions,
+    demo_template_sha256,
+    engine_command,
+    model_tag_of,
+    require_simulator,
+    served_names,
+)
 from warmfleet.cli.local.ports import claim_shared, free_port
 from warmfleet.cli.local.store import check_store, start_store
 from warmfleet.settings import ADMIN_PORT
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1  # between two HTTP requests to a replica that is not ready yet
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
+LISTED_SECONDS = 1_800.0  # for engines of the user to answer: the largest models need half an hour for their weights
+LISTED_POLL_SECONDS = 1.0
 #: What stands before the message in a line of vLLM's log: the process, level, time and place.
 _ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends quickly, and cuts answers that take longer
@@ -134,7 +144,8 @@ class Stack:
             require_simulator()
         self._claimed = claim_shared(plan.host, plan.port)
         if plan.workers:
-            self.names, self.models = discover(plan.workers, plan.worker_api_key)
+            self.names = self._listed_names()
+            self.models = tuple(dict.fromkeys(map(model_tag_of, self.names)))
         self._children = Children(plan.logs)
         if plan.redis_url:
             self.redis_url = check_store(plan.redis_url)
@@ -153,6 +164,31 @@ class Stack:
         self.wait_routable(len(self.engines))
         self.wait_ready(self.replicas)
         self._busy("", 0, 0, "")
+
+    def _listed_names(self) -> tuple[str, ...]:
+        """What the user's engines serve, as soon as all of them answer. Raises CommandError."""
+        names: dict[str, None] = {}
+        waiting, count = list(self.plan.workers), len(self.plan.workers)
+        started, told = time.monotonic(), False
+        while waiting:
+            loading: EngineLoadingError | None = None
+            for url in list(waiting):
+                try:
+                    names |= dict.fromkeys(served_names(url, self.plan.worker_api_key))
+                except EngineLoadingError as error:
+                    loading = loading or error
+                else:
+                    waiting.remove(url)
+            if loading is None:
+                break
+            if time.monotonic() - started > LISTED_SECONDS:
+                raise CommandError(f"{loading} after {LISTED_SECONDS:.0f} s")
+            if not told:
+                self._say(f"engines   waiting for {len(waiting)} of {count}: {loading}")
+                told = True
+            self._busy("waiting for engines", count - len(waiting), count, f"; {loading}")
+            time.sleep(LISTED_POLL_SECONDS)
+        return tuple(names)
 
     def _start_engines(self) -> None:
         options = self.plan.engines

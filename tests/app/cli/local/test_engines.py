@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.app.cli.answering import replica
 
-from warmfleet.__main__ import main
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local import ports
-from warmfleet.cli.local.engines import EngineOptions, discover, engine_command
+from warmfleet.cli.local.engines import EngineOptions, engine_command, model_tag_of, served_names
 from warmfleet_loadtest import engine
 
 if TYPE_CHECKING:
@@ -21,25 +19,9 @@ class TestOwnEngines:
     def test_models_are_found_without_their_adapters(self) -> None:
         models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
         with replica({"/v1/models": (200, models)}) as (url, seen):
-            assert discover((url, url), "secret") == (("/models/Qwen 3",), ("models/Qwen-3",))
+            assert served_names(url, "secret") == ["/models/Qwen 3"]
+        assert model_tag_of("/models/Qwen 3") == "models/Qwen-3"
         assert seen[0][0]["authorization"] == "Bearer secret"
-
-    @pytest.mark.parametrize(
-        ("answer", "words"),
-        [
-            ((401, {}), "wants an API key"),
-            ((500, {}), "no OpenAI server"),
-            ((200, {"models": []}), "no OpenAI server"),
-            ((200, {"data": []}), "serve no model"),
-        ],
-    )
-    def test_a_server_that_is_no_engine_is_refused_with_the_reason(self, answer: tuple[int, Any], words: str) -> None:
-        with replica({"/v1/models": answer}) as (url, _), pytest.raises(CommandError, match=words):
-            discover((url,), "")
-
-    def test_an_engine_that_does_not_answer_stops_up_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["up", "--port", "0", "--worker", f"http://127.0.0.1:{ports.free_port()}/"]) == 2
-        assert "does not answer" in capsys.readouterr().err
 
 
 class TestEngineCommands:
