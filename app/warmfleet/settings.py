@@ -54,16 +54,6 @@ FOREIGN = frozenset(
         *("WARMFLEET_ADMIN_REDIS_URL", "WARMFLEET_ADMIN_REDIS_URL_FILE"),
     }
 )
-#: Settings of earlier versions that are constants now.
-CONSTANTS = frozenset(
-    {
-        *("WARMFLEET_APPLY_INTERVAL_S", "WARMFLEET_ASK_TIMEOUT_S", "WARMFLEET_AUDIT_INTERVAL_S"),
-        *("WARMFLEET_BODY_TIMEOUT_S", "WARMFLEET_BUFFER_MAX_BYTES", "WARMFLEET_CONNECT_TIMEOUT_S"),
-        *("WARMFLEET_HEADER_TIMEOUT_S", "WARMFLEET_HEALTH_INTERVAL_S", "WARMFLEET_INLINE_CHARACTERS"),
-        *("WARMFLEET_MIN_MATCH_TOKENS", "WARMFLEET_MIRROR_CHECKPOINTS", "WARMFLEET_PROBE_TIMEOUT_S"),
-        *("WARMFLEET_REDIS_RETRY_S", "WARMFLEET_RENEW_INTERVAL_S"),
-    }
-)
 
 Value = TypeVar("Value")
 
@@ -504,12 +494,12 @@ class Settings:
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Why each variable with our prefix has no effect, by its name: it is a constant now, or a typing error."""
+    """Why each variable with our prefix has no effect, by its name."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper() for item in fields(Settings)}
     known |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}
     names = sorted(name for name in environment if name.startswith(PREFIX) and name not in known | FOREIGN)
-    return {name: "it is a constant now" if name in CONSTANTS else _unknown(name, known) for name in names}
+    return {name: _unknown(name, known) for name in names}
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +15,7 @@ from warmfleet.main import create_app
 from warmfleet.pools.degraded import LAST_KNOWN_S
 from warmfleet.pools.stalled_requests import GAP_S
 from warmfleet.routing.token_handoff import MAX_VIEW_AGE_S
-from warmfleet.settings import CONSTANTS, PREFIX, Settings, engine_url, unknown_variables
+from warmfleet.settings import PREFIX, Settings, engine_url, unknown_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,16 +100,11 @@ def test_errors_do_not_show_the_password_of_redis(url: str) -> None:
 
 def test_typing_errors_are_noticed() -> None:
     given = dict.fromkeys(("WARMFLEET_PROT", "WARMFLEET_PORT", "WARMFLEET_REDIS_PASSWORD"), "1")
-    given |= {"WARMFLEET_MODEL": "m", "WARMFLEET_RENEW_INTERVAL_S": "1"}
+    given |= {"WARMFLEET_MODEL": "m"}
     assert unknown_variables(given) == {
         "WARMFLEET_PROT": "no setting has this name; did you mean WARMFLEET_PORT?",
         "WARMFLEET_REDIS_PASSWORD": "no setting has this name",
-        "WARMFLEET_RENEW_INTERVAL_S": "it is a constant now",
     }
-
-
-def test_no_constant_is_a_setting() -> None:
-    assert CONSTANTS.isdisjoint(PREFIX + item.name.upper() for item in fields(Settings))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from tests.contract import sizing
 
 from warmfleet.metrics import Metrics
-from warmfleet.settings import CONSTANTS, PREFIX, Settings
+from warmfleet.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parents[2] / "app" / "docs"
 
@@ -36,13 +36,6 @@ This file is generated from `app/warmfleet/settings.py`: `python -m tests.contra
 
 | variable | default | meaning |
 |---|---|---|
-"""
-
-CONSTANT = """
-## No longer settings
-These variables of earlier versions are constants now, each beside its reason in the module that uses it. A replica
-that finds one of these variables in its environment warns about it at its start and ignores its value.
-
 """
 
 METRICS = """\
@@ -78,7 +71,7 @@ def settings_page() -> str:
         default = f"`{value}`" if value else "empty"
         why = f"secret: {item.metadata['why']}" if item.metadata.get("secret") else item.metadata["why"]
         rows.append(f"| `{PREFIX}{item.name.upper()}` | {default} | {why} |\n")
-    return SETTINGS + "".join(rows) + CONSTANT + "".join(f"- `{name}`\n" for name in sorted(CONSTANTS))
+    return SETTINGS + "".join(rows)
 
 
 def metrics_page() -> str:
