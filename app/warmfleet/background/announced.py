@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 MAX_SERVERS = 8  # API servers that are asked in turn for the same files
+NAMED = 3  # differing facts that a sentence names: two engines of different models differ in nearly all of them
 #: The files that an identity is built of. Other files that a worker brings are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
@@ -71,6 +72,12 @@ def differences(worker: WorkerView, other: WorkerView) -> list[str]:
     """The names of the files and facts in which the two differ. Adapters do not count: each has hashes of its own."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Differing files and facts as words of a sentence: the first NAMED by name, the others by their number."""
+    shown = [*names[:NAMED], *([f"{len(names) - NAMED} more"] if len(names) > NAMED else ())]
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def pieces(server: Mapping[str, Any]) -> list[str]:

@@ -195,7 +195,7 @@ def _differs(view: View, worker: WorkerView) -> str:
     if reference is None or keys.get(worker.worker_id, "") == keys.get(reference.worker_id):
         return ""
     names = announced.differences(worker, reference)
-    return f"its {' and '.join(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
+    return f"its {announced.listed(names)} differ{'s' if len(names) == 1 else ''} from the fleet's" if names else ""
 
 
 def _backoff(bounds: tuple[float, float], times: int) -> float:

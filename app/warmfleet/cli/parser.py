@@ -127,6 +127,7 @@ examples:
   warmfleet doctor --model Qwen/Qwen3-8B                        Redis, and the workers that have joined
   warmfleet doctor http://gpu1:8000 --model Qwen/Qwen3-8B       that engine, too: versions, plugin, tokenizer, cache
   warmfleet doctor --router http://router:9090                  that replica, too
+  warmfleet doctor -q                                           faults only, for a cron job
   warmfleet doctor --json > health.json || echo "see health.json"
 
 It changes nothing in the fleet. In Redis it only reads. An engine that you name gets two questions for token ids and
@@ -450,7 +451,9 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         help="the same Redis as a user who may look at the rights of others (default: WARMFLEET_ADMIN_REDIS_URL)",
     )
     parser.add_argument("--env-file", metavar="FILE", help="lines NAME=value, as for `warmfleet serve`")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: status, findings")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("-q", "--quiet", action="store_true", help="print faults only; nothing if there is none")
+    form.add_argument("--json", action="store_true", help="print one JSON object: status, findings")
 
 
 def _store(parser: argparse.ArgumentParser) -> None:

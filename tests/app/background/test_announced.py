@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from warmfleet.background import announced
 from warmfleet.background.announced import Grouping
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 
@@ -31,3 +34,18 @@ def test_a_worker_that_contradicts_or_has_other_files_does_not() -> None:
     odd = worker("odd.0", {"special_tokens": {}})
     other = worker("other.0", {"special_tokens": ALL["special_tokens"]}, sha256="bb")
     assert grouped(worker("plugin.0", ALL), odd, other) == [["plugin.0"], ["odd.0"], ["other.0"]]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a and b"),
+        (["a", "b", "c"], "a, b and c"),
+        (["a", "b", "c", "d"], "a, b, c and 1 more"),
+        ([*"abcdefghij"], "a, b, c and 7 more"),
+    ],
+)
+def test_at_most_three_differing_facts_are_named(names: list[str], told: str) -> None:
+    assert announced.listed(names) == told

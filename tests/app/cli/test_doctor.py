@@ -83,6 +83,29 @@ class Told:
             assert self.report.status == 1
 
 
+def test_the_quiet_doctor_prints_faults_only() -> None:
+    out = io.StringIO()
+    report = Report(out=out, faults_only=True)
+    report.part("Redis")
+    report.add([Finding("server", State.OK, "well"), Finding("server", State.NOTE, "odd", "mind it")])
+    report.part("Workers")
+    report.add([Finding("worker", State.SKIPPED, "not asked"), Finding("worker", State.FAULT, "dead", "start it")])
+    report.add([Finding("worker", State.BROKEN, "a bug")])
+    report.part("Router")
+    report.add([Finding("ready", State.FAULT, "503", "wait")])
+    assert out.getvalue().splitlines() == [
+        "Workers",
+        "  FAULT   worker: dead",
+        "          -> start it",
+        "  broken  worker: a bug",
+        "",
+        "Router",
+        "  FAULT   ready: 503",
+        "          -> wait",
+    ]
+    assert len(report.found) == 6, "--json tells all"
+
+
 async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
     """Run it. more: fields of Plan and of Settings."""
     plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}

@@ -115,9 +115,12 @@ def run(options: argparse.Namespace) -> int:
     plan = plan_of(options, environment)
     quiet = bool(options.json)
     with Progress() as progress:
-        report = Report(quiet=quiet, busy=progress, secrets=secrets_of(plan))
+        report = Report(quiet=quiet, faults_only=options.quiet, busy=progress, secrets=secrets_of(plan))
         asyncio.run(examine(plan, report))
-    print(report.as_json() if quiet else f"\n{report.summary()}")
+    if quiet:
+        print(report.as_json())
+    elif not options.quiet or report.status:
+        print(f"\n{report.summary()}")
     return report.status
 
 

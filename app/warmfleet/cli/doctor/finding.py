@@ -68,25 +68,34 @@ def skipped(check: str, why: str) -> Finding:
 class Report:
     """All findings in order, by the part that they belong to. Findings are printed as they come, unless ``quiet``.
 
+    faults_only: only faults are printed, and checks that failed by themselves, each under the heading of its part.
     secrets: texts that are never printed, whatever an error message quotes. busy: shows what takes a while now.
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
     busy: Progress | None = None
     quiet: bool = False
+    faults_only: bool = False
     secrets: tuple[str, ...] = ()
     found: list[tuple[str, Finding]] = field(default_factory=list)
     _part: str = ""
+    _headed: str | None = None  # the last part whose heading was printed
 
     def part(self, name: str) -> None:
         """What is checked from now on, as a heading."""
         self._part = self._safe(name)
-        self._line("\n" if self.found else "", Toned(self._part, Tone.HEAD))
+        if not self.faults_only:
+            self._heading()
 
     def add(self, findings: Iterable[Finding]) -> None:
         for one in findings:
             safe = Finding(one.check, one.state, self._safe(one.detail), self._safe(one.remedy))
             self.found.append((self._part, safe))
+            if self.faults_only:
+                if safe.state not in (State.FAULT, State.BROKEN):
+                    continue
+                if self._headed != self._part:
+                    self._heading()
             self._line("  ", Toned(f"{safe.state:{WIDTH}}", TONES[safe.state]), f"{safe.check}: {safe.detail}")
             if safe.remedy:
                 self._line(f"  {'':{WIDTH}}-> {safe.remedy}")
@@ -112,6 +121,10 @@ class Report:
     def as_json(self) -> str:
         rows = [{"part": part, **asdict(one), "state": one.state.lower()} for part, one in self.found]
         return json.dumps({"status": self.status, "findings": rows}, indent=2)
+
+    def _heading(self) -> None:
+        self._line("\n" if self._headed is not None else "", Toned(self._part, Tone.HEAD))
+        self._headed = self._part
 
     def _line(self, *pieces: str | Toned) -> None:
         if self.quiet:

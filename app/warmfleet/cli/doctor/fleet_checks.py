@@ -246,7 +246,7 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
         findings.append(ok("identity", f"announced by {len(same)}: {announced.in_words(key, same)}"))
     for other in list(groups.values())[1:]:
         first = next(iter(groups.values()))[0]
-        differing = " and ".join(announced.differences(other[0], first))
+        differing = announced.listed(announced.differences(other[0], first))
         text = (
             f"{_some([one.worker_id for one in other])} announce other files or facts than {first.worker_id}:"
             f" {differing}"

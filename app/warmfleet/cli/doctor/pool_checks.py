@@ -175,7 +175,7 @@ def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
     findings = [
         fault(
             "pools",
-            f"{tag} announces another {' and '.join(found)} than {first}: a prompt is identified for each of them",
+            f"{tag} announces another {announced.listed(found)} than {first}: a prompt is identified for each of them",
             "start all engines of the model with the same files, flags and version of vLLM",
         )
         for tag, worker in others
