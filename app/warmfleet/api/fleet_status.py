@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Place
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool, Pools, ServedModel
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
     from warmfleet.settings import Settings
+
+#: Of an answer about a model with a single pool.
+ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
 
 
 def models(pools: Pools) -> list[dict[str, Any]]:
@@ -121,9 +125,11 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: s
 async def explain(
     model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place
 ) -> dict[str, Any]:
-    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises as ``Fleet.consider``.
+    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises NoWorker.
 
-    If no worker takes requests, NoWorker has the words that the request would get.
+    If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
+    workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
+    FleetUnavailable is raised.
 
     pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the offers of those that a
     router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
@@ -133,6 +139,10 @@ async def explain(
         return await _considered(model, pool, request, hints, settings, place)
     except NoWorker as error:
         raise NoWorker(nobody(model.pools, pool.name)) from error
+    except FleetUnavailable:
+        if not pool.contacted:
+            raise
+        return await _by_last_reading(pool, request, settings)
 
 
 async def _considered(
@@ -140,7 +150,7 @@ async def _considered(
 ) -> dict[str, Any]:
     """As ``explain``, but for the words of NoWorker."""
     if len(model.pools) == 1:
-        return await _explained(pool, request, hints, settings, place) | {"pools": [], "passed_over": []}
+        return await _explained(pool, request, hints, settings, place) | ALONE
     prompt = await pool.identify(request, settings.expected_output_tokens)
     homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens, counted=False)
     answers, failed = await _of_homes(homes, request, hints, settings, place)
@@ -228,6 +238,54 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
     return None
 
 
+async def _by_last_reading(pool: Pool, request: Request, settings: Settings) -> dict[str, Any]:
+    """Where the request would go while Redis does not answer: routers then choose by a hash of the prompt's beginning.
+
+    ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
+    """
+    prompt = await pool.identify(request, settings.expected_output_tokens)
+    exclude = {*prompt.unable_workers, *pool.avoided()}
+    able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in exclude]
+    chosen = pool.degraded.choose(able, prompt.beginning)
+    if chosen is None:
+        raise NoWorker("")
+    rows = [
+        {
+            "worker_id": one.worker_id,
+            "prefill_tokens": one.load.prefill_tokens,
+            "foreign_prefill_tokens": one.load.foreign_prefill_tokens,
+            "decode_tokens": one.load.decode_tokens,
+            "in_flight": one.load.in_flight,
+            "chosen": bool(prompt.beginning) and one is chosen,
+        }
+        for one in able
+    ]
+    because = "Redis does not answer: routers choose by a hash of the prompt's beginning, among the workers known last"
+    told = _told(pool, prompt, "away", because)
+    return told | ALONE | {"fresh": False, "chosen": chosen.worker_id if prompt.beginning else "", "candidates": rows}
+
+
+def _told(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[str, Any]:
+    """The fields about the prompt and its pool, which need no answer of Redis."""
+    return {
+        "model": pool.tag,
+        "policy": pool.policy.name,
+        "fresh": True,
+        "view_age_s": pool.view_age_s,
+        "why": why,
+        "because": because,
+        "moved": "",
+        "identity": prompt.kind,
+        "reason": prompt.reason,
+        "prompt_tokens": prompt.prompt_tokens,
+        "blocks": max((len(chain.hashes) // 8 for chain in prompt.chains), default=0),
+        "waits": False,
+        "waits_for": "",
+        "turn_s": 0.0,
+        "queue": None,
+    }
+
+
 async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:
     """Where the request would go in this pool."""
     prompt = await pool.identify(request, settings.expected_output_tokens)
@@ -242,16 +300,8 @@ async def _explained(pool: Pool, request: Request, hints: Hints, settings: Setti
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
         rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
-    return {
-        "model": pool.tag,
-        "policy": pool.policy.name,
-        "why": why,
-        "because": in_words(pool.policy.name, why, seen),
+    return _told(pool, prompt, why, in_words(pool.policy.name, why, seen)) | {
         "moved": moved_in_words(pool.policy.name, chosen, seen),
-        "identity": prompt.kind,
-        "reason": prompt.reason,
-        "prompt_tokens": prompt.prompt_tokens,
-        "blocks": max((len(chain.hashes) // 8 for chain in prompt.chains), default=0),
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,

@@ -40,6 +40,11 @@ TERMS = {
     "evict_s": "EVICT",
     "busy_s": "BUSY",
 }
+LAST_READING = """\
+Redis does not answer. These are the workers as this replica read them {age_s:.0f} s ago; PREFILL AHEAD, DECODING:
+tokens of requests that they had then. Redis alone knows what they hold of the prompt, and what it would cost. Until
+Redis answers, routers choose by a hash of the prompt's beginning: equal beginnings go to the same engine.
+"""
 TERMS_LEGEND = """\
 These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the prompt; AGAIN: of that, what another
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
@@ -57,13 +62,13 @@ by which that worker is late counts whole.
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print every worker and the choice; returns 1 if no worker can be chosen."""
+    """Print every worker and the choice; returns 1 if no worker can be chosen. Raises CommandError."""
     answer = ask("POST", options.url, "/explain", body_of(options))
     if options.json:
         print(json.dumps(answer, indent=2))
     else:
         show(sys.stdout, parts_of(answer))
-    return 0 if answer["chosen"] else 1
+    return 0 if answer["candidates"] and (answer["chosen"] or not answer.get("fresh", True)) else 1
 
 
 def body_of(options: argparse.Namespace) -> bytes:
@@ -87,6 +92,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     known = f"prompt identified: {answer['identity']}" + (f" ({answer['reason']})" if answer["reason"] else "")
     head = Toned(f"{answer['model']}", Tone.HEAD)
     about = f"  policy {answer['policy']}: {prompt} tokens, {answer['blocks']} full blocks, {known}"
+    if not answer.get("fresh", True):
+        return [(head, about), *_by_last_reading(answer)]
     rows = sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))
     if not rows:
         return [(head, about), "no worker takes requests: `warmfleet workers` says why"]
@@ -115,6 +122,24 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if not answer["blocks"] and answer["identity"] == "exact":
         parts.append("It is shorter than one block of an engine's cache, and only full blocks are found there again.")
     return parts
+
+
+def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
+    """The workers as they were read last, and where the request would go without Redis."""
+    header = ("", "WORKER", "PREFILL AHEAD", "DECODING", "IN FLIGHT")
+    rows = [
+        (
+            Toned("->", Tone.GOOD) if row["chosen"] else "",
+            row["worker_id"],
+            row["prefill_tokens"] + row["foreign_prefill_tokens"],
+            row["decode_tokens"],
+            row["in_flight"],
+        )
+        for row in answer["candidates"]
+    ]
+    would = f"It would go to {answer['chosen']}." if answer["chosen"] else "It would go to any of them."
+    legend = LAST_READING.format(age_s=answer["view_age_s"])
+    return [Table(header, rows), legend, f"{would} Nothing was booked."]
 
 
 def _waits(answer: dict[str, Any]) -> list[Part]:

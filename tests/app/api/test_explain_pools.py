@@ -63,7 +63,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> dict[str, Any]:
         pools = [cast("Any", pool()) for _ in answers]
         for number, one in enumerate(pools, 1):
-            one.tag, one.usable, one.draining = f"m#{number}", True, False
+            one.tag, one.usable, one.draining, one.contacted = f"m#{number}", True, False, False
             one.degraded = SimpleNamespace(asks_redis=True)
             one.identify = identify
             for name, numbers in states.items():

@@ -322,6 +322,18 @@ class TestExplain:
         assert "at a price of 4.54 s." in plain(explain.parts_of(waits)), "an older replica tells no queue"
         assert "it would be refused" in plain(explain.parts_of(waits | {"waits_for": ""}))
 
+    def test_while_redis_is_away_the_last_reading_answers(self, capsys: pytest.CaptureFixture[str]) -> None:
+        other = CANDIDATE | {"worker_id": "sim-2.0", "chosen": False}
+        away = EXPLAINED | {"fresh": False, "view_age_s": 12.4, "candidates": [CANDIDATE, other]}
+        with replica({"/explain": (200, away)}) as (url, _):
+            assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
+        printed = capsys.readouterr().out
+        assert "as this replica read them 12 s ago" in printed
+        assert "It would go to sim-1.0. Nothing was booked." in printed
+        assert "COST" not in printed
+        anywhere = away | {"chosen": "", "candidates": [other]}
+        assert "It would go to any of them." in plain(explain.parts_of(anywhere))
+
     def test_a_prompt_shorter_than_a_block_is_never_found_again(self) -> None:
         said = "shorter than one block of an engine's cache"
         assert said in plain(explain.parts_of(EXPLAINED | {"blocks": 0}))

@@ -16,6 +16,8 @@ from tests.app.gate import gate
 from tests.app.replica import Replica, replica
 from tests.conftest import poll
 
+from warmfleet.cli import explain
+from warmfleet.cli.terminal.output import plain
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Flag, Fleet, LoadRow, WorkerState, WorkerView
 from warmfleet.pools import degraded as fallback_module
@@ -186,6 +188,12 @@ async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None
                 assert (status, headers["x-warmfleet-reservation"]) == (200, "fallback")
                 chosen.add(headers["x-warmfleet-worker"])
             assert len(chosen) == 1
+            status, _, said = await router.post(body, "/explain")
+            told = json.loads(said)
+            assert (status, {told["chosen"]}, told["fresh"], told["why"]) == (200, chosen, False, "away")
+            assert [row["worker_id"] for row in told["candidates"] if row["chosen"]] == [told["chosen"]]
+            assert len(told["candidates"]) == 2
+            assert f"It would go to {told['chosen']}." in plain(explain.parts_of(told))
             assert (await router.get("/readyz"))[0] == 200
             assert await router.metric("warmfleet_fallback_requests_total") >= 1
             await door.open()
