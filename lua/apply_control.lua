@@ -84,14 +84,15 @@ local function join(data, time, nonce, batch, id)
   if same_process then ask_resync(record, "rejoin") end
 end
 
-local control = {} -- the operations, for entries of the current nonce; of these only a join changes nothing
-function control.join() end
+local control = {} -- the operations, for entries of the current nonce
+function control.join() record.left = nil end -- of its process no other field changes
 function control.cleared()
   if record.shadow then call("ZREM", RESYNC, WORKER_ID) end
   new_slot()
 end
 function control.leave()
   call("ZREM", ALIVE, WORKER_ID)
+  record.left = true
   row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- nobody vouches for a worker that left
 end
 function control.begin(data) begin(record, command, parse(data)) end

@@ -3,7 +3,8 @@ apply_server: applies one API server's stream: join, heartbeat, leave. Its worke
 
 Guarantee: exactly once, as apply. The latest join says who the server is. Another process under the same name has
 proved nothing, so its workers lose URL and PROVEN. The flag SERVER of its workers is set while it lives. A broken
-stream is deleted, and so is a stream that only a process without a join writes to: that process then joins again.
+stream is deleted, and so is a stream that only a process without a join writes to: that process then joins again. A
+goodbye is noted in the records of its workers (`left`), until the server or the worker joins.
 
 KEYS: servers workers load alive_servers cursor counts
 ARGV: prefix, server_id, max_entries, ttl_ms
@@ -24,6 +25,7 @@ local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", SERVERS, SERVER_ID)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
+local left -- true: the last join or goodbye of this page was a goodbye; false: a join; nil: neither came
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
 local heard = include "shared/heard"
@@ -60,8 +62,11 @@ local function enter(fields, good)
   if not good then return count("malformed") end
   if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
   if record and record.nonce == nonce then
+    if name == "join" then left = false end
     if name == "join" or name == "heartbeat" then return true end
-    return name ~= "leave" and count("malformed")
+    if name ~= "leave" then return count("malformed") end
+    left = true
+    return false
   elseif name ~= "join" then
     stranger = true
     count("nonce")
@@ -98,15 +103,16 @@ if more == 0 and (not record or stranger and not alive) then -- the join is lost
 end
 
 each_worker(function(flags, worker_id)
-  if rejoined then
-    flags = bit.band(flags, bit.bnot(OF_A_PROCESS))
-    local worker = call("HGET", WORKERS, worker_id)
-    if worker then
-      worker = cjson.decode(worker)
+  local worker = left ~= nil and call("HGET", WORKERS, worker_id)
+  if worker then
+    worker = cjson.decode(worker)
+    if rejoined then
       worker.proof, worker.cause, worker.reason, worker.suspect, worker.tries = "pending", nil, nil, nil, nil
-      call("HSET", WORKERS, worker_id, cjson.encode(worker))
     end
+    worker.left = left or nil
+    call("HSET", WORKERS, worker_id, cjson.encode(worker))
   end
+  if rejoined then flags = bit.band(flags, bit.bnot(OF_A_PROCESS)) end
   return bit.bor(bit.band(flags, bit.bnot(FLAG_SERVER)), alive and FLAG_SERVER or 0)
 end)
 return { entries, more }

@@ -264,3 +264,29 @@ async def test_a_stream_that_breaks_the_rules_is_deleted(server: Server, core: C
     await server.join("m2")
     await server.applied()
     assert (await core.row()).flags & Flag.SERVER
+
+
+async def test_a_goodbye_of_either_half_is_noted_until_one_joins(server: Server, core: Core) -> None:
+    async def left() -> bool:
+        return bool((await core.record()).get("left"))
+
+    await server.join()
+    await server.applied()
+    assert not await left()
+    await server.send("leave")
+    await server.applied()
+    assert await left()
+    assert not (await core.row()).flags & Flag.SERVER
+    await server.join()  # the same process: it had moved to another pool and is back
+    await server.applied()
+    assert not await left()
+    await core.send("leave")
+    await core.applied()
+    assert await left()
+    await server.join("m2")
+    await server.applied()
+    assert not await left(), "the engine starts again"
+    await server.send("leave")
+    await server.join("m3")
+    await server.applied()
+    assert not await left(), "the last of a page counts"

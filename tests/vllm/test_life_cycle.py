@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import signal
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
@@ -18,7 +20,10 @@ from tests.vllm.engine import ROOT, SERVED_NAME, START_SECONDS, TRUTH, EngineOpt
 from tests.vllm.replicas import running_replicas
 
 from warmfleet.__main__ import main
+from warmfleet.cli.doctor.command import Plan, examine
+from warmfleet.cli.doctor.finding import Report, State
 from warmfleet.fleet import Fleet, connect
+from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -26,10 +31,11 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
-        minutes=3,
+        minutes=5,
         shows=(
             "real vLLM gets no request while it loads, none after SIGTERM or `warmfleet drain`, and finishes what it "
-            "has; its log says when both halves joined"
+            "has; its log says when both halves joined; after SIGTERM, SIGINT and a rolling replacement its goodbye is "
+            "no fault to anybody"
         ),
     ),
     pytest.mark.timeout(900),
@@ -189,3 +195,48 @@ async def test_it_is_drained_by_the_operator_and_by_sigterm_and_finishes_what_it
             assert await running == LONG_ANSWER, "vLLM finishes its requests"
             assert await asyncio.to_thread(process.wait, 60) is not None
             assert one.lines("warmfleet: vllm-a.0 said goodbye")
+
+
+async def state_of(fleet: Fleet, worker_id: str) -> str:
+    return next((str(one.state) for one in await fleet.workers() if one.worker_id == worker_id), "")
+
+
+async def faults(store: str) -> list[str]:
+    """What `warmfleet doctor` finds wrong with the workers."""
+    settings = Settings(redis_url=store, models=(SERVED_NAME,), decide_timeout_s=2.0)
+    report = Report(out=io.StringIO())
+    await examine(Plan(settings, store), report)
+    checks = ("worker", "halves", "workers", "url")
+    return [one.detail for _, one in report.found if one.check in checks and one.state is not State.OK]
+
+
+async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> None:
+    """One engine is replaced by another, which is then replaced by the first under its old name."""
+    async with life(store) as old:
+        await serving(old)
+        options = replace(old.engine.options, worker_id="vllm-b")
+        new = VllmEngine(options)
+        try:
+            with running_replicas(store, 1, 1) as (replica,):
+                new.start()
+                await asyncio.to_thread(new.wait)
+                for leaves, stays, how in ((old.engine, new, signal.SIGTERM), (new, old.engine, signal.SIGINT)):
+                    await poll(partial(is_state, old.fleet, stays.worker_id, "proven"), 120, "the other one serves")
+                    assert leaves.process is not None
+                    leaves.process.send_signal(how)
+                    await poll(partial(is_state, old.fleet, leaves.worker_id, "left"), 20, f"left after {how.name}")
+                    assert await ask(replica.url) == 200
+                    assert await faults(store) == []
+                    await asyncio.to_thread(leaves.kill)
+                    for _ in range(4):  # over the time in which its other half falls silent
+                        await asyncio.sleep(5)
+                        assert await state_of(old.fleet, leaves.worker_id) == "left"
+                        assert await faults(store) == []
+                    leaves.start()
+                    await asyncio.to_thread(leaves.wait)
+        finally:
+            await asyncio.to_thread(new.remove)
+
+
+async def is_state(fleet: Fleet, worker_id: str, wanted: str) -> bool:
+    return await state_of(fleet, worker_id) == wanted

@@ -79,7 +79,7 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
 
 
 def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
-    workers = [worker for worker in model["workers"] if not worker.get("moved_to")]
+    workers = [one for one in model["workers"] if not one.get("moved_to") and one["state"] != "left"]
     ready = sum(bool(worker["routable"]) for worker in workers)
     told = f"  {ready} of {len(workers)} workers take requests; policy: {model['policy']} by {model['policy_by']}"
     if waiting := model.get("queue", {}).get("waiting"):
@@ -113,6 +113,8 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
     tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
     if worker.get("moved_to"):
         state, tone = "moved", Tone.MIND
+    elif state == "left":
+        tone = Tone.FAINT
     filled = 100 * load["blocks"] / load["capacity_blocks"] if load["capacity_blocks"] else 0.0
     usual = (
         worker["worker_id"],
@@ -138,6 +140,8 @@ def _not_well(worker: dict[str, Any]) -> list[Part]:
         return []
     if moved_to := worker.get("moved_to"):
         return [(f"{name}: ", Toned(f"moved to {moved_to}", Tone.MIND))]
+    if state == "left":
+        return []
     head = (
         f"{state}, but routable" if worker["routable"] else state if state == "draining" else f"{state}, not routable"
     )

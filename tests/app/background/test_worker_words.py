@@ -11,6 +11,7 @@ from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.state import ROUTABLE
 
 WELL = {WorkerState.PROVEN, WorkerState.APPROXIMATE}
+NOTHING_TO_MEND = {WorkerState.LEFT}
 
 
 def worker(state: str, age_s: float | None = None, *, flags: int = 0, in_flight: int = 0, **record: Any) -> WorkerView:
@@ -20,7 +21,7 @@ def worker(state: str, age_s: float | None = None, *, flags: int = 0, in_flight:
 
 def test_every_state_has_words_and_every_state_that_is_not_well_a_remedy() -> None:
     assert set(STATES) == set(WorkerState)
-    assert set(REMEDIES) == set(WorkerState) - WELL
+    assert set(REMEDIES) == set(WorkerState) - WELL - NOTHING_TO_MEND
     assert {state for state in REMEDIES if state.routable} == ROUTABLE - WELL, "these are told although they serve"
 
 
@@ -29,7 +30,8 @@ def test_every_state_has_words_and_every_state_that_is_not_well_a_remedy() -> No
     [
         (worker("draining", in_flight=7), "7 requests are left there", "warmfleet drain w.0 --model m --undo"),
         (worker("draining"), "it can be stopped", "warmfleet drain w.0 --model m --undo"),
-        (worker("silent"), "it said goodbye", "start the engine"),
+        (worker("silent"), "its heartbeats do not come", "start the engine"),
+        (worker("left"), "it said goodbye: nothing is wrong", ""),
         (worker("silent", 20.2), "its last heartbeat came 20 s ago", "its way to Redis may be cut"),
         (worker("silent", flags=Flag.APPROXIMATE), "its health check fails", "reachable from the routers"),
         (worker("ejected"), "it failed requests", "read the engine's log"),

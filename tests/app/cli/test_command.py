@@ -270,6 +270,14 @@ class TestWorkers:
             main(["workers", "--json", "--url", url])
         assert json.loads(capsys.readouterr().out) == FLEET
 
+    def test_an_engine_that_said_goodbye_needs_no_word(self) -> None:
+        left = WORKER | {"state": "left", "why": "it said goodbye", "remedy": ""}
+        serving = WORKER | {"worker_id": "sim-2.0", "state": "proven", "routable": True, "remedy": ""}
+        told = plain(workers.parts_of({"models": [MODEL | {"workers": [left, serving]}]}))
+        assert "1 of 1 workers take requests" in told
+        assert "sim-1.0  left " in told
+        assert "sim-1.0: " not in told
+
     def test_a_fleet_without_workers(self) -> None:
         assert "no workers: `warmfleet doctor` says what is missing" in shown()
 

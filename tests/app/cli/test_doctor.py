@@ -163,7 +163,7 @@ async def silent(fleet: Fleet) -> None:
     """Return when no worker is heard any more."""
 
     async def gone() -> bool:
-        return {worker.state for worker in await fleet.workers()} == {WorkerState.SILENT}
+        return {worker.state for worker in await fleet.workers()} == {WorkerState.LEFT}
 
     await poll(gone, 30, "the goodbye is applied")
 
@@ -525,7 +525,25 @@ async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: 
         await silent(joined)
         await left.ask("UNLINK", wire.Keys(model).placement)
         told = await doctor(valkey_url, model)
-        assert len(told.of("worker", State.FAULT)) == 2, "gone from both: it is dead"
+        assert not told.of("worker", State.FAULT), "it said goodbye to both"
+        told.names("workers", f"no engine of {new} is left: eng.0 said goodbye", "start an engine")
+
+
+async def test_engines_that_said_goodbye_are_no_fault_while_others_serve(valkey_url: str, model: str) -> None:
+    async with applied(valkey_url, model) as fleet, stock(Served((model,)), valkey_url):
+        await complete(fleet)
+        async with simulated(valkey_url, model, name="old"):
+            await complete(fleet, 2)
+
+        async def left() -> bool:
+            return WorkerState.LEFT in {worker.state for worker in await fleet.workers()}
+
+        await poll(left, 30, "the goodbye is applied")
+        told = await doctor(valkey_url, model)
+        [gone] = told.of("left", State.OK)
+        assert gone.detail == "old.0 said goodbye"
+        assert not told.of("halves", State.FAULT), told.printed
+        assert [one for one in told.of("worker", State.FAULT) if "old" in one.detail] == []
 
 
 async def test_halves_that_move_one_after_the_other_are_no_fault(

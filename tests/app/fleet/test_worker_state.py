@@ -29,7 +29,7 @@ GROUPS = {"joined": JOINED, "probed": PROBED}
 READY = Flag.SERVER | Flag.URL | Flag.PROVEN
 URL = "http://10.0.0.7:8000"
 OLD_MS = 60_000
-STEPS = 2_500
+STEPS = 3_500
 #: Events that end what has been reached so far: they come less often than the others.
 SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *(hold.begins for hold in HELD)}
 PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
@@ -95,6 +95,12 @@ def test_every_event_moves_something() -> None:
         (READY | Flag.HOSTILE | Flag.DRAINING, {}, 0.0, "hostile"),
         (READY | Flag.HOSTILE, {}, 15.1, "silent"),
         (READY, {}, None, "silent"),
+        (READY, {"left": True}, None, "left"),
+        (READY, {"left": True}, 300.0, "left"),
+        (READY & ~Flag.SERVER, {"left": True}, 0.0, "left"),
+        (READY & ~Flag.SERVER, {"left": True}, 300.0, "left"),
+        (READY & ~Flag.SERVER | Flag.DRAINING, {"left": True}, None, "left"),
+        (READY, {"left": True}, 0.0, "proven"),
         (READY, {}, 15.0, "proven"),
         (READY | Flag.PAUSED, {"suspect": "blocks"}, 0.0, "paused"),
         (READY | Flag.PAUSED | Flag.EJECTED, {}, 0.0, "paused"),
@@ -133,7 +139,8 @@ class Life:
         self.warmed = False  # an incarnation is warmed once
         self.serial, self.server_known = 0, False
         self.server_quiet = False  # its API server's heartbeats are missing
-        self.left = False  # it said goodbye: a replica may not vouch for it
+        self.core_left = False  # a replica may not vouch for it, and it comes back by a join only
+        self.server_left = False  # it comes back by a join only
 
     @property
     def expected(self) -> WorkerState:
@@ -158,19 +165,27 @@ class Life:
             found.discard(Event.WARMING_BEGINS)
         if not self.server_known:
             found -= {Event.SERVER_HEARD, Event.SERVER_LOST}
-        if WorkerState.HOSTILE in self.holds:
-            found -= HEARTBEATS  # nothing of its stream counts until it joins anew
-        if self.left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
+        found -= self._excluded_by_goodbye()
+        if self.core_left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
             found.discard(Event.VOUCHED)
         if self.standing not in SERVING:
             found.discard(Event.EJECTED)
         if WorkerState.EJECTED not in self.holds:
             found.discard(Event.ACQUITTED)
         if WorkerState.UNHEARD in self.holds:
+            found -= {Event.FALLS_SILENT, Event.SERVER_LOST}  # it is heard by neither way already
             found |= {Event.LAPSES}
             if WorkerState.JOINING in self.holds:
                 found -= HEARTBEATS | {Event.LAPSES}
         return sorted(found)
+
+    def _excluded_by_goodbye(self) -> set[Event]:
+        """A half that left, or whose stream is broken, comes back by a join only."""
+        broken = WorkerState.HOSTILE in self.holds
+        excluded = set(HEARTBEATS) if broken or self.core_left else set[Event]()
+        if self.server_left:
+            excluded |= {Event.SERVER_HEARD, Event.SERVER_LOST}
+        return excluded | ({Event.GOODBYE} if broken and not self.server_known else set())
 
     async def happen(self, event: Event) -> None:
         await getattr(self, f"_{event.name.lower()}")()
@@ -202,15 +217,16 @@ class Life:
         if event is Event.CORE_JOINS:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
-            self.holds.discard(WorkerState.JOINING)
+            self.server_left = False
+            self.holds -= {WorkerState.JOINING, WorkerState.LEFT}
         if event is Event.FORGOTTEN:
             self.holds, self.server_known = {WorkerState.JOINING}, False
-            self.server_quiet = False  # its API server has no other worker
+            self.server_quiet = self.server_left = self.core_left = False  # its API server has no other worker
 
     def _settle_heartbeat(self, event: Event) -> None:
         """What each heartbeat and each join of the engine core does besides."""
         if event is Event.CORE_JOINS or event in HEARTBEATS:
-            self.left = False
+            self.core_left = False
         if event in (Event.CORE_JOINS, Event.HEARD):
             self.holds.discard(WorkerState.PAUSED)  # a restarted engine runs
         if event in HEARTBEATS:
@@ -263,15 +279,21 @@ class Life:
         assert await self.fleet.forget(self.core.worker_id)
 
     async def _falls_silent(self) -> None:
-        unheard = WorkerState.UNHEARD in self.holds
-        if (self.serial % 2 or unheard) and WorkerState.HOSTILE not in self.holds:
+        then_ms = (await self.store.time())[0] * 1000 - OLD_MS
+        await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: then_ms}, xx=True)
+
+    async def _goodbye(self) -> None:
+        if self.server_known and (self.serial % 2 or WorkerState.HOSTILE in self.holds):
+            await self.server.send("leave")
+            await self.server.applied()
+            self.server_left = self.server_quiet = True
+            self.holds.add(WorkerState.JOINING)
+        else:
             await self.core.send("leave")
             await self.core.applied()
-            self.left = True
+            self.core_left = True
+            self.holds.add(WorkerState.SILENT)
             self.holds.discard(WorkerState.UNHEARD)
-        else:
-            now_ms = (await self.store.time())[0] * 1000
-            await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: now_ms - OLD_MS})
 
     async def _heard(self, *, paused: bool = False) -> None:
         await asyncio.sleep(0.002)  # a heartbeat of the millisecond of a vouch does not count as later
@@ -312,8 +334,9 @@ class Life:
         await self.core.applied()
 
     async def _server_lost(self) -> None:
-        await self.server.send("leave")
-        await self.server.applied()
+        then_ms, self.server_quiet = (await self.store.time())[0] * 1000 - OLD_MS, True
+        await self.store.zadd(self.fleet.keys.alive_servers, {"s": then_ms})
+        await slow_tick(self.fleet)
 
     async def _server_heard(self) -> None:
         self.server_quiet = False
@@ -374,5 +397,5 @@ async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fle
 
 
 def test_only_what_is_alive_is_counted_as_such() -> None:
-    assert [state.value for state in WorkerState if not state.alive] == ["gone", "silent", "joining"]
+    assert [state.value for state in WorkerState if not state.alive] == ["gone", "left", "silent", "joining"]
     assert set(life.METRIC_LABELS) >= ROUTABLE

@@ -36,7 +36,7 @@ from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.errors import FleetUnavailable, WarmfleetError
-from warmfleet.fleet import Fleet, Timeouts, connect
+from warmfleet.fleet import Fleet, Timeouts, WorkerState, connect
 from warmfleet.fleet.first_contact import in_words, trouble_with
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.fleet.pool_registry import master_of
@@ -396,8 +396,10 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
 
 
 async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:
-    """Whether the URLs that workers announce can be reached from here; those of silent workers are not asked."""
-    urls = dict.fromkeys(worker.url.rstrip("/") for worker in workers if worker.url and worker.heard)
+    """Whether the URLs that workers announce can be reached from here. Those of workers that left, or are silent, are
+    not asked."""
+    here = [worker for worker in workers if worker.heard and worker.state is not WorkerState.LEFT]
+    urls = dict.fromkeys(worker.url.rstrip("/") for worker in here if worker.url)
     addresses = Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
     room = asyncio.Semaphore(URLS_AT_ONCE)
     async with _client(addresses, plan) as (client, tls):

@@ -70,8 +70,12 @@ def all_of(fleet: Fleet) -> list[Finding]:
     if gone:
         where = " or ".join(dict.fromkeys(gone.values()))
         findings.append(ok("moved", f"{_some(list(gone))} moved to {where}, or will be there within a minute"))
-    if not here:
-        return [*findings, *([] if findings[1:] or fleet.drained else [_nobody(fleet)])]
+    left = [worker.worker_id for worker in here if worker.state is WorkerState.LEFT]
+    here = [worker for worker in here if worker.worker_id not in left]
+    if not here and not findings[1:] and not fleet.drained:
+        findings.append(_nobody(fleet, left))
+    elif left:
+        findings.append(ok("left", f"{_some(left)} said goodbye"))
     findings += [worker_finding(worker, fleet.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
     findings += schemes(exact) + identities(exact) + shared_urls(exact)
@@ -98,7 +102,8 @@ def applied(streams: Streams, tag: str, configured: str) -> Finding:
     )
 
 
-def _nobody(fleet: Fleet) -> Finding:
+def _nobody(fleet: Fleet, left: Sequence[str]) -> Finding:
+    """left: the engines that were there, and said goodbye."""
     if fleet.beside:
         return note(
             "workers",
@@ -106,6 +111,8 @@ def _nobody(fleet: Fleet) -> Finding:
             f"start engines: with WARMFLEET_MODEL={fleet.name} they join the pool with the least capacity; or send"
             f" those of another pool: warmfleet pools drain {fleet.beside[0]} --move (app/docs/pools.md)",
         )
+    if left:
+        return fault("workers", f"no engine of {fleet.tag} is left: {_some(left)} said goodbye", "start an engine")
     others = sorted(fleet.others, key=lambda name: SequenceMatcher(None, name, fleet.tag).ratio(), reverse=True)
     meant = f"if one of {_some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
     return fault(

@@ -1,11 +1,11 @@
 """The life of a worker: its states, what moves it from one to the next, and how its state is read from Redis.
 
 A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong. A
-*hold* keeps it from taking requests whatever its standing is: nobody hears it, its API server is missing, its stream
-is broken, its engine is paused, or the operator drains it. While a hold lasts, the standing underneath stays, and may
-change; when the last hold ends, the worker is where its standing says. One hold does not keep requests away: a worker
-whose heartbeats are missing while its engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-
-life.md`` draws both tables.
+*hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears it, its API server is
+missing, its stream is broken, its engine is paused, or the operator drains it. While a hold lasts, the standing
+underneath stays, and may change; when the last hold ends, the worker is where its standing says. One hold does not
+keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is ``unheard``, and
+routable. ``app/docs/worker-life.md`` draws both tables.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
@@ -38,7 +38,8 @@ class WorkerState(StrEnum):
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
     APPROXIMATE = "approximate"  # a stock engine without the plugin: only what was sent to it is known
     # Holds
-    SILENT = "silent"  # no heartbeat for a TTL, or it said goodbye; its entries in the index stay
+    LEFT = "left"  # its engine core or its API server said goodbye, and neither has joined since
+    SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     DRAINING = "draining"  # the operator lets it finish what it has
@@ -64,7 +65,7 @@ class WorkerState(StrEnum):
     @property
     def alive(self) -> bool:
         """Its engine core and its API server are both heard, whatever else holds it."""
-        return self not in (WorkerState.GONE, WorkerState.SILENT, WorkerState.JOINING)
+        return self not in (WorkerState.GONE, WorkerState.LEFT, WorkerState.SILENT, WorkerState.JOINING)
 
 
 #: The standings in which a worker takes requests.
@@ -72,6 +73,7 @@ SERVING = frozenset({WorkerState.PROVEN, WorkerState.SUSPECTED, WorkerState.LOAD
 ROUTABLE = SERVING | {WorkerState.UNHEARD}
 #: A hold hides the standing, and of several holds the first in this list is the state.
 HOLDS = (
+    WorkerState.LEFT,
     WorkerState.SILENT,
     WorkerState.JOINING,
     WorkerState.HOSTILE,
@@ -97,10 +99,11 @@ class Event(StrEnum):
     WARMING_EXPIRES = "the replica that warms it is gone"
     SUSPICION = "answers or blocks differ from what was expected"
     FORGOTTEN = "it was silent for ten minutes"
-    FALLS_SILENT = "no heartbeat for a TTL, goodbye, or a failed health check"
+    GOODBYE = "its engine core or its API server says goodbye"
+    FALLS_SILENT = "no heartbeat for a TTL, or a failed health check"
     HEARD = "it is heard again"
     STREAM_BREAKS = "its stream breaks the rules"
-    SERVER_LOST = "its API server says goodbye or is silent for a TTL"
+    SERVER_LOST = "its API server is silent for a TTL"
     SERVER_HEARD = "its API server is heard"
     DRAIN = "warmfleet drain"
     UNDRAIN = "warmfleet drain --undo"
@@ -159,7 +162,8 @@ CHANGES: tuple[Change, ...] = (
     ),
 )
 HELD: tuple[Hold, ...] = (
-    Hold(_W.SILENT, _E.FALLS_SILENT, _E.HEARD, "apply, apply_control, register", "a short outage keeps its entries"),
+    Hold(_W.LEFT, _E.GOODBYE, _E.CORE_JOINS, "apply_control, apply_server", "nothing is wrong with it: it has ended"),
+    Hold(_W.SILENT, _E.FALLS_SILENT, _E.HEARD, "apply, register", "a short outage keeps its entries"),
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
@@ -183,6 +187,7 @@ METRIC_LABELS: Mapping[WorkerState, str] = {
     _W.PAUSED: "paused",
     _W.EJECTED: "ejected",
     _W.UNHEARD: "unheard",
+    _W.LEFT: "left",
 }
 UNROUTABLE = "unroutable"
 
@@ -199,9 +204,9 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
     """
     unheard = bool(flags & Flag.UNHEARD)
     if not unheard and not heard(heartbeat_age_s):
-        return WorkerState.SILENT
+        return WorkerState.LEFT if record.get("left") else WorkerState.SILENT
     if not flags & Flag.SERVER:
-        return WorkerState.JOINING
+        return WorkerState.LEFT if record.get("left") else WorkerState.JOINING
     if flags & Flag.HOSTILE:
         return WorkerState.HOSTILE
     if flags & Flag.DRAINING:

@@ -4,7 +4,7 @@ import { clock, count, el, keyed, percent, prose, seconds, svg } from "./dom.js"
 
 const compared = new Intl.Collator("en", { numeric: true }).compare;
 const LIMITED = new Set(["load-only", "unheard", "suspected"]);
-const ON_THE_WAY = new Set(["pending", "warming", "joining", "draining", "paused"]); // nothing is wrong with these
+const ON_THE_WAY = new Set(["pending", "warming", "joining", "draining", "paused", "left"]); // nothing is wrong with these
 
 /** A table that is sorted by the column whose head was pressed last. columns: {name, cell(row), and perhaps by(row), number, words}. */
 export class Table {
