@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening import tls
 from warmfleet.api.listening.access_log import LoggedApplication, NotedAnswer
-from warmfleet.api.listening.server import Door, Doors, Server, Sockets
+from warmfleet.api.listening.server import Door, Doors, Server, Sockets, operators_address
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
 from warmfleet.api.proxies import Proxies
@@ -48,6 +49,7 @@ from warmfleet.background.memory.watch import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.pool_changes import PoolChanges
 from warmfleet.background.prober import Prober
+from warmfleet.background.replica_announcements import ReplicaAnnouncements, ReplicaPlace
 from warmfleet.background.reports.waiting import Waiting
 from warmfleet.background.stock import checks
 from warmfleet.background.stock.checks import StockEngines
@@ -60,7 +62,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import Fleet, QueueLimits, RedisConnections, Timeouts
+from warmfleet.fleet import ANNOUNCE_S, Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
@@ -127,23 +129,25 @@ class _Replica:
     may_ask: Operators
     past: History
     page: StatusPage
+    place: ReplicaPlace
 
 
-def create_app(settings: Settings, log: LogOutput | None = None) -> Doors:
+def create_app(settings: Settings, log: LogOutput | None = None, place: ReplicaPlace | None = None) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
-    log: the lines that it drops are counted.
+    log: the lines that it drops are counted. place: where the replica is; by default its host and a port of the
+    settings.
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
-    replica = _replica_of(settings)
+    replica = _replica_of(settings, place or ReplicaPlace(_name_of(settings.admin_port or settings.port)))
     if log is not None:
         log.on_drop = replica.metrics.log_lines_dropped.inc
     return _doors(replica)
 
 
-def _replica_of(settings: Settings) -> _Replica:
+def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
     """Raises BadArgument."""
     metrics, health = Metrics(settings.models), Health()
     tracing = tracing_of(os.environ, metrics)
@@ -177,6 +181,7 @@ def _replica_of(settings: Settings) -> _Replica:
         past=past,
         page=StatusPage(pools, past, may_ask, health),
         may_ask=may_ask,
+        place=place,
     )
 
 
@@ -313,7 +318,7 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
 
 def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> Server:
     """A server with the settings' limits, not yet running. log: drops lines that are counted. Raises BadArgument."""
-    doors = create_app(settings, log)
+    doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None)
     config = uvicorn.Config(
         doors.application,
         loop="uvloop",
@@ -326,6 +331,17 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
     return Server(config, doors, settings.drain_s, sockets)
+
+
+def _place(settings: Settings, sockets: Sockets) -> ReplicaPlace:
+    """Where operators and the other commands find this replica."""
+    host, port = operators_address(sockets, settings.redis_url)
+    scheme = "https" if settings.tls_cert else "http"
+    return ReplicaPlace(_name_of(port), f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def _name_of(port: int) -> str:
+    return f"{socket.gethostname()[:64]}:{port}"
 
 
 def _redis(settings: Settings) -> RedisConnections:
@@ -351,6 +367,13 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
 @asynccontextmanager
 async def _background(replica: _Replica, identities: Identities, beats: Beats) -> AsyncIterator[None]:
     settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
+    announcements = ReplicaAnnouncements(
+        pools,
+        replica.place,
+        draining=lambda: replica.health.draining,
+        waiting=lambda pool: replica.past.now(pool).waiting,
+        last_minute=replica.past.last_minute,
+    )
     static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
     reader = ViewReader(pools, identities, settings, metrics)
     prober = Prober(pools, engine_client, settings, metrics)
@@ -373,6 +396,7 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
         ("files", spare_files.LOOK_S, SpareFiles(pools).look),
         ("kept", SWEEP_INTERVAL_S, replica.upstream.sweep),
+        ("announce", ANNOUNCE_S, announcements.round),
     ]
 
     contact = asyncio.Event()
@@ -397,7 +421,13 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
         yield
     finally:
         await stop(tasks)
-        for close in (changes.close, prober.close, reader.close, *(registry.close for registry in registries)):
+        for close in (
+            announcements.close,
+            changes.close,
+            prober.close,
+            reader.close,
+            *(registry.close for registry in registries),
+        ):
             await close()
 
 

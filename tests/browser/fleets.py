@@ -149,6 +149,11 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
             "next": {"worker_id": "gpu-02.0", "waited_s": 1.5, "to_compute_s": 0.4, "has_room": False, "because": "so"},
         },
         "ttft": {"requests": 840, "p50_s": 0.16, "p90_s": 0.41, "p99_s": 0.72, "objective_s": 0.0, "in_force_s": 0.0},
+        "fleet": {
+            "replicas": 3, "decisions_per_s": 126.4, "fallbacks_per_s": 0.0, "hit_ratio": 0.81,
+            "p50_s": 0.18, "p90_s": 0.44, "p99_s": 0.8,
+        },
+        "replicas": [replica(1), replica(2), replica(3, "silent")],
         "index": {"entries": 162_411, "memory_used_bytes": 41_000_000, "memory_limit_bytes": 2**31},
         "workers": [worker(1), worker(2), worker(3), worker(4, "draining")],
         "decisions": [decision(number) for number in range(50, 0, -1)],
@@ -159,9 +164,20 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
     return found | other
 
 
+def replica(number: int, state: str = "serving") -> dict[str, Any]:
+    return {
+        "replica": f"router-{number}:9090",
+        "url": f"http://10.0.1.{number}:9090",
+        "state": state,
+        "heard_s": 41.0 if state == "silent" else 1.4,
+        "version": "0.1.0", "up_s": 8_000, "policy": "cost", "in_flight": 31, "waiting": 1,
+        "decisions": 2_500, "hit_ratio": 0.81,
+    }
+
+
 def fleet(*models: dict[str, Any]) -> dict[str, Any]:
-    replica = {"name": "router-7f9c, process 1", "up_s": 8_000, "draining": False}
-    return {"at": AT, "replica": replica, "rungs": RUNGS, "models": list(models), "hidden": ""}
+    own = {"name": "router-7f9c, process 1", "up_s": 8_000, "draining": False}
+    return {"at": AT, "replica": own, "rungs": RUNGS, "models": list(models), "hidden": ""}
 
 
 def empty() -> dict[str, Any]:
@@ -175,6 +191,8 @@ def empty() -> dict[str, Any]:
             identity="none",
             queue={"waiting": 0, "prompt_tokens": 0, "work_s": 0.0, "next": None},
             ttft=nothing | {"requests": 0, "objective_s": 0.0, "in_force_s": 0.0},
+            fleet=nothing | {"replicas": 1, "decisions_per_s": 0.0, "fallbacks_per_s": 0.0, "hit_ratio": None},
+            replicas=[replica(1)],
             index={"entries": 0, "memory_used_bytes": 1_100_000, "memory_limit_bytes": 0},
             lately={"decisions_per_s": 0.0, "fallbacks_per_s": 0.0, "hit_ratio": None},
             history=past | {name: [None] for name in nothing},
@@ -192,6 +210,8 @@ def degraded() -> dict[str, Any]:
             decisions=[decision(number, fallback=True) for number in range(50, 0, -1)],
             view_age_s=118.2,
             queue=None,
+            fleet=None,
+            replicas=[],
             index=None,
             lately={"decisions_per_s": 39.0, "fallbacks_per_s": 39.0, "hit_ratio": None},
             history=history(180, away_since=24),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -15,12 +16,14 @@ from tests.e2e.clients import Clients
 from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load
 from tests.topology import until
 
+from warmfleet.__main__ import main
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.e2e.streams import Stream
 
-    from warmfleet.cli.local.stack import Stack
+    from warmfleet.cli.local.stack import Member, Stack
 
 LONG = "Once upon a time there was a router that knew where every prefix lived. " * 40
 
@@ -143,3 +146,33 @@ def a_minute_passes(stack: Stack) -> None:
         assert expiries
         assert max(expiries.values()) <= now + 62_000
         store.zadd(leases, {lease: expiry - 60_000 for lease, expiry in expiries.items()})
+
+
+def test_a_replica_that_stops_is_gone_and_one_that_is_killed_is_told_everywhere(
+    fragile_stack: Stack, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stack = fragile_stack
+    witness = next(one for one in stack.replicas if one.child is not None and one.child.alive)
+    stops, killed = stack.add_replica(), stack.add_replica()
+    assert stops.child is not None
+    assert killed.child is not None
+
+    def state(replica: Member) -> str:
+        rows = httpx.get(f"{witness.operators}/replicas").json()["replicas"]
+        return next((row["state"] for row in rows if row["url"] == replica.operators), "gone")
+
+    until(lambda: {state(one) for one in (witness, stops, killed)} == {"serving"}, "all tell of themselves", 30)
+    stops.child.process.send_signal(signal.SIGTERM)
+    until(lambda: state(stops) == "gone", "its name is gone", 10)
+    killed.child.process.send_signal(signal.SIGKILL)
+    until(lambda: state(killed) == "silent", "the killed one is silent", 10)
+    assert state(witness) == "serving"
+    (model,) = httpx.get(f"{witness.operators}/status.json").json()["models"]
+    assert {row["url"]: row["state"] for row in model["replicas"]}[killed.operators] == "silent"
+    assert main(["replicas", "--url", witness.operators]) == 1
+    printed = capfd.readouterr().out
+    assert re.search(r"^\S+ +silent ", printed, re.MULTILINE)
+    assert "killed, hung, or cut off from Redis" in printed
+    assert main(["doctor", "-q", "--redis", stack.redis_url, "--model", stack.models[0]]) == 1
+    told = capfd.readouterr().out
+    assert re.search(r"FAULT +replicas: \S+ was last heard \d+ s ago: killed, hung", told)

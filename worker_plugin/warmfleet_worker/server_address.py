@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.protocol.redis_address import parse
+from warmfleet_worker.protocol.redis_address import outgoing_address, parse
 
 
 class UrlRefusedError(ValueError):
@@ -50,15 +50,6 @@ def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False
 def redis_is_local(redis_url: str) -> bool:
     """True if Redis is reached through a unix socket or loopback; then the routers are on this machine, too."""
     return all(is_loopback(host) for host, _ in parse(redis_url).nodes)
-
-
-def outgoing_address(redis_url: str) -> str:
-    """This machine's address on the way to Redis. A connected UDP socket sends nothing; the routing table decides."""
-    host, port = parse(redis_url).nodes[0]
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from warmfleet.routing.homes.pool_choice import MOST_ASKED, at_once
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.fleet import Place
+    from warmfleet.fleet import Place, ReplicaView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool, Pools, ServedModel
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.call import Hints
     from warmfleet.settings import Settings
 
+#: Of a replica, over its pools.
+SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
 #: Of an answer about a model with a single pool.
 ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
 
@@ -119,6 +121,44 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: s
         "heartbeat_age_s": worker.heartbeat_age_s,
         "load": asdict(worker.load),
         "truth": asdict(truth) if truth else None,
+    }
+
+
+async def replicas(pools: Pools) -> dict[str, Any]:
+    """Every replica that has told of itself in Redis within ten minutes, over all models of this one.
+
+    ``fresh`` is false if some pool's Redis does not answer.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    fresh = True
+    for pool in pools.all:
+        try:
+            views = await pool.fleet.replicas()
+        except FleetUnavailable:
+            fresh = False
+            continue
+        for view in views:
+            row = found.setdefault(view.name, replica_row(view))
+            if view.age_s < row["heard_s"]:
+                row |= replica_row(view) | {name: row[name] for name in ("pools", *SUMS)}
+            for name in SUMS:
+                row[name] += getattr(view.told, name, 0) or getattr(view.told.minute, name, 0)
+            row["pools"][pool.tag] = view.told.policy
+    return {"fresh": fresh, "replicas": [found[name] for name in sorted(found)]}
+
+
+def replica_row(view: ReplicaView) -> dict[str, Any]:
+    """What a replica tells of itself as a whole. Its SUMS over pools are 0 here."""
+    told = view.told
+    return {
+        "replica": view.name,
+        "url": told.url,
+        "state": view.state,
+        "heard_s": round(view.age_s, 1),
+        "version": told.version,
+        "started": told.started,
+        "pools": {},
+        **dict.fromkeys(SUMS, 0),
     }
 
 

@@ -63,6 +63,7 @@ class ServiceRoutes:
         return [
             Route("/metrics", self.metrics),
             Route("/workers", self.workers),
+            Route("/replicas", self.replicas),
             Route("/explain", self.explain, methods=["POST"]),
         ]
 
@@ -124,6 +125,11 @@ class ServiceRoutes:
         if not self._operators.sees_requests(request):
             models = [without_requests(model) for model in models]
         return JSONResponse({"models": models})
+
+    async def replicas(self, request: HTTPRequest) -> Response:
+        """Every replica of the fleet, as each tells of itself in Redis."""
+        self._operators.may_read_sums(request)
+        return JSONResponse(await fleet_status.replicas(self._pools))
 
     async def explain(self, request: HTTPRequest) -> Response:
         """Where a request would go now, and why.

@@ -27,6 +27,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet serve                     run one router replica, configured by the environment
   warmfleet demo                      show the gain of prefix-aware routing, then exit
   warmfleet workers                   list the engines of a running fleet
+  warmfleet replicas                  list the router replicas of a running fleet
   warmfleet bridge                    report engines without the plugin, by the KV events that they publish
   warmfleet pools                     list, add, drain and remove the pools of a model
   warmfleet drain WORKER              send an engine no new requests, and let it finish
@@ -140,6 +141,18 @@ The rights of the workers' Redis users can be looked at by a user with ACL LIST 
 one, such as `admin` of `warmfleet acl`, into WARMFLEET_ADMIN_REDIS_URL. Without it that check is skipped.
 """
 
+REPLICAS = """\
+Lists the router replicas of a fleet as they tell of themselves in Redis, whichever replica answers: their state, their
+load and what they did in the last minute. A replica that was killed is `silent` 8 s later, for ten minutes or until one
+is started at its place.
+
+examples:
+  warmfleet replicas
+  warmfleet replicas --url http://router:9090 --json
+
+Exit status: 0 if all replicas are heard, 1 if one is silent.
+"""
+
 EXPLAIN = """\
 Asks a replica where a request would go and why: matched blocks, load and predicted cost of every engine.
 Nothing is booked and no engine is asked.
@@ -243,6 +256,8 @@ def build_parser() -> argparse.ArgumentParser:
     _demo(_command(commands, "demo", "show and check what routing gains", DEMO))
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     _workers(workers)
+    replicas = _command(commands, "replicas", "list the router replicas of a running fleet", REPLICAS)
+    replicas.add_argument("--json", action="store_true", help="print the replica's answer as it came")
     commands.add_parser("bridge", help="report engines without the plugin, by their KV events", add_help=False)
     _pools(_command(commands, "pools", "list, add, drain and remove the pools of a model", POOLS))
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
@@ -267,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
     _key(_command(commands, "key", "make an API key for a client", KEY))
     _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
     local = running_stack.found()
-    for client in (workers, explain):
+    for client in (workers, replicas, explain):
         client.add_argument(
             "--url",
             default=local.operators_url if local else DEFAULT_URL,

@@ -14,6 +14,7 @@ from warmfleet.fleet.constants import QueueLimits, Spans, Weights
 from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
 from warmfleet.fleet.operator import OperatorKeys
 from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
+from warmfleet.fleet.replicas import ANNOUNCE_S, Announcement, LastMinute, Replicas, ReplicaView
 from warmfleet.fleet.reservations import (
     RENEW_AT_ONCE,
     TENANT_BYTES,
@@ -34,7 +35,7 @@ from warmfleet.fleet.views import Check, Memory, Proof, Registered, Views, Worke
 from warmfleet.fleet.worker.state import WorkerState
 
 
-class Fleet(Queue, ClientCounts, Views, Truths, Upkeep, OperatorKeys):
+class Fleet(Queue, ClientCounts, Views, Truths, Upkeep, OperatorKeys, Replicas):
     """All calls of a router on one model's keys in Redis. Closing a Fleet closes the Redis client that it was given."""
 
     async def close(self) -> None:
@@ -42,6 +43,7 @@ class Fleet(Queue, ClientCounts, Views, Truths, Upkeep, OperatorKeys):
 
 
 __all__ = [
+    "ANNOUNCE_S",
     "KEEP_AT_ONCE",
     "MAX_LIMIT",
     "POLL_AT_ONCE",
@@ -49,6 +51,7 @@ __all__ = [
     "SCRIPT_ARGS",
     "SCRIPT_KEYS",
     "TENANT_BYTES",
+    "Announcement",
     "Applied",
     "Ask",
     "Audited",
@@ -59,6 +62,7 @@ __all__ = [
     "Decision",
     "Flag",
     "Fleet",
+    "LastMinute",
     "Lease",
     "Line",
     "LoadRow",
@@ -71,6 +75,7 @@ __all__ = [
     "RedisConnections",
     "Registered",
     "Renewal",
+    "ReplicaView",
     "Reservations",
     "Seen",
     "Shortfall",

@@ -53,6 +53,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "rights": "",
         "replay": "",
         "audit": "workers load digest resync counts audit audit_walk",
+        "announce": "replicas",
     }.items()
 }
 
@@ -82,6 +83,7 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
         "replay": "constants policy prompt_tokens seed prefix_tokens order objective_s median_tps block_tokens turn "
         "now_ms room",
         "audit": "prefix max_blocks period_ms min_gap_ms",
+        "announce": "name record forget_ms",
     }.items()
 }
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
 WINDOW_S = 60.0
 SLICES = 12
@@ -51,12 +52,12 @@ class TtftWindow:
     def quantile(self, share: float) -> float:
         """Seconds that the fraction ``share`` of the waits did not exceed, at most 4.5 % wrong; 0 without waits."""
         self._turn()
-        rank, seen = max(1, math.ceil(share * self.count)), 0
-        for bucket, count in enumerate(self._total):
-            seen += count
-            if seen >= rank:
-                return LEAST_S * math.exp2((bucket + 0.5) / PER_OCTAVE)
-        return 0.0
+        return _quantile(enumerate(self._total), self.count, share)
+
+    def counts(self) -> dict[int, int]:
+        """How many waits are in which bucket; buckets without any are left out."""
+        self._turn()
+        return {bucket: count for bucket, count in enumerate(self._total) if count}
 
     @property
     def in_force_s(self) -> float:
@@ -91,3 +92,21 @@ class TtftWindow:
                     self.count -= count
                     old[bucket] = 0
         self._now, self._in_force_s = now, None
+
+
+def quantiles(counts: Iterable[Mapping[int, int]]) -> dict[str, float]:
+    """P50, P90 and P99 in seconds of all these ``counts`` together, by the names of ``figures``; 0 without waits."""
+    total = Counter[int]()
+    for one in counts:
+        total.update(one)
+    of_all = sorted(total.items())
+    return {f"p{round(100 * share)}_s": _quantile(of_all, total.total(), share) for share in SHOWN}
+
+
+def _quantile(counts: Iterable[tuple[int, int]], of_all: int, share: float) -> float:
+    rank, seen = max(1, math.ceil(share * of_all)), 0
+    for bucket, count in counts:
+        seen += count
+        if seen >= rank:
+            return LEAST_S * math.exp2((bucket + 0.5) / PER_OCTAVE)
+    return 0.0

@@ -71,13 +71,13 @@ KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
 OWN = frozenset(
     {
         *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
-        *("/workers", "/explain", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
+        *("/workers", "/replicas", "/explain", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
         *("/status", "/status.json", "/status/page.css", "/status/page.js"),
         *("/status/dom.js", "/status/plots.js", "/status/tables.js"),
     }
 )
 #: Those of them that are for operators.
-OPERATORS = frozenset({"/metrics", "/workers", "/explain", "/route", "/settle", "/renew", "/status.json"})
+OPERATORS = frozenset({"/metrics", "/workers", "/replicas", "/explain", "/route", "/settle", "/renew", "/status.json"})
 #: Those that change something or tell about single requests: without an admin key they may be for the own host alone.
 OWN_HOST = frozenset({"/explain", "/route", "/settle", "/renew"})
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.

@@ -16,7 +16,7 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from tests.app.replica import Replica
 
-OPERATORS = (("GET", "/metrics"), ("GET", "/workers"), ("POST", "/explain"))
+OPERATORS = (("GET", "/metrics"), ("GET", "/workers"), ("GET", "/replicas"), ("POST", "/explain"))
 GATEWAYS = (("POST", "/route"), ("POST", "/renew"), ("POST", "/settle"))
 HEALTH = (("GET", "/livez"), ("GET", "/readyz"), ("GET", "/health"), ("POST", "/ping"), ("GET", "/version"))
 

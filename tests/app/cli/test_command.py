@@ -16,7 +16,7 @@ import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.__main__ import main
-from warmfleet.cli import explain, serve, up, workers
+from warmfleet.cli import explain, replicas, serve, up, workers
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import engines, ports
 from warmfleet.cli.local.engines import EngineOptions
@@ -280,6 +280,41 @@ class TestWorkers:
 
     def test_a_fleet_without_workers(self) -> None:
         assert "no workers: `warmfleet doctor` says what is missing" in shown()
+
+
+REPLICA = {
+    "replica": "host:9090",
+    "url": "http://10.0.0.5:9090",
+    "state": "serving",
+    "heard_s": 1.2,
+    "version": "0.1.0",
+    "started": 1_000,
+    "pools": {"a#1": "cost", "a#2": "cost", "b": "sticky"},
+    **dict.fromkeys(("in_flight", "waiting", "decided", "fallbacks"), 3),
+    "prompt_tokens": 200,
+    "matched_tokens": 150,
+}
+
+
+class TestReplicas:
+    def test_a_row_tells_state_load_and_hits(self) -> None:
+        told = plain(replicas.parts_of({"fresh": True, "replicas": [REPLICA]}, 1_090.0)).splitlines()
+        assert told[1].split() == [
+            *("host:9090", "serving", "0.1.0", "90", "s", "cost,", "sticky", "3", "3", "3", "75%"),
+            "http://10.0.0.5:9090",
+        ]
+
+    def test_a_silent_one_is_told_and_is_the_exit_status(self, capsys: pytest.CaptureFixture[str]) -> None:
+        silent = REPLICA | {"state": "silent", "heard_s": 12.3}
+        for rows, status in ([REPLICA], 0), ([REPLICA, silent | {"replica": "b:1"}], 1):
+            with replica({"/replicas": (200, {"fresh": True, "replicas": rows})}) as (url, _):
+                assert main(["replicas", "--url", url]) == status
+        assert "b:1: silent: it was last heard 12 s ago; killed, hung" in capsys.readouterr().out
+
+    def test_none_yet_and_redis_away(self) -> None:
+        told = plain(replicas.parts_of({"fresh": False, "replicas": []}, 0.0))
+        assert "Redis does not answer" in told
+        assert "no replica has told of itself yet" in told
 
 
 class TestExplain:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import binascii
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -190,3 +191,18 @@ def _path(kind: Kind, path: str) -> tuple[str, int]:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+def outgoing_address(redis_url: str) -> str:
+    """This machine's address on the way to Redis; loopback if Redis is a unix socket. Raises OSError.
+
+    A connected UDP socket sends nothing; the routing table decides.
+    """
+    nodes = parse(redis_url).nodes
+    if not nodes:
+        return "127.0.0.1"
+    host, port = nodes[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

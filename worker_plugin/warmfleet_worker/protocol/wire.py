@@ -110,7 +110,7 @@ SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
-        *("queue2", "ejections", "operator_approved", "operator_policy"),
+        *("queue2", "ejections", "operator_approved", "operator_policy", "replicas"),
         *("pools", "placement"),  # of the served model as a whole: see protocol/pools.py
     }
 )

@@ -15,6 +15,7 @@ import uvicorn
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening.parent import Listening
 from warmfleet.api.listening.tls import HANDSHAKE_TIMEOUT_S
+from warmfleet.protocol.redis_address import outgoing_address
 
 if TYPE_CHECKING:
     import socket
@@ -62,6 +63,19 @@ class Sockets:
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket] = ()
     parent: Parent | None = None
+
+
+def operators_address(sockets: Sockets, redis_url: str) -> tuple[str, int]:
+    """Host and port at which this replica answers operators.
+
+    Where it listens on every address of its machine, the host is that from which the machine reaches Redis.
+    """
+    host, port = (sockets.operators or sockets.clients)[0].getsockname()[:2]
+    if host not in ("0.0.0.0", "::"):  # noqa: S104  compared, not bound
+        return host, port
+    with suppress(OSError):
+        host = outgoing_address(redis_url)
+    return host, port
 
 
 class Server(uvicorn.Server):

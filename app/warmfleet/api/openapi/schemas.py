@@ -45,6 +45,11 @@ OWN_ANSWERS: dict[str, Json] = {
         "required": ["models"],
         "properties": {"models": {"type": "array", "items": ANY_OBJECT}},
     },
+    "/replicas": {
+        "type": "object",
+        "required": ["fresh", "replicas"],
+        "properties": {"fresh": {"type": "boolean"}, "replicas": {"type": "array", "items": ANY_OBJECT}},
+    },
     "/status.json": {
         "type": "object",
         "required": ["at", "replica", "rungs", "models"],

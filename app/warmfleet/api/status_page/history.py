@@ -10,6 +10,8 @@ from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from warmfleet.fleet import LastMinute
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -72,6 +74,18 @@ class History:
         [gauge] = self._metrics.queued.labels(pool.tag).collect()
         sums = (recent.decided, recent.fallbacks, recent.prompt_tokens, recent.matched_tokens)
         return Point(self._clock(), *sums, p50_s, p90_s, p99_s, int(gauge.samples[0].value))
+
+    def last_minute(self, pool: Pool) -> LastMinute:
+        """What this replica did in the pool in the last minute, as it tells the other replicas."""
+        now = self.now(pool)
+        before = _before([*self._of(pool), now], RATIO_S)
+        return LastMinute(
+            decided=now.decided - before.decided,
+            fallbacks=now.fallbacks - before.fallbacks,
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            matched_tokens=now.matched_tokens - before.matched_tokens,
+            waits=pool.ttft.counts(),
+        )
 
     def columns(self, pool: Pool) -> dict[str, list[Number]]:
         """What the plots show: a list for each line, the oldest value first, and ``age_s`` of each value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,12 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
 from warmfleet.pools.reasons import queue_in_words
+from warmfleet.pools.ttft_window import WINDOW_S, quantiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from warmfleet.fleet import WorkerTruth, WorkerView
+    from warmfleet.fleet import ReplicaView, WorkerTruth, WorkerView
     from warmfleet.pools.pool import Pool, Pools
     from warmfleet.pools.recent.decisions import Recent
 
@@ -37,6 +39,7 @@ class Reading:
     truth: Truth
     memory: Memory
     line: Line
+    replicas: Sequence[ReplicaView] = ()
 
 
 async def read(pool: Pool) -> Reading:
@@ -44,7 +47,8 @@ async def read(pool: Pool) -> Reading:
     try:
         async with asyncio.timeout(READ_S):
             truth = await pool.fleet.truth(pool.view.workers)
-            return Reading(True, truth, await pool.fleet.memory(), await pool.fleet.poll())
+            memory, line = await pool.fleet.memory(), await pool.fleet.poll()
+            return Reading(True, truth, memory, line, await pool.fleet.replicas())
     except (TimeoutError, WarmfleetError):
         return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
@@ -75,6 +79,8 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
         "ttft": pool.ttft.figures(),
+        "fleet": fleet_figures(found.replicas) if found.reached else None,
+        "replicas": [replica_row(view) for view in found.replicas],
         "index": index if found.reached else None,
         "workers": [
             worker_row(
@@ -88,6 +94,37 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
             for worker in workers
         ],
         "decided": pool.recent.decided,
+    }
+
+
+def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
+    """What all replicas that are heard did in the last minute, together: in the words of a replica's own figures."""
+    minutes = [view.told.minute for view in replicas if view.heard]
+    prompt, matched = (sum(getattr(one, name) for one in minutes) for name in ("prompt_tokens", "matched_tokens"))
+    return {
+        "replicas": len(minutes),
+        "decisions_per_s": round(sum(one.decided for one in minutes) / WINDOW_S, 2),
+        "fallbacks_per_s": round(sum(one.fallbacks for one in minutes) / WINDOW_S, 2),
+        "hit_ratio": matched / prompt if prompt else None,
+        **quantiles(one.waits for one in minutes),
+    }
+
+
+def replica_row(view: ReplicaView) -> dict[str, Any]:
+    """One replica in this pool. decisions, hit_ratio: of the last minute."""
+    told, minute = view.told, view.told.minute
+    return {
+        "replica": view.name,
+        "url": told.url,
+        "state": view.state,
+        "heard_s": round(view.age_s, 1),
+        "version": told.version,
+        "up_s": max(0, round(time.time()) - told.started),
+        "policy": told.policy,
+        "in_flight": told.in_flight,
+        "waiting": told.waiting,
+        "decisions": minute.decided,
+        "hit_ratio": minute.matched_tokens / minute.prompt_tokens if minute.prompt_tokens else None,
     }
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet import WorkerView
+    from warmfleet.fleet import ReplicaView, WorkerView
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.protocol.pools import PoolEntry
 
@@ -194,6 +194,7 @@ async def examine(plan: Plan, report: Report) -> None:
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
                 await _checked(report, "listed", _listed(known))
+            await _replicas(known, report)
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
             await _engine(plan, known, url, report)
@@ -393,6 +394,17 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
             return pool_checks.masters(busy, plan.settings.models, await pool_checks.slots(plan.url))
 
         await _checked(report, "masters", look())
+
+
+async def _replicas(known: Known, report: Report) -> None:
+    """The routers of the fleet, as they tell of themselves in Redis."""
+    told: dict[str, list[ReplicaView]] = {}
+    for tag, fleet in known.fleets.items():
+        with suppress(WarmfleetError):  # told where its workers are checked
+            told[tag] = await fleet.replicas()
+    if any(told.values()):
+        report.part("Routers of the fleet")
+        report.add(router_checks.announced(told))
 
 
 async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:

@@ -14,9 +14,13 @@ from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from warmfleet.fleet import ReplicaView
 
 TIMEOUT_S = 10.0
+NAMED = 8
+SWITCH = "warmfleet policy NAME --model {}"
 ADMIN_HELP = (
     f"name the replica's WARMFLEET_ADMIN_PORT (by default {ADMIN_PORT}) in --router, and put its key into"
     " WARMFLEET_ADMIN_KEY (or a file: WARMFLEET_ADMIN_KEY_FILE)"
@@ -61,6 +65,51 @@ async def replica(
         of_model = _model(tag, names, seen, registered=tag in registered)
         findings += [one for one in of_model if one not in findings]  # a template is told of once for all pools
     return findings
+
+
+def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
+    """What the replicas of the fleet tell of themselves in Redis. pools: by tag the replicas that serve it."""
+    found: dict[str, ReplicaView] = {}
+    for view in (view for views in pools.values() for view in views):
+        if view.name not in found or view.age_s < found[view.name].age_s:
+            found[view.name] = view
+    if not found:
+        return []
+    heard = [view for view in found.values() if view.heard]
+    findings = (
+        [ok("replicas", f"{_some([view.name for view in heard])} of version {_versions(heard)}")] if heard else []
+    )
+    if len({view.told.version for view in heard}) > 1:
+        findings = [
+            note(
+                "replicas",
+                f"replicas of several versions serve: {_versions(heard)}",
+                "end the upgrade: `warmfleet replicas` names the older ones (app/docs/operate.md, Upgrade)",
+            )
+        ]
+    for tag, views in pools.items():
+        policies = {view.told.policy for view in views if view.heard}
+        if len(policies) > 1:
+            text = f"replicas place the requests of {tag} by several policies: {', '.join(sorted(policies))}"
+            findings.append(note("replicas", text, f"give all the same WARMFLEET_POLICY, or: {SWITCH.format(tag)}"))
+    return findings + [
+        fault(
+            "replicas",
+            f"{view.name} was last heard {view.age_s:.0f} s ago: killed, hung, or cut off from Redis",
+            "read its log; if it was stopped for good, nothing is to be done: its name goes after ten minutes",
+        )
+        for view in found.values()
+        if not view.heard
+    ]
+
+
+def _versions(views: Sequence[ReplicaView]) -> str:
+    return ", ".join(sorted({view.told.version for view in views}))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _ready(answer: httpx.Response) -> Finding:

@@ -2,7 +2,7 @@
 
 import { bytes, count, el, number, percent, say, seconds, write } from "./dom.js";
 import { draw } from "./plots.js";
-import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, workersTable } from "./tables.js";
+import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, replicasTable, span, workersTable } from "./tables.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000; // between two tries while the replica does not answer
@@ -22,6 +22,7 @@ const [FLEET, REPLICA] = ["whole fleet", "this replica"]; // where a figure come
 const $ = (id) => document.getElementById(id);
 const workers = workersTable($("workers"));
 const decisions = decisionsTable($("decisions"));
+const replicas = replicasTable($("replicas"));
 const models = modelsTable($("models"), choose);
 
 let last = null; // what is shown
@@ -169,12 +170,8 @@ function show() {
   showWorkers();
   if (last.hidden) decisions.empty = last.hidden;
   decisions.show(model.decisions);
+  replicas.show(model.replicas);
   announce(model);
-}
-
-function span(up) {
-  if (up < 120) return `${up} s`;
-  return up < 7200 ? `${Math.floor(up / 60)} min` : `${Math.floor(up / 3600)} h`;
 }
 
 /** Whether the workers that are shown are those of a reading before Redis went away. */
@@ -216,12 +213,17 @@ function nextInLine(queue) {
 
 function showTiles(model) {
   const { lately, ttft, queue, index } = model;
+  const all = model.fleet; // of all replicas; null while Redis is away
+  const [figures, scope] = all ? [all, `${FLEET}, last minute`] : [{ ...lately, ...ttft }, `${REPLICA}, last minute`];
+  const here = (text) => (all && all.replicas > 1 ? `; here ${text}` : "");
   const away = "not known while Redis is away";
   const tiles = [
     ["Workers", `${routable(model)} of ${model.workers.length}`, old(model) ? "took requests when last read" : "take requests", FLEET],
-    ["Hit ratio", percent(lately.hit_ratio), "of prompt tokens", `${REPLICA}, last minute`],
-    ["First token, P50", seconds(ttft.p50_s || null), `of streams; P90 ${seconds(ttft.p90_s || null)}`, `${REPLICA}, last minute`],
-    ["Decisions", `${number(lately.decisions_per_s)}/s`, `${number(lately.fallbacks_per_s)}/s without Redis`, REPLICA],
+    ["Hit ratio", percent(figures.hit_ratio), `of prompt tokens${here(percent(lately.hit_ratio))}`, scope],
+    ["First token, P50", seconds(figures.p50_s || null),
+      `of streams; P90 ${seconds(figures.p90_s || null)}${here(`${seconds(ttft.p50_s || null)}, ${seconds(ttft.p90_s || null)}`)}`, scope],
+    ["Decisions", `${number(figures.decisions_per_s)}/s`,
+      `${number(figures.fallbacks_per_s)}/s without Redis${here(`${number(lately.decisions_per_s)}/s`)}`, scope],
     ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work${nextInLine(queue)}` : away, FLEET],
     ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? memoryLimit(index) : away, FLEET],
   ];

@@ -186,6 +186,40 @@ export function decisionsTable(table) {
   });
 }
 
+const REPLICA_COLOURS = { serving: "good-text", draining: "warn-text", silent: "bad-text" };
+
+function replicaState(replica) {
+  const heard = replica.state === "silent"
+    ? `not heard for ${seconds(replica.heard_s)}: killed, hung or cut off from Redis`
+    : `heard ${seconds(replica.heard_s)} ago`;
+  return [el("span", { class: REPLICA_COLOURS[replica.state] }, replica.state), small(heard)];
+}
+
+export function replicasTable(table) {
+  return new Table(table, {
+    caption: "The replicas that serve this model, with what each did in the last minute",
+    keyOf: (replica) => replica.replica,
+    rowClass: (replica) => (replica.state === "silent" ? "out" : null),
+    sortedBy: "Replica",
+    empty: "Redis does not answer, so other replicas are not known.",
+    columns: [
+      { name: "Replica", by: (one) => one.replica, cell: (one) => [one.replica, small(one.url || "no address")] },
+      { name: "State", words: true, by: (one) => one.state, cell: replicaState },
+      { name: "Version", by: (one) => one.version, cell: (one) => [one.version, small(`policy ${one.policy}`)] },
+      { name: "Up", number: true, by: (one) => one.up_s, cell: (one) => span(one.up_s) },
+      { name: "Requests", number: true, by: (one) => one.in_flight, cell: (one) => [count(one.in_flight), small(`${count(one.waiting)} wait`)] },
+      { name: "Decisions", number: true, by: (one) => one.decisions, cell: (one) => count(one.decisions) },
+      { name: "Hit ratio", number: true, by: (one) => one.hit_ratio ?? -1, cell: (one) => percent(one.hit_ratio) },
+    ],
+  });
+}
+
+/** How long something has run, in the largest unit that tells it well. */
+export function span(up) {
+  if (up < 120) return `${up} s`;
+  return up < 7200 ? `${Math.floor(up / 60)} min` : `${Math.floor(up / 3600)} h`;
+}
+
 export function modelsTable(table, choose) {
   return new Table(table, {
     caption: "The models of this replica",

@@ -1,0 +1,71 @@
+"""Tells in Redis that this replica serves, and how it does, so that every replica can show all of them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from warmfleet.errors import FleetUnavailable
+from warmfleet.fleet import Announcement
+from warmfleet.pools.pool import all_of
+from warmfleet.version import version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.fleet import LastMinute
+    from warmfleet.pools.pool import Pool, Pools
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """Where a replica is. name: host and port, as it is listed. url: where it answers operators; empty: not known."""
+
+    name: str
+    url: str = ""
+
+
+class ReplicaAnnouncements:
+    """Announces this replica in each of its pools.
+
+    draining: whether it is about to stop. waiting: requests that wait in it for their turn in a pool.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        place: ReplicaPlace,
+        draining: Callable[[], bool],
+        waiting: Callable[[Pool], int],
+        last_minute: Callable[[Pool], LastMinute],
+    ) -> None:
+        self._pools = pools
+        self._place = place
+        self._draining = draining
+        self._waiting = waiting
+        self._last_minute = last_minute
+        self._started = round(time.time())
+
+    async def round(self) -> None:
+        """Announce it once. Raises FleetUnavailable if a pool's Redis is away; the other pools are told."""
+        await self._pools.each(self._announce)
+
+    async def close(self) -> None:
+        """Take the announcements back: the replica stops by itself, so nobody shall look for it."""
+        with suppress(FleetUnavailable):
+            await all_of(pool.fleet.announce(self._place.name, None) for pool in self._pools.all)
+
+    async def _announce(self, pool: Pool) -> None:
+        told = Announcement(
+            url=self._place.url,
+            version=version(),
+            started=self._started,
+            policy=pool.policy.name,
+            draining=self._draining(),
+            in_flight=pool.degraded.in_flight.total(),
+            waiting=self._waiting(pool),
+            minute=self._last_minute(pool),
+        )
+        await pool.fleet.announce(self._place.name, told)

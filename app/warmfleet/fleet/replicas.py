@@ -1,0 +1,125 @@
+"""The replicas that serve a pool, as each of them tells of itself in Redis."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from warmfleet.fleet.client import ScriptClient, pairs
+from warmfleet.fleet.connection.packing import pack_command
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ANNOUNCE_S = 3.0  # between two announcements of a replica
+SILENT_S = 8.0  # after so long without one it counts as killed, hung or cut off: two are missing
+FORGET_MS = 600_000  # as for workers: until then an operator reads which replica was lost
+MAX_BUCKETS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LastMinute:
+    """What a replica did in one pool in the last minute.
+
+    decided: decisions, of which fallbacks were made without Redis; the tokens are those of the others. waits: how many
+    streamed answers had their first token in which bucket of ``pools/ttft_window``.
+    """
+
+    decided: int = 0
+    fallbacks: int = 0
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    waits: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a replica tells of itself in one pool.
+
+    url: where it answers operators; empty if it does not know. started: Unix time. in_flight: its requests at engines;
+    waiting: those that wait in it for their turn.
+    """
+
+    url: str = ""
+    version: str = ""
+    started: int = 0
+    policy: str = ""
+    draining: bool = False
+    in_flight: int = 0
+    waiting: int = 0
+    minute: LastMinute = field(default_factory=LastMinute)
+
+    def pack(self) -> bytes:
+        """As JSON."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_NON_STR_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica as a reading found it. name: of its place, host and port. age_s: of its last announcement."""
+
+    name: str
+    age_s: float
+    told: Announcement
+
+    @property
+    def heard(self) -> bool:
+        """Its last announcement is recent: else it was killed, or it hangs, or Redis cannot be reached from there."""
+        return self.age_s <= SILENT_S
+
+    @property
+    def state(self) -> str:
+        """``serving``, ``draining`` or ``silent``."""
+        return ("draining" if self.told.draining else "serving") if self.heard else "silent"
+
+
+class Replicas(ScriptClient):
+    """Each replica announces itself, and reads who else does. A replica that stops takes its announcement back."""
+
+    async def announce(self, name: str, told: Announcement | None) -> int:
+        """Tell of this replica, or with None that it stops; returns how many replicas tell. Raises FleetUnavailable."""
+        record = b"" if told is None else told.pack()
+        return int(await self.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
+
+    async def replicas(self) -> list[ReplicaView]:
+        """All replicas that have told of themselves within ten minutes, by name. Raises FleetUnavailable."""
+        calls = [("", pack_command("HGETALL", self.keys.replicas)), ("", pack_command("TIME"))]
+        found, (seconds, micros) = await self.together(calls)
+        now = int(seconds) + int(micros) / 1e6
+        views = [_view(name, raw, now) for name, raw in sorted(pairs(found).items())]
+        return [view for view in views if view is not None]
+
+
+def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
+    """None for an entry that cannot be read: whoever may write in Redis may have written anything."""
+    at_ms, _, record = raw.partition(b" ")
+    try:
+        told = orjson.loads(record)
+        minute = _checked(LastMinute, told.pop("minute", None) or {}, waits=_waits)
+        age_s = max(0.0, now - int(at_ms) / 1000)
+        return ReplicaView(name.decode("ascii"), age_s, _checked(Announcement, told, minute=lambda _: minute))
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _checked(kind: type[Any], told: Mapping[str, Any], **readers: Any) -> Any:
+    """An object of this class with the fields that are told; those of a newer version are left out.
+
+    Raises TypeError for a field of another type.
+    """
+    known: dict[str, Any] = {name: read(told.get(name)) for name, read in readers.items()}
+    for one in fields(kind):
+        if one.name in told and one.name not in readers:
+            value = told[one.name]
+            if type(value) is not type(getattr(kind(), one.name)):
+                raise TypeError(one.name)
+            known[one.name] = value
+    return kind(**known)
+
+
+def _waits(told: Any) -> dict[int, int]:
+    if not isinstance(told, dict) or len(told) > MAX_BUCKETS:
+        return {}
+    return {int(bucket): int(count) for bucket, count in told.items()}
