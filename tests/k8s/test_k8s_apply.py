@@ -223,6 +223,6 @@ def test_get_and_delete_by_short_name(api: FakeApi, tmp_path: Path) -> None:
     listed = run(api, tmp_path, "get", "deploy", "-n", "warmfleet-dev", "-o", "name")
     deleted = run(api, tmp_path, "delete", "-k", str(K8S), "--wait=false")
 
-    assert listed.stdout == "deployment.apps/router\ndeployment.apps/worker\n"
+    assert listed.stdout == "deployment.apps/router\ndeployment.apps/worker-demo\n"
     assert deleted.returncode == 0, deleted.stderr
     assert not api.store.objects

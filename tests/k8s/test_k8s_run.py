@@ -13,7 +13,7 @@ from tests.app.certificates import made as made_certificate
 from tests.conftest import redis7_binary, valkey_binary
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
-from tests.k8s.render import parse, render
+from tests.k8s.render import MODEL, parse, render
 from tests.tools import require
 
 from warmfleet_loadtest.stacks.processes import Processes, answers
@@ -28,9 +28,9 @@ def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         pods = Pods(parse(rendered["root"]), processes, tmp_path, _programs(valkey_binary()))
         store = pods.start("StatefulSet/redis")
-        worker = pods.start("Deployment/worker")
+        worker = pods.start("Deployment/worker-demo")
         router = pods.start("Deployment/router")
-        for name, made in ("worker-0.engine", worker), ("router-0.router", router):
+        for name, made in ("worker-demo-0.engine", worker), ("router-0.router", router):
             processes.wait(name, partial(_ready, made))
         # A replica that found no engine within 15 s is ready nevertheless, which happens on a busy machine.
         processes.wait("router-0.router", lambda: _chat(router).status_code != 503)
@@ -67,7 +67,7 @@ def test_tls_to_redis(tmp_path: Path) -> None:
             _rendered(["redis", "redis-tls"], tmp_path), processes, tmp_path, _programs(redis7_binary()), secrets
         )
         store = pods.start("StatefulSet/redis")
-        pods.start("Deployment/worker")
+        pods.start("Deployment/worker-chat")
         router = pods.start("Deployment/router")
 
         processes.wait("router-0.router", lambda: _decided(router))
@@ -89,14 +89,14 @@ def test_routers_enter_the_pools_and_engines_find_one(tmp_path: Path) -> None:
         store = pods.start("StatefulSet/redis")
         router = pods.start("Deployment/router")
         for number in range(2):
-            pods.start("Deployment/worker", number)
+            pods.start("Deployment/worker-chat", number)
 
         processes.wait("router-0.router", lambda: _decided(router))
 
         with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
             assert {*client.hkeys("wf:{Qwen~Qwen3-0.6B}:pools")} == {b"Qwen/Qwen3-0.6B#1", b"Qwen/Qwen3-0.6B#2"}
             processes.wait(
-                "worker-1.engine", lambda: all(client.hlen(f"wf:{{Qwen~Qwen3-0.6B#{n}}}:workers") for n in (1, 2))
+                "worker-chat-1.engine", lambda: all(client.hlen(f"wf:{{Qwen~Qwen3-0.6B#{n}}}:workers") for n in (1, 2))
             )
 
 
@@ -108,7 +108,7 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         pods = Pods(_rendered(["redis-sentinel"], tmp_path), processes, tmp_path, _programs(valkey_binary()), secrets)
         stores = [pods.start("StatefulSet/redis", number) for number in range(3)]
-        pods.start("Deployment/worker")
+        pods.start("Deployment/worker-chat")
         router = pods.start("Deployment/router")
         processes.wait("router-0.router", lambda: _decided(router))
         ports = stores[0].ports
@@ -132,7 +132,7 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
 def _rendered(store: list[str], tmp_path: Path) -> list[Manifest]:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return parse(render(["worker", "simulated-engines", *store], scratch))
+    return parse(render([MODEL, "simulated-engines", *store], scratch))
 
 
 def _decided(router: RunningPod) -> bool:
