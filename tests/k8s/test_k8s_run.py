@@ -100,6 +100,23 @@ def test_routers_enter_the_pools_and_engines_find_one(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.long(minutes=1, shows="one router answers for two models, each with engines from a folder of its own")
+def test_a_fleet_of_two_models_answers_for_both(tmp_path: Path) -> None:
+    objects = _rendered(["redis"], tmp_path, MODEL, "overlays/dev/demo")
+    with Processes(tmp_path) as processes:
+        pods = Pods(objects, processes, tmp_path, _programs(valkey_binary()), {"redis-passwords": PASSWORDS})
+        store = pods.start("StatefulSet/redis")
+        for name in ("chat", "demo"):
+            pods.start(f"Deployment/worker-{name}")
+        router = pods.start("Deployment/router")
+
+        for model in ("Qwen/Qwen3-0.6B", "demo"):
+            processes.wait("router-0.router", lambda model=model: _decided(router, model))
+
+        with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
+            assert [client.hlen(f"wf:{{{tag}}}:workers") for tag in ("Qwen~Qwen3-0.6B", "demo")] == [1, 1]
+
+
 @pytest.mark.long(
     minutes=1, shows="a master of Redis that dies is replaced by the Sentinels of `redis-sentinel`, and joins again"
 )
@@ -129,16 +146,16 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
         processes.wait("redis-0.redis", lambda: _replicas(_master(ports[26379]), ports[6379]) == 2)
 
 
-def _rendered(store: list[str], tmp_path: Path) -> list[Manifest]:
+def _rendered(store: list[str], tmp_path: Path, *models: str) -> list[Manifest]:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return parse(render([MODEL, "simulated-engines", *store], scratch))
+    return parse(render([*(models or [MODEL]), "simulated-engines", *store], scratch))
 
 
-def _decided(router: RunningPod) -> bool:
+def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
     """Whether a chat is answered by a decision of Redis, and not without it."""
     try:
-        answer = _chat(router, "Qwen/Qwen3-0.6B")
+        answer = _chat(router, model)
     except httpx.TransportError:
         return False
     return answer.status_code == 200 and answer.headers["x-warmfleet-reservation"] != "fallback"
