@@ -16,7 +16,7 @@ from tests.k8s.pods import Pods, RunningPod
 from tests.k8s.render import MODEL, parse, render
 from tests.tools import require
 
-from warmfleet_loadtest.stacks.processes import Processes, answers
+from warmfleet_loadtest.stacks.processes import Processes, answers, free_ports
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +74,29 @@ def test_tls_to_redis(tmp_path: Path) -> None:
 
         with redis.Redis(port=store.ports[6379]) as client, pytest.raises(redis.ConnectionError):
             client.ping()
+
+
+@pytest.mark.long(
+    minutes=1,
+    shows="simulated engines and routers trust the private authority of a Redis elsewhere, by their manifests",
+)
+def test_a_redis_elsewhere_with_a_private_authority(tmp_path: Path) -> None:
+    authority = made_certificate(tmp_path, "authority")
+    pair = made_certificate(tmp_path, "localhost", authority)
+    (port,) = free_ports(1)
+    words = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--save", ""]
+    words += ["--tls-cert-file", str(pair.certificate), "--tls-key-file", str(pair.key)]
+    urls = dict.fromkeys(("router", "worker"), f"rediss://localhost:{port}/0")
+    secrets = {"redis-urls": urls, "redis-ca": {"ca.crt": authority.certificate.read_text()}}
+    with Processes(tmp_path) as processes:
+        words += ["--tls-ca-cert-file", str(authority.certificate)]
+        processes.spawn("store", "store", [redis7_binary(), *words], {})
+        objects = _rendered(["redis-external", "redis-external-ca"], tmp_path)
+        pods = Pods(objects, processes, tmp_path, _programs(redis7_binary()), secrets)
+        pods.start("Deployment/worker-chat")
+        router = pods.start("Deployment/router")
+
+        processes.wait("router-0.router", lambda: _decided(router))
 
 
 @pytest.mark.long(
