@@ -27,7 +27,7 @@ from tests.k8s.objects import (
     role,
     workloads,
 )
-from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, Check, Program
+from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, Check, Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -251,7 +251,9 @@ def monitors(objects: list[Manifest], _: Program) -> list[str]:
     problems += [
         f"{name_of(item)}: it selects no pods"
         for item in found
-        if not any(matches(item["spec"]["selector"], labels(workload)) for workload in workloads(objects))
+        if not any(
+            matches(item["spec"]["selector"], one) for one in (*map(labels, workloads(objects)), ENGINES_TO_COME)
+        )
     ]
     return problems
 

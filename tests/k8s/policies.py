@@ -60,6 +60,8 @@ BROUGHT: dict[str, frozenset[str]] = {
     "hf-token": frozenset({"token"}),
     "registry": frozenset({".dockerconfigjson"}),
 }
+#: The labels that policies and monitors of engines select, also in a fleet whose engines are elsewhere today.
+ENGINES_TO_COME = {"app.kubernetes.io/name": "worker"}
 #: Where a node may answer DNS: the pods of the cluster's DNS; NodeLocal DNSCache on the node, at its own address and at
 #: that of Service kube-dns (here any address of Services); its pods, where the network plugin redirects to them.
 DNS_SERVERS: tuple[str | dict[str, str], ...] = (
@@ -121,12 +123,9 @@ def selectors(objects: list[Manifest], _: Program) -> list[str]:
         if headless and headless not in {service["metadata"]["name"] for service in of_kind(objects, "Service")}:
             problems.append(f"{where}: no Service {headless}")
     pods = [labels(workload) for workload in workloads(objects)]
-    engines_to_come = {
-        "app.kubernetes.io/name": "worker"
-    }  # the base has their policy, also where engines are elsewhere
     for kind, field_name, known in (
         ("Service", "selector", pods),
-        ("NetworkPolicy", "podSelector", [*pods, engines_to_come]),
+        ("NetworkPolicy", "podSelector", [*pods, ENGINES_TO_COME]),
     ):
         problems += [
             f"{name_of(item)}: selects no pods"

@@ -134,7 +134,7 @@ def test_a_fleet_of_two_models_answers_for_both(tmp_path: Path) -> None:
         router = pods.start("Deployment/router")
 
         for model in ("Qwen/Qwen3-0.6B", "demo"):
-            processes.wait("router-0.router", lambda model=model: _decided(router, model))
+            processes.wait("router-0.router", partial(_decided, router, model))
 
         with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
             assert [client.hlen(f"wf:{{{tag}}}:workers") for tag in ("Qwen~Qwen3-0.6B", "demo")] == [1, 1]
