@@ -63,9 +63,9 @@ def matches(selector: dict[str, Any], candidate: dict[str, str]) -> bool:
     """The selector of a Service (a flat map) or of another object. An empty one selects all pods."""
     listed = selector.get("matchExpressions", [])
     wanted = selector.get("matchLabels", {}) if listed or "matchLabels" in selector else selector
-    assert all(one["operator"] == "In" for one in listed), "no other operator is understood here"
+    assert all(expression["operator"] == "In" for expression in listed), "no other operator is understood here"
     return all(candidate.get(key) == value for key, value in wanted.items()) and all(
-        candidate.get(one["key"]) in one["values"] for one in listed
+        candidate.get(expression["key"]) in expression["values"] for expression in listed
     )
 
 

@@ -327,13 +327,13 @@ def network(objects: list[Manifest], _: Program) -> list[str]:
     if not any(not item["spec"]["podSelector"] and not item["spec"].get("ingress") for item in policies):
         problems.append("NetworkPolicy: no default deny")
     for source, target, port in CONNECTIONS:
-        for one, other in product(of_role(objects, source), of_role(objects, target)):
-            if port not in declared(other):
+        for sender, receiver in product(of_role(objects, source), of_role(objects, target)):
+            if port not in declared(receiver):
                 continue
-            for side, own, peer in (("egress", one, other), ("ingress", other, one)):
+            for side, own, peer in (("egress", sender, receiver), ("ingress", receiver, sender)):
                 if not is_open(policies, side, own, peer, port):
                     problems.append(
-                        f"NetworkPolicy: {name_of(one)} to {name_of(other)}: {side} of {role(own)} is closed"
+                        f"NetworkPolicy: {name_of(sender)} to {name_of(receiver)}: {side} of {role(own)} is closed"
                     )
     return problems
 
