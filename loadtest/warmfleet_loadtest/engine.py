@@ -37,6 +37,7 @@ from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.eviction.tail_eviction import eviction_of
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.redis_address import with_ca
 from warmfleet_worker.server_address import default_server_id, worker_url
 from warmfleet_worker.tracker import Tracker
 
@@ -200,7 +201,8 @@ def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
     if args.count > 1:
         server_id = f"{server_id}-{index}"
     url = worker_url(args.redis, args.host, port)
-    return Membership(args.redis, args.fleet or args.model[0], tuple(args.model), server_id, url)
+    redis_url = with_ca(args.redis, os.environ.get("WARMFLEET_REDIS_CA", ""))
+    return Membership(redis_url, args.fleet or args.model[0], tuple(args.model), server_id, url)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,12 +1,14 @@
-"""Rendered manifests, and the program's own routes and settings."""
+"""Rendered manifests, an API server to apply them to, and the program's own routes and settings."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pytest
 from starlette.routing import Route
+from tests.k8s.fake_api import FakeApi
 from tests.k8s.policies import Program
 from tests.k8s.render import COMBINATIONS, ROOT, render
 
@@ -14,9 +16,25 @@ from warmfleet.main import create_app
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.settings import PREFIX, Settings
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 METRICS = ROOT / "app/docs/metrics.md"  # generated from the program
 #: All three probes of an engine ask this endpoint of vLLM.
 ENGINE_ROUTES = frozenset({"/health"})
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    with FakeApi() as server:
+        yield server
+
+
+@pytest.fixture
+def rich_api() -> Iterator[FakeApi]:
+    """A cluster with the CRDs of Prometheus' operator and of the Gateway API."""
+    with FakeApi(custom=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

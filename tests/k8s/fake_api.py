@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from tests.k8s.schemas import CUSTOM, VERSION, problem_of
@@ -90,9 +90,13 @@ class Store:
             raise Refused(404, "NotFound", f'{target.kind.plural} "{target.name}" not found')
         return self.objects[target]
 
-    def items(self, target: Target) -> list[Manifest]:
+    def items(self, target: Target, labels: dict[str, str]) -> list[Manifest]:
         return [
-            found for key, found in self.objects.items() if key[0] == target.kind and target.namespace in ("", key[1])
+            found
+            for key, found in self.objects.items()
+            if key[0] == target.kind
+            and target.namespace in ("", key[1])
+            and labels.items() <= found["metadata"].get("labels", {}).items()
         ]
 
     def put(self, verb: str, target: Target, body: Manifest) -> Manifest:
@@ -180,7 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         if target.name:
             return self.store.get(target)
         kind = target.kind
-        items = self.store.items(target)
+        asked = parse_qs(urlsplit(self.path).query).get("labelSelector", [""])[0]
+        items = self.store.items(target, dict(part.split("=") for part in asked.split(",") if part))
         return {"kind": f"{kind.kind}List", "apiVersion": kind.group_version, "metadata": {}, "items": items}
 
     def _post(self) -> Manifest:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from itertools import chain
+from collections import Counter
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
@@ -22,10 +22,12 @@ from tests.k8s.objects import (
     matches,
     name_of,
     of_kind,
+    of_role,
     pod,
+    role,
     workloads,
 )
-from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, Check, Program
+from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, Check, Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +42,9 @@ BUILT_IN = CLUSTER_SCOPED | WORKLOADS | {
 }  # fmt: skip
 CUSTOM = {"PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute"}
 _PASSWORD_IN_URL = re.compile(r"[a-z+]+://[^/\s:@]*:(?!\$\()[^/\s@]+@")
+#: Role -> the name and the number of the port that has its metrics.
+SCRAPED = {"router": ("admin", 9090), "worker": ("http", 8000)}
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{,61}[A-Za-z0-9])?")
 _SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|_KEY)$")
 
 
@@ -49,9 +54,17 @@ def kinds(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def models(objects: list[Manifest], _: Program) -> list[str]:
-    """Each worker serves one of the routers' models, and the users of Redis are made for the same models."""
+    """Each worker serves one of the routers' models, each of these has workers or engines elsewhere, and the users of
+    Redis are made for the same models."""
     problems = []
     served = _models(objects, "router")
+    here = {
+        environment(objects, part).get("WARMFLEET_MODEL", "")
+        for item in of_role(objects, "worker")
+        for part in pod(item)["containers"]
+    }
+    elsewhere = any("WARMFLEET_STATIC_WORKERS" in str(pod(item)) for item in of_role(objects, "router"))
+    problems += [f"ConfigMap/models: no engine serves {model}" for model in sorted(served - here) if not elsewhere]
     for workload in workloads(objects):
         for container in containers(workload):
             found = environment(objects, container)
@@ -68,7 +81,10 @@ def redis(objects: list[Manifest], _: Program) -> list[str]:
     server = next((item for item in of_kind(objects, "StatefulSet") if item["metadata"]["name"] == "redis"), None)
     for workload in workloads(objects):
         for container in containers(workload):
-            url = environment(objects, container).get("WARMFLEET_REDIS_URL")
+            given = environment(objects, container)
+            url, trusted = given.get("WARMFLEET_REDIS_URL"), given.get("WARMFLEET_REDIS_CA", "")
+            if trusted and not _mounted(workload, container, trusted):
+                problems.append(f"{name_of(workload)}: no file {trusted}")
             if url is None or (url == "" and server is None):  # of a Secret that the operator brings
                 continue
             where = name_of(workload)
@@ -130,10 +146,9 @@ def images(objects: list[Manifest], _: Program) -> list[str]:
 def engines(objects: list[Manifest], _: Program) -> list[str]:
     """There are engines, and routers may connect to those that are listed: else every request gets 503."""
     problems = []
-    names = {item["metadata"]["name"] for item in workloads(objects)}
     router = next(item for item in workloads(objects) if item["metadata"]["name"] == "router")
     listed = environment(objects, pod(router)["containers"][0]).get("WARMFLEET_STATIC_WORKERS", "")
-    if "worker" not in names and not listed:
+    if not of_role(objects, "worker") and not listed:
         problems.append("Deployment/router: no engines, neither here nor elsewhere")
     for entry in listed.split(",") if listed else []:
         lines = [entry]
@@ -147,7 +162,7 @@ def engines(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def scaling(objects: list[Manifest], program: Program) -> list[str]:
-    """An autoscaler owns the number of its pods, knows what it counts, and leaves some room."""
+    """An autoscaler owns the number of its pods, knows what it counts, counts its own model, and leaves some room."""
     problems = []
     for item in of_kind(objects, "HorizontalPodAutoscaler"):
         where, spec = name_of(item), item["spec"]
@@ -168,9 +183,13 @@ def scaling(objects: list[Manifest], program: Program) -> list[str]:
                 name = metric["resource"]["name"]
                 if any(name not in part["resources"].get("requests", {}) for part in pod(target)["containers"]):
                     problems.append(f"{where}: a share of {name}, which is not requested")
-            elif (counted := metric[metric["type"].lower()]["metric"]["name"]) not in program.metrics:
-                problems.append(f"{where}: no metric {counted}")
-    return problems
+                continue
+            counted = metric[metric["type"].lower()]["metric"]
+            if counted["name"] not in program.metrics:
+                problems.append(f"{where}: no metric {counted['name']}")
+            if metric["type"] == "External":
+                problems += [f"{where}: {problem}" for problem in _wrong_model(objects, target, counted)]
+    return problems + _scaled_twice(objects)
 
 
 def edges(objects: list[Manifest], _: Program) -> list[str]:
@@ -208,30 +227,63 @@ def edges(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def monitors(objects: list[Manifest], _: Program) -> list[str]:
-    """Each router is scraped once, on its port for operators, and the network policy lets Prometheus in."""
+    """Each router and each engine is scraped once, on the port with its metrics, and policies let Prometheus in."""
     problems = []
-    found = of_kind(objects, "PodMonitor")
+    found, policies_ = of_kind(objects, "PodMonitor"), of_kind(objects, "NetworkPolicy")
     for workload in workloads(objects):
+        if role(workload) not in SCRAPED:
+            continue
         mine = [item for item in found if matches(item["spec"]["selector"], labels(workload))]
-        noted = workload["spec"]["template"]["metadata"].get("annotations", {}).get("prometheus.io/scrape") == "true"
-        if workload["metadata"]["name"] == "router" and len(mine) + noted != 1:
+        notes = workload["spec"]["template"]["metadata"].get("annotations", {})
+        noted = notes.get("prometheus.io/scrape") == "true"
+        if len(mine) + noted != 1:
             problems.append(f"{name_of(workload)}: it is scraped {len(mine) + noted} times")
+        port, number = SCRAPED[role(workload)]
+        asked = [(end["port"], end["path"]) for item in mine for end in item["spec"]["podMetricsEndpoints"]]
+        asked += [(notes.get("prometheus.io/port"), notes.get("prometheus.io/path"))] * noted
         problems += [
-            f"{name_of(workload)}: no metrics at {endpoint['port']}{endpoint['path']}"
-            for endpoint in chain.from_iterable(item["spec"]["podMetricsEndpoints"] for item in mine)
-            if (endpoint["port"], endpoint["path"]) != ("admin", "/metrics") or "admin" not in declared(workload)
+            f"{name_of(workload)}: no metrics at {place}{path}"
+            for place, path in asked
+            if place not in (port, str(number)) or path != "/metrics" or port not in declared(workload)
         ]
+        if not any(_lets_prometheus_in(item, workload, port) for item in policies_):
+            problems.append(f"{name_of(workload)}: Prometheus is not let in")
     problems += [
         f"{name_of(item)}: it selects no pods"
         for item in found
-        if not any(matches(item["spec"]["selector"], labels(workload)) for workload in workloads(objects))
+        if not any(
+            matches(item["spec"]["selector"], one) for one in (*map(labels, workloads(objects)), ENGINES_TO_COME)
+        )
     ]
-    lets_in = any(
-        "kubernetes.io/metadata.name': 'monitoring" in str(rule.get("from")) and "admin" in str(rule["ports"])
-        for item in of_kind(objects, "NetworkPolicy")
-        for rule in item["spec"].get("ingress", [])
+    return problems
+
+
+def _lets_prometheus_in(policy: Manifest, workload: Manifest, port: str) -> bool:
+    return matches(policy["spec"]["podSelector"], labels(workload)) and any(
+        "kubernetes.io/metadata.name': 'monitoring" in str(rule.get("from"))
+        and f"'port': '{port}'" in str(rule["ports"])
+        for rule in policy["spec"].get("ingress", [])
     )
-    return problems + ["NetworkPolicy/router: Prometheus is not let in"] * (not lets_in)
+
+
+def _wrong_model(objects: list[Manifest], target: Manifest, metric: Manifest) -> Iterator[str]:
+    """What is wrong with the model whose queue an autoscaler counts. The adapter takes its label for a pattern."""
+    label = metric.get("selector", {}).get("matchLabels", {}).get("model")
+    if label is None:
+        yield "it counts the requests of all models"
+        return
+    if not _LABEL_VALUE.fullmatch(label):
+        yield f"{label} is no value of a label, so the metrics API refuses it"
+        return
+    counted = {model for model in _models(objects, "router") if re.fullmatch(label, model)}
+    (own,) = (environment(objects, part).get("WARMFLEET_MODEL") for part in pod(target)["containers"])
+    if counted != {own}:
+        yield f"it counts the requests of {sorted(counted)}, and its engines serve {own}"
+
+
+def _scaled_twice(objects: list[Manifest]) -> list[str]:
+    targets = Counter(_target(item["spec"]) for item in of_kind(objects, "HorizontalPodAutoscaler"))
+    return [f"{target}: it has {count} autoscalers" for target, count in targets.items() if count > 1]
 
 
 def _models(objects: list[Manifest], name: str) -> set[str]:

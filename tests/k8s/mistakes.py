@@ -53,11 +53,35 @@ def _path(objects: dict[str, Manifest]) -> Any:
 
 
 def _metric(objects: dict[str, Manifest]) -> Any:
-    return _spec(objects, "HorizontalPodAutoscaler/worker")["metrics"][0]["external"]["metric"]
+    return _spec(objects, "HorizontalPodAutoscaler/worker-chat")["metrics"][0]["external"]["metric"]
 
 
 def _note(objects: dict[str, Manifest], name: str) -> None:
     _spec(objects, "Deployment/router")["template"]["metadata"].update(annotations={name: "true"})
+
+
+def _unlabelled(objects: dict[str, Manifest], *kinds: str) -> None:
+    """Selectors of these kinds, and the labels of pods, name no model: as in a second copy of the same manifests."""
+    for name, item in objects.items():
+        if name.partition("/")[0] not in kinds:
+            continue
+        places = [item["spec"].get("selector", {}).get("matchLabels", {})]
+        if item["kind"] == "Deployment":
+            template = item["spec"]["template"]
+            places += [template["metadata"]["labels"]]
+            places += [one["labelSelector"]["matchLabels"] for one in template["spec"]["topologySpreadConstraints"]]
+        for place in places:
+            place.pop("app.kubernetes.io/instance", None)
+
+
+def _count(objects: dict[str, Manifest], **labels: str) -> None:
+    """The model whose queue the autoscaler of `chat` counts."""
+    _metric(objects)["selector"].update(matchLabels=labels)
+
+
+def _dns(objects: dict[str, Manifest], **rule: Any) -> None:
+    """The way to DNS, with these fields in place of its own."""
+    _spec(objects, "NetworkPolicy/dns")["egress"][0].update(rule)
 
 
 def _secret(objects: dict[str, Manifest], text: str) -> None:
@@ -67,7 +91,7 @@ def _secret(objects: dict[str, Manifest], text: str) -> None:
 #: what went wrong in the overlay `prod` -> (the check that must find it, a part of its words, how to make the mistake)
 MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "unknown field": ("schema", "replica", lambda o: _spec(o, "Deployment/router").update(replica=3)),
-    "wrong type": ("schema", "type", lambda o: _spec(o, "Deployment/worker").update(replicas="two")),
+    "wrong type": ("schema", "type", lambda o: _spec(o, "Deployment/worker-chat").update(replicas="two")),
     "unknown field deep in a pod": ("schema", "httpget", lambda o: container(o)["livenessProbe"].update(httpget={})),
     "missing required field": ("schema", "required", lambda o: _spec(o, "Service/router")["ports"][0].pop("port")),
     "namespace not restricted": (
@@ -108,7 +132,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "probe path": ("probes", "/healthz", lambda o: container(o)["livenessProbe"]["httpGet"].update(path="/healthz")),
     "engine probe path": (
         "probes", "/readyz",
-        lambda o: container(o, "Deployment/worker")["readinessProbe"]["httpGet"].update(path="/readyz"),
+        lambda o: container(o, "Deployment/worker-chat")["readinessProbe"]["httpGet"].update(path="/readyz"),
     ),
     "liveness asks what readiness asks": (
         "probes", "/readyz", lambda o: container(o)["livenessProbe"]["httpGet"].update(path="/readyz"),
@@ -251,7 +275,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
         "images", "names no version",
         lambda o: container(o).update(image="registry.example.com/warmfleet-router:latest"),
     ),
-    "no engines": ("engines", "no engines", lambda o: o.pop("Deployment/worker")),
+    "no engines": ("engines", "no engines", lambda o: o.pop("Deployment/worker-chat")),
     "no way out to a listed engine": (
         "engines", "http://10.9.9.9:8000: no way out",
         lambda o: container(o)["env"].append({"name": "WARMFLEET_STATIC_WORKERS", "value": "http://10.9.9.9:8000"}),
@@ -284,7 +308,10 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     ),
 }  # fmt: skip
 
-#: The same for what only the combination `tls` has, and for its checks of TLS and of an Ingress.
+KUBE_DNS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
+NODE_LOCAL = {"ipBlock": {"cidr": "169.254.20.10/32"}}
+
+#: The same for what other combinations have: the name of one, its check, its words, the mistake.
 MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
     "no TLS to a Redis with it": (
         "tls", "redis", "redis, but Redis speaks TLS",
@@ -309,11 +336,11 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
     ),
     "an autoscaler that removes busy engines": (
         "tls", "scaling", "remove pods that are busy",
-        lambda o: _spec(o, "HorizontalPodAutoscaler/worker")["behavior"]["scaleDown"].update(selectPolicy="Min"),
+        lambda o: _spec(o, "HorizontalPodAutoscaler/worker-chat")["behavior"]["scaleDown"].update(selectPolicy="Min"),
     ),
     "an autoscaler that removes busy engines by default": (
         "tls", "scaling", "remove pods that are busy",
-        lambda o: _spec(o, "HorizontalPodAutoscaler/worker")["behavior"].pop("scaleDown"),
+        lambda o: _spec(o, "HorizontalPodAutoscaler/worker-chat")["behavior"].pop("scaleDown"),
     ),
     "scraped twice": (
         "tls", "monitors", "scraped 2 times",
@@ -362,12 +389,129 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
         ),
     ),
     "the list of engines is not mounted": (
-        "external", "engines", "no file file:///run/engines/engines.txt",
+        "elsewhere", "engines", "no file file:///run/engines/engines.txt",
         lambda o: _data(o, "engines").update(other=_data(o, "engines").pop("engines.txt")),
     ),
     "no Secret for Redis elsewhere": (
         "external", "references", "redis-urls has no key url",
         lambda o: _variable(o, "WARMFLEET_REDIS_URL")["valueFrom"]["secretKeyRef"].update(key="url"),
+    ),
+    "no authority of Redis elsewhere": (
+        "external", "redis", "no file /run/redis-ca/ca.crt", lambda o: container(o)["volumeMounts"].clear(),
+    ),
+    "two models select each other's pods": (
+        "two-models", "selectors", "Deployment/worker-chat: selects the pods of Deployment/worker-code",
+        lambda o: _unlabelled(o, "Deployment"),
+    ),
+    "a model whose selector matches all models": (
+        "two-models", "selectors", "Deployment/worker-chat: selects the pods of Deployment/worker-code",
+        lambda o: _spec(o, "Deployment/worker-chat")["selector"]["matchLabels"].pop("app.kubernetes.io/instance"),
+    ),
+    "a spread that counts all models": (
+        "two-models", "selectors", "Deployment/worker-chat: spread counts other pods",
+        lambda o: pod(o, "Deployment/worker-chat")["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].pop(
+            "app.kubernetes.io/instance"
+        ),
+    ),
+    "a Service that leads to all models": (
+        "two-models", "selectors", "Service/redis: it leads to ['Deployment/worker-chat', 'Deployment/worker-code']",
+        lambda o: _spec(o, "Service/redis").update(selector={"app.kubernetes.io/name": "worker"}),
+    ),
+    "two budgets for one pod": (
+        "two-models", "budgets", "Deployment/worker-chat: its pods are under 2 budgets",
+        lambda o: _unlabelled(o, "Deployment", "PodDisruptionBudget"),
+    ),
+    "a budget that covers all models": (
+        "two-models", "budgets", "Deployment/worker-code: its pods are under 2 budgets",
+        lambda o: _spec(o, "PodDisruptionBudget/worker-chat")["selector"]["matchLabels"].pop(
+            "app.kubernetes.io/instance"
+        ),
+    ),
+    "a model without a budget": (
+        "two-models", "budgets", "Deployment/worker-code: several replicas without a budget",
+        lambda o: o.pop("PodDisruptionBudget/worker-code"),
+    ),
+    "the sum over all models": (
+        "two-models", "scaling", "it counts the requests of all models", lambda o: _metric(o).pop("selector"),
+    ),
+    "the queue of another model": (
+        "two-models", "scaling", "requests of ['Qwen/Qwen2.5-Coder-32B-Instruct'], and its engines serve Qwen/Qwen3-8B",
+        lambda o: _count(o, model="Qwen.Qwen2.5-Coder-32B-Instruct"),
+    ),
+    "the queue of no model": (
+        "two-models", "scaling", "it counts the requests of []", lambda o: _count(o, model="not-set"),
+    ),
+    "a name that no label can have": (
+        "two-models", "scaling", "Qwen/Qwen3-8B is no value of a label", lambda o: _count(o, model="Qwen/Qwen3-8B"),
+    ),
+    "two autoscalers of one model": (
+        "two-models", "scaling", "Deployment/worker-code: it has 2 autoscalers",
+        lambda o: _spec(o, "HorizontalPodAutoscaler/worker-chat")["scaleTargetRef"].update(name="worker-code"),
+    ),
+    "routers without room for a second model": (
+        "two-models", "resources", "comes to",
+        lambda o: container(o)["resources"]["requests"].update(memory="1Gi"),
+    ),
+    "a model without engines": (
+        "two-models", "models", "no engine serves Qwen/Qwen2.5-Coder",
+        lambda o: o.pop("Deployment/worker-code"),
+    ),
+    "two models with one's settings": (
+        "two-models", "models", "no engine serves Qwen/Qwen2.5-Coder",
+        lambda o: container(o, "Deployment/worker-code").update(
+            envFrom=container(o, "Deployment/worker-chat")["envFrom"]
+        ),
+    ),
+    "a pull secret that nobody brings": (
+        "two-models", "references", "StatefulSet/redis: no Secret x",
+        lambda o: pod(o, "StatefulSet/redis").update(imagePullSecrets=[{"name": "x"}]),
+    ),
+    "the engines of one model are closed to routers": (
+        "two-models", "network", "Deployment/router to Deployment/worker-code: ingress of worker is closed",
+        lambda o: _spec(o, "NetworkPolicy/worker")["podSelector"]["matchLabels"].update(
+            {"app.kubernetes.io/instance": "chat"}
+        ),
+    ),
+    "nobody scrapes the engines of one model": (
+        "two-models", "monitors", "Deployment/worker-code: it is scraped 0 times",
+        lambda o: _spec(o, "Deployment/worker-code")["template"]["metadata"].pop("annotations"),
+    ),
+    "the engines are scraped at a port that they lack": (
+        "two-models", "monitors", "Deployment/worker-code: no metrics at 9090/metrics",
+        lambda o: _spec(o, "Deployment/worker-code")["template"]["metadata"]["annotations"].update(
+            {"prometheus.io/port": "9090"}
+        ),
+    ),
+    "Prometheus is not let in to engines": (
+        "two-models", "monitors", "Deployment/worker-code: Prometheus is not let in",
+        lambda o: _spec(o, "NetworkPolicy/worker")["ingress"][0]["from"].pop(),
+    ),
+    "engines are scraped twice": (
+        "external", "monitors", "Deployment/worker-code: it is scraped 2 times",
+        lambda o: o.update({"PodMonitor/other": o["PodMonitor/worker"]}),
+    ),
+    "DNS by the pods of the cluster's DNS only": (
+        "two-models", "names", "Deployment/router: no way to DNS at 169.254.20.10 by UDP",
+        lambda o: _dns(o, to=[KUBE_DNS]),
+    ),
+    "DNS not at the address of its Service": (
+        "two-models", "names", "Deployment/worker-code: no way to DNS at 10.96.0.10 by UDP",
+        lambda o: _dns(o, to=[KUBE_DNS, NODE_LOCAL]),
+    ),
+    "DNS by the node only": (
+        "two-models", "names", "no way to DNS at {'k8s-app': 'kube-dns'} by UDP", lambda o: _dns(o, to=[NODE_LOCAL]),
+    ),
+    "DNS without TCP": (
+        "two-models", "names", "no way to DNS at 169.254.20.10 by TCP",
+        lambda o: _dns(o, ports=[{"port": 53, "protocol": "UDP"}]),
+    ),
+    "DNS for routers only": (
+        "two-models", "names", "Deployment/worker-chat: no way to DNS",
+        lambda o: _spec(o, "NetworkPolicy/dns")["podSelector"]["matchExpressions"][0].update(values=["router"]),
+    ),
+    "Sentinels that know no names": (
+        "sentinel", "names", "StatefulSet/redis: no way to DNS",
+        lambda o: _spec(o, "NetworkPolicy/redis")["egress"].pop(),
     ),
     "the overlay for trying things out in production's namespace": (
         "root", "secrets", "a Secret with content",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,15 +45,28 @@ def labels(workload: Manifest) -> dict[str, str]:
     return found
 
 
+def role(workload: Manifest) -> str:
+    """What the pods of a workload are in a fleet: router, worker or redis."""
+    return labels(workload).get("app.kubernetes.io/name", "")
+
+
+def of_role(objects: list[Manifest], name: str) -> list[Manifest]:
+    return [item for item in workloads(objects) if role(item) == name]
+
+
 def containers(workload: Manifest) -> list[Manifest]:
     spec = pod(workload)
     return [*spec.get("initContainers", []), *spec["containers"]]
 
 
 def matches(selector: dict[str, Any], candidate: dict[str, str]) -> bool:
-    """The selector of a Service (a flat map) or of another object (``matchLabels``). An empty one selects all pods."""
-    wanted = selector.get("matchLabels", {}) if "matchLabels" in selector or not selector else selector
-    return all(candidate.get(key) == value for key, value in wanted.items())
+    """The selector of a Service (a flat map) or of another object. An empty one selects all pods."""
+    listed = selector.get("matchExpressions", [])
+    wanted = selector.get("matchLabels", {}) if listed or "matchLabels" in selector else selector
+    assert all(expression["operator"] == "In" for expression in listed), "no other operator is understood here"
+    return all(candidate.get(key) == value for key, value in wanted.items()) and all(
+        candidate.get(expression["key"]) in expression["values"] for expression in listed
+    )
 
 
 def environment(objects: list[Manifest], container: Manifest) -> dict[str, str]:
@@ -112,6 +126,8 @@ def referenced(spec: Manifest) -> Iterator[tuple[str, str, str | None]]:
                 if field_name in entry.get("valueFrom", {}):
                     found = entry["valueFrom"][field_name]
                     yield kind, found["name"], found["key"]
+    for secret in spec.get("imagePullSecrets", []):
+        yield "Secret", secret["name"], None
     yield from _of_volumes(spec)
 
 
@@ -157,3 +173,22 @@ def is_open(policies: list[Manifest], side: str, own: Manifest, peer: Manifest, 
             if hit and any(p["port"] in {port, *names} for p in rule.get("ports", [])):
                 return True
     return False
+
+
+def resolves(policies: list[Manifest], own: Manifest, server: str | dict[str, str], protocol: str) -> bool:
+    """Whether these pods may ask a DNS server: an address, or a pod with these labels in another namespace."""
+    for item in policies:
+        if not matches(item["spec"]["podSelector"], labels(own)):
+            continue
+        for rule in item["spec"].get("egress", []):
+            opened = any((p["port"], p["protocol"]) == (53, protocol) for p in rule.get("ports", []))
+            if opened and ("to" not in rule or any(_is_peer(peer, server) for peer in rule["to"])):
+                return True
+    return False
+
+
+def _is_peer(peer: Manifest, server: str | dict[str, str]) -> bool:
+    if isinstance(server, str):
+        network = peer.get("ipBlock", {}).get("cidr")
+        return network is not None and ip_address(server) in ip_network(network)
+    return "namespaceSelector" in peer and matches(peer.get("podSelector", {}), server)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from tests.k8s.objects import (
@@ -23,10 +24,13 @@ from tests.k8s.objects import (
     matches,
     name_of,
     of_kind,
+    of_role,
     pod,
     probes_of,
     referenced,
     replicas_of,
+    resolves,
+    role,
     undefined,
     unrestricted,
     workloads,
@@ -41,17 +45,28 @@ if TYPE_CHECKING:
 #: Memory of a router with one model, without its trie. Measured: 60 MiB for the program, 255 for a tokenizer of 6 MB in
 #: both libraries, 84 for the processes of four templates, and 237 for the seconds in which a new tokenizer is tried.
 ROUTER_BYTES = 640 * 2**20
+#: Memory of each further model: its tokenizer and templates, at most.
+MODEL_BYTES = 340 * 2**20
 CLUSTER_SCOPED = {"Namespace"}
 #: The Secrets that an operator brings, with their keys; k8s/README.md has the same table.
 BROUGHT: dict[str, frozenset[str]] = {
     "redis-passwords": frozenset({"admin", "router", "worker", "replica", "sentinel"}),
     "redis-urls": frozenset({"router", "worker"}),
+    "redis-ca": frozenset({"ca.crt"}),
     "redis-tls": frozenset({"tls.crt", "tls.key", "ca.crt"}),
     "router-tls": frozenset({"tls.crt", "tls.key"}),
     "client-keys": frozenset({"keys.jsonl"}),
     "engine-key": frozenset({"key"}),
     "hf-token": frozenset({"token"}),
+    "registry": frozenset({".dockerconfigjson"}),
 }
+#: The labels that policies and monitors of engines select, also in a fleet whose engines are elsewhere today.
+ENGINES_TO_COME = {"app.kubernetes.io/name": "worker"}
+#: Where a node may answer DNS: the pods of the cluster's DNS; NodeLocal DNSCache on the node, at its own address and at
+#: that of Service kube-dns (here any address of Services); its pods, where the network plugin redirects to them.
+DNS_SERVERS: tuple[str | dict[str, str], ...] = (
+    *({"k8s-app": "kube-dns"}, "169.254.20.10", "10.96.0.10", {"k8s-app": "node-local-dns"}),
+)
 #: Which pods connect to which, and the port there. A port that the receiver does not have needs no way to it.
 CONNECTIONS = (
     *(("router", "redis", 6379), ("worker", "redis", 6379), ("router", "worker", 8000)),
@@ -94,29 +109,51 @@ def namespaces(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def selectors(objects: list[Manifest], _: Program) -> list[str]:
-    """Workloads select their own pods, Services and policies select some pods, a spread counts its own pods."""
+    """Workloads select their own pods only, Services and policies select some pods, a spread counts its own pods."""
     problems = []
     for item in workloads(objects):
         own, where = item["spec"]["selector"], name_of(item)
         if not matches(own, labels(item)):
             problems.append(f"{where}: selector does not match its own pods")
+        others = [name_of(other) for other in workloads(objects) if other is not item and matches(own, labels(other))]
+        problems += [f"{where}: selects the pods of {other}" for other in others]
         spreads = pod(item).get("topologySpreadConstraints", [])
         problems += [f"{where}: spread counts other pods" for spread in spreads if spread["labelSelector"] != own]
         headless = item["spec"].get("serviceName")
         if headless and headless not in {service["metadata"]["name"] for service in of_kind(objects, "Service")}:
             problems.append(f"{where}: no Service {headless}")
-    for kind, field_name in (("Service", "selector"), ("NetworkPolicy", "podSelector")):
+    pods = [labels(workload) for workload in workloads(objects)]
+    for kind, field_name, known in (
+        ("Service", "selector", pods),
+        ("NetworkPolicy", "podSelector", [*pods, ENGINES_TO_COME]),
+    ):
         problems += [
             f"{name_of(item)}: selects no pods"
             for item in of_kind(objects, kind)
-            if not any(matches(item["spec"][field_name], labels(workload)) for workload in workloads(objects))
+            if not any(matches(item["spec"][field_name], candidate) for candidate in known)
         ]
+    problems += [
+        f"{name_of(item)}: it leads to {sorted(found)}"
+        for item in of_kind(objects, "Service")
+        if len(found := {name_of(one) for one in workloads(objects) if matches(item["spec"]["selector"], labels(one))})
+        > 1
+    ]
     return problems
 
 
 def budgets(objects: list[Manifest], _: Program) -> list[str]:
-    """A PodDisruptionBudget selects the pods of exactly one workload, keeps some of them, and lets some be evicted."""
+    """A PodDisruptionBudget selects the pods of exactly one workload, keeps some of them, and lets some be evicted.
+
+    The Eviction API refuses a pod that two budgets select.
+    """
     problems = []
+    for workload in workloads(objects):
+        found = [
+            name_of(item)
+            for item in of_kind(objects, "PodDisruptionBudget")
+            if matches(item["spec"]["selector"], labels(workload))
+        ]
+        problems += [f"{name_of(workload)}: its pods are under {len(found)} budgets: {found}"] * (len(found) > 1)
     for item in of_kind(objects, "PodDisruptionBudget"):
         owners = [found for found in workloads(objects) if found["spec"]["selector"] == item["spec"]["selector"]]
         if len(owners) != 1:
@@ -235,7 +272,7 @@ def restricted(objects: list[Manifest], _: Program) -> list[str]:
 def resources(objects: list[Manifest], program: Program) -> list[str]:
     """CPU and memory are requested, memory is limited, CPU is not (that would delay the first token).
 
-    A router requests the memory that it uses once its trie is full.
+    A router requests the memory that it uses once its trie is full, for all of its models.
     """
     problems = []
     for workload in workloads(objects):
@@ -248,7 +285,8 @@ def resources(objects: list[Manifest], program: Program) -> list[str]:
                 "cpu" in limit
             )
             if container["name"] == "router" and "memory" in asked:
-                wanted = program.load_router(environment(objects, container)).trie_bytes + ROUTER_BYTES
+                loaded = program.load_router(environment(objects, container))
+                wanted = loaded.trie_bytes + ROUTER_BYTES + (len(loaded.models) - 1) * MODEL_BYTES
                 if (given := _bytes(asked["memory"])) < wanted:
                     problems.append(f"{where}: it asks for {given} bytes of memory, and comes to {wanted}")
     return problems
@@ -288,14 +326,28 @@ def network(objects: list[Manifest], _: Program) -> list[str]:
     problems = []
     if not any(not item["spec"]["podSelector"] and not item["spec"].get("ingress") for item in policies):
         problems.append("NetworkPolicy: no default deny")
-    pods = {item["metadata"]["name"]: item for item in workloads(objects)}
     for source, target, port in CONNECTIONS:
-        if source not in pods or target not in pods or port not in declared(pods[target]):
-            continue
-        for side, own, peer in (("egress", source, target), ("ingress", target, source)):
-            if not is_open(policies, side, pods[own], pods[peer], port):
-                problems.append(f"NetworkPolicy: {source} to {target}: {side} of {own} is closed")
+        for sender, receiver in product(of_role(objects, source), of_role(objects, target)):
+            if port not in declared(receiver):
+                continue
+            for side, own, peer in (("egress", sender, receiver), ("ingress", receiver, sender)):
+                if not is_open(policies, side, own, peer, port):
+                    problems.append(
+                        f"NetworkPolicy: {name_of(sender)} to {name_of(receiver)}: {side} of {role(own)} is closed"
+                    )
     return problems
+
+
+def names(objects: list[Manifest], _: Program) -> list[str]:
+    """Pods that connect to others by name may ask the cluster's DNS, wherever a node answers it."""
+    policies = of_kind(objects, "NetworkPolicy")
+    return [
+        f"{name_of(workload)}: no way to DNS at {server} by {protocol}"
+        for workload in workloads(objects)
+        if role(workload) != "redis" or 26379 in declared(workload)  # Redis without Sentinels asks nobody
+        for server, protocol in product(DNS_SERVERS, ("UDP", "TCP"))
+        if not resolves(policies, workload, server, protocol)
+    ]
 
 
 def _missing(where: str, wanted: list[Any], declared: set[Any]) -> list[str]:
@@ -306,6 +358,6 @@ CHECKS: dict[str, Check] = {
     check.__name__: check
     for check in (
         schema, namespaces, selectors, budgets, ports, probes,
-        settings, references, restricted, resources, rollout, network,
+        settings, references, restricted, resources, rollout, network, names,
     )
 }  # fmt: skip

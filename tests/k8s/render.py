@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,37 +18,50 @@ K8S = ROOT / "k8s"
 Manifest = dict[str, Any]
 Parts = str | list[str]
 
-#: Name -> a folder below k8s/ ("" is k8s/ itself), or a list of components to add to the base. Together they use every
-#: component once at least, each in company.
+#: The folders of models that overlays ship. ``CODE`` and its neighbour have autoscalers.
+MODEL, CHAT, CODE = "overlays/prod/chat", "overlays/two-models/chat", "overlays/two-models/code"
+#: Name -> a folder below k8s/ ("" is k8s/ itself), or what to add to the base: folders of models, and components.
+#: Together they use every component once at least, each in company.
 COMBINATIONS: dict[str, Parts] = {
     "root": "",
     "prod": "overlays/prod",
+    "two-models": "overlays/two-models",
     "tls": [
-        *("worker", "plugin-init", "model-cache", "redis", "redis-tls", "pools", "client-keys", "engine-key"),
+        *(CHAT, "plugin-init", "model-cache", "redis", "redis-tls", "pools", "client-keys", "engine-key"),
         *("hpa-queue", "monitoring", "ingress"),
     ],
-    "sentinel": ["worker", "redis-sentinel", "engines-elsewhere", "gateway"],
-    "external": ["engines-elsewhere", "redis-external", "pools"],
+    "sentinel": [MODEL, "redis-sentinel", "engines-elsewhere", "gateway"],
+    "external": [CHAT, CODE, "redis-external", "redis-external-ca", "pools", "monitoring"],
+    "elsewhere": ["engines-elsewhere", "redis-external"],
 }
+#: Routers of two models need more memory.
+ROOM = """
+- op: replace
+  path: /spec/template/spec/containers/0/resources/requests/memory
+  value: 1408Mi
+"""
 #: Where engines are, where Redis is, what leads clients here: one of each.
 ENGINES = (
     ["engines-elsewhere"],
-    ["worker"],
-    ["worker", "simulated-engines"],
-    ["worker", "plugin-init"],
-    ["worker", "model-cache", "engines-elsewhere"],
+    [CHAT, CODE],
+    [MODEL, "simulated-engines"],
+    [MODEL, "plugin-init"],
+    [MODEL, "model-cache", "engines-elsewhere"],
 )
-STORES = (["redis"], ["redis", "redis-tls"], ["redis-sentinel"], ["redis-external"])
+STORES = (
+    *(["redis"], ["redis", "redis-tls"], ["redis-sentinel"]),
+    *(["redis-external"], ["redis-external", "redis-external-ca"]),
+)
 EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"])
-#: Either none of these or all. The last two need workers here.
-EXTRAS = ["pools", "client-keys", "monitoring", "engine-key", "hpa-queue"]
+#: Either none of these or all. The last one needs engines here.
+EXTRAS = ["pools", "client-keys", "monitoring", "hpa-queue", "engine-key"]
 
 
 def every_combination() -> dict[str, list[str]]:
-    """Name -> components, of every combination that makes sense."""
+    """Name -> folders of models and components, of every combination that makes sense."""
     found = {}
     for engines, store, edge, extra in product(ENGINES, STORES, EDGES, (False, True)):
-        extras = [name for name in EXTRAS if "worker" in engines or name not in EXTRAS[3:]] if extra else []
+        extras = EXTRAS[: None if engines[0].startswith("overlays/") else -1] if extra else []
         parts = [*engines, *store, *edge, *extras]
         found["+".join(parts)] = parts
     return found
@@ -75,21 +89,32 @@ def kustomize(folder: Path) -> str:
 
 
 def render(parts: Parts, scratch: Path) -> str:
-    """The YAML of one combination. A list of components gets a kustomization in the empty folder ``scratch``."""
+    """The YAML of one combination. A list of parts gets a kustomization in the empty folder ``scratch``."""
     if isinstance(parts, str):
         return kustomize(K8S / parts)
     # Components can only be used from a kustomization, which must name them by relative paths.
     reach = os.path.relpath(K8S, scratch.resolve())
-    (scratch / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "namespace": "warmfleet",
-                "resources": [f"{reach}/base"],
-                "components": [f"{reach}/components/{part}" for part in parts],
-            }
-        )
-    )
+    folders = [part for part in parts if "/" in part]
+    whole: dict[str, Any] = {
+        "namespace": "warmfleet",
+        "resources": [f"{reach}/{folder}" for folder in ("base", *folders)],
+        "components": [f"{reach}/components/{part}" for part in parts if part not in folders],
+    }
+    if folders:
+        served = ",".join(model_of(K8S / folder) for folder in folders)
+        literals = {"name": "models", "namespace": "warmfleet", "behavior": "merge"}
+        whole["configMapGenerator"] = [literals | {"literals": [f"WARMFLEET_MODELS={served}"]}]
+    if len(folders) > 1:
+        whole["patches"] = [{"target": {"kind": "Deployment", "name": "router"}, "patch": ROOM}]
+    (scratch / "kustomization.yaml").write_text(yaml.safe_dump(whole))
     return kustomize(scratch)
+
+
+def model_of(folder: Path) -> str:
+    """The model that a model's folder serves."""
+    (model,) = re.findall(r"- WARMFLEET_MODEL=(\S+)$", (folder / "kustomization.yaml").read_text(), re.MULTILINE)
+    assert isinstance(model, str)
+    return model
 
 
 def parse(text: str) -> list[Manifest]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 import shutil
 import subprocess
@@ -11,42 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.k8s.fake_api import FakeApi
+from tests.k8s.kubectl import apply, environment, run
 from tests.k8s.policies import BROUGHT
 from tests.k8s.render import COMBINATIONS, K8S, every_combination, kubectl, parse, render
 from tests.k8s.schemas import problem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 README = (K8S / "README.md").read_text()
-
-
-@pytest.fixture
-def api() -> Iterator[FakeApi]:
-    with FakeApi() as server:
-        yield server
-
-
-@pytest.fixture
-def rich_api() -> Iterator[FakeApi]:
-    """A cluster with the CRDs of Prometheus' operator and of the Gateway API."""
-    with FakeApi(custom=True) as server:
-        yield server
-
-
-def environment(home: Path) -> dict[str, str]:
-    """kubectl caches discovery in HOME, and must not find a kubeconfig there."""
-    return {**os.environ, "HOME": str(home), "KUBECONFIG": str(home / "none")}
-
-
-def run(api: FakeApi, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [kubectl(), f"--server={api.url}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(home))
-
-
-def apply(api: FakeApi, home: Path, *what: str) -> subprocess.CompletedProcess[str]:
-    return run(api, home, "apply", "--validate=false", *what)
 
 
 def test_apply_creates_everything_and_applying_again_changes_nothing(
@@ -223,6 +195,6 @@ def test_get_and_delete_by_short_name(api: FakeApi, tmp_path: Path) -> None:
     listed = run(api, tmp_path, "get", "deploy", "-n", "warmfleet-dev", "-o", "name")
     deleted = run(api, tmp_path, "delete", "-k", str(K8S), "--wait=false")
 
-    assert listed.stdout == "deployment.apps/router\ndeployment.apps/worker\n"
+    assert listed.stdout == "deployment.apps/router\ndeployment.apps/worker-demo\n"
     assert deleted.returncode == 0, deleted.stderr
     assert not api.store.objects

@@ -13,10 +13,10 @@ from tests.app.certificates import made as made_certificate
 from tests.conftest import redis7_binary, valkey_binary
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
-from tests.k8s.render import parse, render
+from tests.k8s.render import MODEL, parse, render
 from tests.tools import require
 
-from warmfleet_loadtest.stacks.processes import Processes, answers
+from warmfleet_loadtest.stacks.processes import Processes, answers, free_ports
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,9 +28,9 @@ def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         pods = Pods(parse(rendered["root"]), processes, tmp_path, _programs(valkey_binary()))
         store = pods.start("StatefulSet/redis")
-        worker = pods.start("Deployment/worker")
+        worker = pods.start("Deployment/worker-demo")
         router = pods.start("Deployment/router")
-        for name, made in ("worker-0.engine", worker), ("router-0.router", router):
+        for name, made in ("worker-demo-0.engine", worker), ("router-0.router", router):
             processes.wait(name, partial(_ready, made))
         # A replica that found no engine within 15 s is ready nevertheless, which happens on a busy machine.
         processes.wait("router-0.router", lambda: _chat(router).status_code != 503)
@@ -67,13 +67,36 @@ def test_tls_to_redis(tmp_path: Path) -> None:
             _rendered(["redis", "redis-tls"], tmp_path), processes, tmp_path, _programs(redis7_binary()), secrets
         )
         store = pods.start("StatefulSet/redis")
-        pods.start("Deployment/worker")
+        pods.start("Deployment/worker-chat")
         router = pods.start("Deployment/router")
 
         processes.wait("router-0.router", lambda: _decided(router))
 
         with redis.Redis(port=store.ports[6379]) as client, pytest.raises(redis.ConnectionError):
             client.ping()
+
+
+@pytest.mark.long(
+    minutes=1,
+    shows="simulated engines and routers trust the private authority of a Redis elsewhere, by their manifests",
+)
+def test_a_redis_elsewhere_with_a_private_authority(tmp_path: Path) -> None:
+    authority = made_certificate(tmp_path, "authority")
+    pair = made_certificate(tmp_path, "localhost", authority)
+    (port,) = free_ports(1)
+    words = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--save", ""]
+    words += ["--tls-cert-file", str(pair.certificate), "--tls-key-file", str(pair.key)]
+    urls = dict.fromkeys(("router", "worker"), f"rediss://localhost:{port}/0")
+    secrets = {"redis-urls": urls, "redis-ca": {"ca.crt": authority.certificate.read_text()}}
+    with Processes(tmp_path) as processes:
+        words += ["--tls-ca-cert-file", str(authority.certificate)]
+        processes.spawn("store", "store", [redis7_binary(), *words], {})
+        objects = _rendered(["redis-external", "redis-external-ca"], tmp_path)
+        pods = Pods(objects, processes, tmp_path, _programs(redis7_binary()), secrets)
+        pods.start("Deployment/worker-chat")
+        router = pods.start("Deployment/router")
+
+        processes.wait("router-0.router", lambda: _decided(router))
 
 
 @pytest.mark.long(
@@ -89,15 +112,32 @@ def test_routers_enter_the_pools_and_engines_find_one(tmp_path: Path) -> None:
         store = pods.start("StatefulSet/redis")
         router = pods.start("Deployment/router")
         for number in range(2):
-            pods.start("Deployment/worker", number)
+            pods.start("Deployment/worker-chat", number)
 
         processes.wait("router-0.router", lambda: _decided(router))
 
         with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
             assert {*client.hkeys("wf:{Qwen~Qwen3-0.6B}:pools")} == {b"Qwen/Qwen3-0.6B#1", b"Qwen/Qwen3-0.6B#2"}
             processes.wait(
-                "worker-1.engine", lambda: all(client.hlen(f"wf:{{Qwen~Qwen3-0.6B#{n}}}:workers") for n in (1, 2))
+                "worker-chat-1.engine", lambda: all(client.hlen(f"wf:{{Qwen~Qwen3-0.6B#{n}}}:workers") for n in (1, 2))
             )
+
+
+@pytest.mark.long(minutes=1, shows="one router answers for two models, each with engines from a folder of its own")
+def test_a_fleet_of_two_models_answers_for_both(tmp_path: Path) -> None:
+    objects = _rendered(["redis"], tmp_path, MODEL, "overlays/dev/demo")
+    with Processes(tmp_path) as processes:
+        pods = Pods(objects, processes, tmp_path, _programs(valkey_binary()), {"redis-passwords": PASSWORDS})
+        store = pods.start("StatefulSet/redis")
+        for name in ("chat", "demo"):
+            pods.start(f"Deployment/worker-{name}")
+        router = pods.start("Deployment/router")
+
+        for model in ("Qwen/Qwen3-0.6B", "demo"):
+            processes.wait("router-0.router", partial(_decided, router, model))
+
+        with redis.Redis(port=store.ports[6379], username="admin", password=PASSWORDS["admin"]) as client:
+            assert [client.hlen(f"wf:{{{tag}}}:workers") for tag in ("Qwen~Qwen3-0.6B", "demo")] == [1, 1]
 
 
 @pytest.mark.long(
@@ -108,7 +148,7 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         pods = Pods(_rendered(["redis-sentinel"], tmp_path), processes, tmp_path, _programs(valkey_binary()), secrets)
         stores = [pods.start("StatefulSet/redis", number) for number in range(3)]
-        pods.start("Deployment/worker")
+        pods.start("Deployment/worker-chat")
         router = pods.start("Deployment/router")
         processes.wait("router-0.router", lambda: _decided(router))
         ports = stores[0].ports
@@ -129,16 +169,16 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
         processes.wait("redis-0.redis", lambda: _replicas(_master(ports[26379]), ports[6379]) == 2)
 
 
-def _rendered(store: list[str], tmp_path: Path) -> list[Manifest]:
+def _rendered(store: list[str], tmp_path: Path, *models: str) -> list[Manifest]:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return parse(render(["worker", "simulated-engines", *store], scratch))
+    return parse(render([*(models or [MODEL]), "simulated-engines", *store], scratch))
 
 
-def _decided(router: RunningPod) -> bool:
+def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
     """Whether a chat is answered by a decision of Redis, and not without it."""
     try:
-        answer = _chat(router, "Qwen/Qwen3-0.6B")
+        answer = _chat(router, model)
     except httpx.TransportError:
         return False
     return answer.status_code == 200 and answer.headers["x-warmfleet-reservation"] != "fallback"

@@ -113,7 +113,11 @@ def adapter_faults(rules: Mapping[str, Any], scalers: Iterable[Any]) -> list[str
         for rule in rules.get(listed, ()):
             series = rule["seriesQuery"]
             faults += query_faults(series)
-            faults += query_faults(adapter_query(rule, grouped))
+            faults += query_faults(adapter_query(rule, grouped, model="m"))
+            if kind == "External" and (all_models := adapter_query(rule, grouped)) == adapter_query(
+                rule, grouped, model="m"
+            ):
+                faults.append(f"{all_models} tells the sum of all models, whichever is asked for")
             labels = rule["resources"]["overrides"]
             missing = {"namespace", grouped} - {"", *labels}
             faults += [f"{series} does not tell the {name} of a sample" for name in sorted(missing)]
@@ -126,13 +130,16 @@ def adapter_faults(rules: Mapping[str, Any], scalers: Iterable[Any]) -> list[str
     return faults
 
 
-def adapter_query(rule: Mapping[str, Any], grouped: str) -> str:
-    """The query that the adapter makes of a rule. grouped: the label of the objects it is asked about, or empty."""
-    series = rule["seriesQuery"].partition("{")[0]
-    matchers = 'namespace="warmfleet"' + (f',{grouped}=~"a|b"' if grouped else "")
-    query: str = rule["metricsQuery"]
-    for mark, value in ("Series", series), ("LabelMatchers", matchers), ("GroupBy", grouped):
-        query = query.replace(f"<<.{mark}>>", value)
+def adapter_query(rule: Mapping[str, Any], grouped: str, model: str = "") -> str:
+    """The query that the adapter makes of a rule, a template of Go.
+
+    grouped: the label of the objects it is asked about, or empty. model: that of the autoscaler's selector, or empty.
+    """
+    values = {"namespace": "warmfleet"} | ({"model": model} if model else {}) | ({grouped: "a|b"} if grouped else {})
+    matchers = [f'{name}{"=~" if "|" in value else "="}"{value}"' for name, value in values.items()]
+    known = {"Series": rule["seriesQuery"].partition("{")[0], "LabelMatchers": ",".join(matchers), "GroupBy": grouped}
+    known |= {f"LabelValuesByName.{name}": value for name, value in values.items()}
+    query: str = re.sub(r"<<\.([\w.]+)>>", lambda found: known.get(found[1], "<no value>"), rule["metricsQuery"])
     return query
 
 

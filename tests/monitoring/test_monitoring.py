@@ -217,9 +217,21 @@ def test_an_adapter_serves_every_metric_that_an_autoscaler_asks_for() -> None:
     assert len(adapter_faults({}, SCALERS)) == 2, "one of pods, one of the fleet"
 
 
-def test_the_adapter_tells_each_routers_queue_and_the_sum_of_the_fleet(tmp_path: Path) -> None:
-    rules = adapter_rules()
-    samples_ = {"a": {"m": 2, "n": 3}, "b": {"m": 4}}
+def models_of_the_example() -> dict[str, str]:
+    """The name of each model of the example with two -> the label by which its autoscaler asks for it."""
+    found = {}
+    for path in (ROOT / "k8s/overlays/two-models").glob("*/kustomization.yaml"):
+        text = path.read_text()
+        [name] = re.findall(r"- WARMFLEET_MODEL=(\S+)$", text, re.MULTILINE)
+        [found[name]] = re.findall(r"matchLabels/model\n +value: (\S+)$", text, re.MULTILINE)
+    return found
+
+
+def test_the_adapter_tells_each_routers_queue_and_each_models(tmp_path: Path) -> None:
+    """A model's pools count together; a model whose name is longer, and other namespaces, do not count."""
+    rules, labels = adapter_rules(), models_of_the_example()
+    first, second = labels
+    samples_ = {"a": {f"{first}#1": 2, second: 30, f"{first}-longer": 500}, "b": {f"{first}#2": 4, first: 1}}
     series = [
         {
             "series": f'warmfleet_queued_requests{{namespace="{space}",pod="{pod}",model="{model}"}}',
@@ -229,11 +241,21 @@ def test_the_adapter_tells_each_routers_queue_and_the_sum_of_the_fleet(tmp_path:
         for pod, models in samples_.items()
         for model, value in models.items()
     ]
-    told = {"pod": [{"labels": '{pod="a"}', "value": 5}, {"labels": '{pod="b"}', "value": 4}], "": [{"value": 9}]}
+    [of_pods], [of_models] = rules["custom"], rules["external"]
+    told = [
+        (adapter_query(of_pods, "pod"), {'{pod="a"}': 532, '{pod="b"}': 5}),
+        (adapter_query(of_models, "", labels[first]), {"": 7}),
+        (adapter_query(of_models, "", labels[second]), {"": 30}),
+        (adapter_query(of_models, "", "not-set"), {}),
+        (adapter_query(of_models, ""), {}),
+    ]
     asked = [
-        {"expr": adapter_query(rule, grouped), "eval_time": "3m", "exp_samples": told[grouped]}
-        for listed, grouped in (("custom", "pod"), ("external", ""))
-        for rule in rules[listed]
+        {
+            "expr": query,
+            "eval_time": "3m",
+            "exp_samples": [{"value": value} | ({"labels": of} if of else {}) for of, value in values.items()],
+        }
+        for query, values in told
     ]
     tests = tmp_path / "queue.yaml"
     tests.write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
@@ -247,6 +269,7 @@ def test_the_adapter_tells_each_routers_queue_and_the_sum_of_the_fleet(tmp_path:
         (lambda rules: rules["custom"][0].update(seriesQuery='warmfleet_queue{namespace!="",pod!=""}'), "is no metric"),
         (lambda rules: rules["custom"][0].update(seriesQuery="warmfleet_queued_requests{pod!=}"), "cannot be parsed"),
         (lambda rules: rules["external"][0].update(metricsQuery="sum(<<.Series>>{<<.LabelMatchers>>)"), "cannot be"),
+        (lambda rules: rules["external"][0].update(metricsQuery="sum(<<.Series>>)"), "the sum of all models"),
         (lambda rules: rules["custom"][0].update(metricsQuery="sum(<<.Series>>) by (modle, <<.GroupBy>>)"), "modle"),
         (lambda rules: rules["custom"][0]["resources"]["overrides"].pop("pod"), "does not tell the pod"),
         (
