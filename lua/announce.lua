@@ -1,8 +1,8 @@
 --[[
 announce: notes what one replica tells of itself, with the time of the server; or takes it out, as it stops.
 
-Guarantee: no entry is older than forget_ms, and there are at most 256; of more the ones that were silent longest go. The
-key goes with its last entry. A replica that is started again at the same place has the entry of the one before it.
+Guarantee: no entry is older than forget_ms, and there are at most 256; of more, those that were silent longest go. The
+key goes with its last entry. A replica that is started again at the same place has the entry of the one before.
 
 KEYS: replicas
 ARGV: name (of its place: host and port), record (JSON, at most 8,192 bytes; empty: it stops), forget_ms
