@@ -278,7 +278,9 @@ class Settings:
         "does not count, up to 1 s",
     )
     allowed_fields: tuple[str, ...] = _setting(
-        (), "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`"
+        (),
+        "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`, "
+        "`ec_transfer_params`",
     )
     passed_paths: tuple[str, ...] = _setting(
         ("/v1/audio/*", "/v1/images/*", "/v1/moderations"),

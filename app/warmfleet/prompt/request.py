@@ -29,8 +29,9 @@ MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
 TOKEN_BYTES = 16  # bytes of JSON for one token, at most: real text has less than half of that
 MAX_BOOKED_TOKENS = 2**22  # one request must not overflow the sums of a load row
 
-#: Fields by which an engine makes another prompt than the router. Refused unless the operator allows them by name.
-REFUSED = ("chat_template", "kv_transfer_params")
+#: Fields by which an engine makes another prompt than the router, or takes what it computes from elsewhere. Refused
+#: unless the operator allows them by name.
+REFUSED = ("chat_template", "kv_transfer_params", "ec_transfer_params")
 #: Field → reason, if with it the prompt or its use of the cache cannot be foreseen. Such a request is routed by load.
 UNFORESEEABLE = {
     "prompt_embeds": "embeds",
@@ -46,7 +47,7 @@ NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
 #: Keys of chat_template_kwargs with which the engine makes the ids in another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
 # Most bodies have none of these fields, which one look at their keys tells.
-_MAY_BE_REFUSED = frozenset({*REFUSED, "chat_template_kwargs"})
+_MAY_BE_REFUSED = frozenset({*REFUSED, "chat_template_kwargs", "vllm_xargs", "sampling_params"})
 _MAY_BE_UNFORESEEN = frozenset({*UNFORESEEABLE, *REFUSED, "echo", "chat_template_kwargs"})
 _MAY_BE_TEXT_ONLY = frozenset(TEXT_ONLY)
 _MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
@@ -199,11 +200,14 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
     """Raises BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
     if _MAY_BE_REFUSED.isdisjoint(data):
         return
+    sampling = data.get("sampling_params")
+    arguments = data.get("vllm_xargs"), sampling.get("extra_args") if isinstance(sampling, dict) else None
     for name in REFUSED:
-        given = data.get(name)
-        if given is None and name == "chat_template" and isinstance(data.get("chat_template_kwargs"), dict):
-            given = data["chat_template_kwargs"].get(name)
-        if given is not None and name not in allowed:
+        if name in allowed:
+            continue
+        # vLLM takes each field from such an object, too.
+        places = data, *((data.get("chat_template_kwargs"),) if name == "chat_template" else arguments)
+        if any(isinstance(place, dict) and place.get(name) is not None for place in places):
             raise BadRequest(f"{name} is not accepted by this router.", name)
 
 

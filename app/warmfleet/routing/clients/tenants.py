@@ -1,14 +1,19 @@
-"""Keeps tenants apart, in the index and in the engines' caches: every request gets a ``cache_salt`` of its tenant."""
+"""Keeps tenants apart, in the index and in the engines' caches: every request gets a ``cache_salt`` of its tenant, and
+ids of its tenant for the media that it names.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import hmac
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
 
+from warmfleet.errors import BadRequest
+from warmfleet.prompt import media_ids
 from warmfleet.prompt.json_splice import with_key
 
 if TYPE_CHECKING:
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 FLOW_BYTES = 8
-SALT_BYTES = 16  # 128 bits: no tenant can guess another's salt, and no two tenants get the same salt by chance
+SALT_BYTES = 16  # 128 bits, of ids too: no tenant can guess another's, and no two tenants get the same one by chance
 
 
 class Tenancy:
@@ -60,20 +65,42 @@ class Tenancy:
         return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
-        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt in it.
+        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt and the tenant's ids
+        of media in it.
 
-        A body in which the engine looks for no salt stays as it is.
+        A body in which the engine looks for no salt gets none. Raises BadRequest, TooLarge: see ``media_ids.renamed``.
         """
+        if self._key and _may_name_media(request):
+            body = media_ids.renamed(body, partial(self.media_id, tenant))
         salt = self.salt(tenant, request.salt) if request.takes_salt else request.salt
         if salt == request.salt:
             return body
         request.use_salt(salt)
         return with_key(body, "cache_salt", orjson.dumps(salt))
 
+    def may_stay(self, body: bytes) -> None:
+        """Check a body that reaches an engine unchanged, as it does from a gateway. Raises BadRequest, TooLarge."""
+        if self._key and (found := media_ids.places(body)):
+            field = found[0].field
+            text = f"{field} names media in an engine's cache. Where tenants are kept apart a router must replace it, but"
+            raise BadRequest(f"{text} /route leaves the body as it is.", field)
+
     def salt(self, tenant: bytes, own: str | None) -> str | None:
         """The salt of a tenant's request. own: the salt that the client asked for; it divides the tenant further."""
-        if not self._key:
-            return own
-        message = b"%d:%s%s" % (len(tenant), tenant, (own or "").encode("utf-8", "surrogatepass"))
+        return self._derived(b"", tenant, own or "") if self._key else own
+
+    def media_id(self, tenant: bytes, own: str) -> str:
+        """The id by which engines know the image, audio or video that the tenant calls ``own``."""
+        return self._derived(b"media:", tenant, own)
+
+    def _derived(self, use: bytes, tenant: bytes, own: str) -> str:
+        message = b"%b%d:%b%b" % (use, len(tenant), tenant, own.encode("utf-8", "surrogatepass"))
         digest = hmac.digest(self._key, message, hashlib.sha256)[:SALT_BYTES]
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def _may_name_media(request: Request) -> bool:
+    """A completion has no content parts, nor has a chat whose messages are texts: their bytes need no search."""
+    if request.endpoint == "unread" or request.dialect != "chat":
+        return True
+    return any(isinstance(message.get("content"), list) for message in request.messages)

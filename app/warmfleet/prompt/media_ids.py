@@ -1,0 +1,148 @@
+"""Finds the ids by which a body names media that an engine keeps, and puts other ids in their place. Pure.
+
+vLLM keeps processed images, audio and video. A content part with a ``uuid`` and no data is answered from there; the
+data of a part with both is kept under that id. ``features.mm_hashes`` of /inference/v1/generate name the same store.
+Every other byte of the body stays. A key named ``uuid`` elsewhere, as in the arguments of a tool, is part of the
+prompt: it stays, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from warmfleet.errors import BadRequest, TooLarge
+from warmfleet.prompt.request import decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Json = dict[str, Any]
+
+MAX_IDS = 4_096  # in one body, with all other keys of these names: to replace one takes 3 us
+#: Fields of a body that hold messages, or other objects with content parts: one, a list, or a list of lists.
+HOLDERS = (
+    *("messages", "input", "inputs", "query", "queries", "documents", "items"),
+    *("data_1", "data_2", "text_1", "text_2"),
+)
+#: Fields of such an object that hold its parts. A part may hold parts of its own: those of a tool's result.
+PARTS = ("content", "output")
+
+
+def _spelled(name: str) -> bytes:
+    """A pattern of the string ``name``, any character of which may be written as an escape."""
+    return b"".join([b"(?:%b|\\\\u(?i:%04x))" % (re.escape(one.encode()), ord(one)) for one in name])
+
+
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_LIST = rb"%(s)b\s*+:\s*+\[\s*+(?:%(s)b\s*+(?:,\s*+%(s)b\s*+)*+)?\]\s*+" % {b"s": _STRING}
+# In valid JSON a quote that no backslash precedes, and behind which such a name, a quote and a colon stand, begins a key.
+_BEGIN = rb'"(?<!\\")(?:(?P<uuid>%b)|%b)"\s*+:' % (_spelled("uuid"), _spelled("mm_hashes"))
+_KEY = re.compile(_BEGIN)
+_NAMED = re.compile(
+    rb"%b\s*+(?P<value>%b|\{\s*+(?:%b(?:,\s*+%b)*+)?\}|[^\s,\"\[\]{}]++)" % (_BEGIN, _STRING, _LIST, _LIST), re.DOTALL
+)
+_STRINGS = re.compile(_STRING + rb"(\s*+:)?", re.DOTALL)
+
+
+class Place(NamedTuple):
+    """Where an id stands. field: that names it. start, end: of its JSON value in the body."""
+
+    field: str
+    start: int
+    end: int
+
+
+def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
+    """``body`` with ``rename(id)`` in place of every id. rename: returns characters that JSON does not escape.
+
+    Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
+    """
+    found = places(body)
+    if not found:
+        return body
+    view, pieces, at = memoryview(body), list[bytes | memoryview](), 0
+    for _, start, end in found:
+        raw = body[start:end]
+        # vLLM makes a text of any other value: an id that is a number means the same as its digits.
+        name = json.loads(raw) if raw.startswith(b'"') else raw.decode()
+        pieces += view[at:start], b'"%b"' % rename(name).encode()
+        at = end
+    return b"".join((*pieces, view[at:]))
+
+
+def places(body: bytes) -> list[Place]:
+    """The places of all ids, in their order. body: as ``request.decoded`` takes it, or a form, which has none.
+
+    Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
+    """
+    if b'uuid"' not in body and b'mm_hashes"' not in body and (b"\\u00" not in body or _KEY.search(body) is None):
+        return []
+    values: list[Place] = []
+    for count, match in enumerate(_NAMED.finditer(body)):
+        if count == MAX_IDS:
+            raise _too_many()
+        field = "mm_hashes" if match["uuid"] is None else "uuid"
+        if match["value"] != b"null" and (field == "mm_hashes" or not match["value"].startswith(b"{")):
+            values.append(Place(field, *match.span("value")))
+    # The number of each value stands in its place, so the parsed body tells which of them are ids.
+    pieces, at = list[bytes](), 0
+    for number, place in enumerate(values):
+        pieces += body[at : place.start], b"%d" % number
+        at = place.end
+    try:
+        data = decoded(b"".join((*pieces, body[at:])))
+    except BadRequest:  # the body was read as a form before: no engine finds ids there
+        return []
+    found = [_simple(body, values[number]) for number in sorted(_numbers(data))]
+    if sum(map(len, found)) > MAX_IDS:
+        raise _too_many()
+    return [place for several in found for place in several]
+
+
+def _simple(body: bytes, place: Place) -> list[Place]:
+    """The place of an id, or those in the lists of an object."""
+    if place.field == "uuid":
+        return [place]
+    strings = _STRINGS.finditer(body, place.start, place.end)
+    return [Place(place.field, *match.span()) for match in strings if match[1] is None]
+
+
+def _numbers(data: Json) -> Iterator[int]:
+    """Raises BadRequest where an id is an object or a list, which stay as they are, or no object where one must be."""
+    for part in _parts(data):
+        if (number := _number(part, "uuid")) is not None:
+            yield number
+    features = data.get("features")
+    if isinstance(features, dict) and (number := _number(features, "mm_hashes")) is not None:
+        yield number
+
+
+def _number(value: Json, field: str) -> int | None:
+    number = value.get(field)
+    if number is not None and type(number) is not int:
+        kind = "a string" if field == "uuid" else "lists of strings by modality"
+        raise BadRequest(f"{field} must be {kind}.", field)
+    return number
+
+
+def _parts(data: Json) -> Iterator[Json]:
+    """Every content part of a body."""
+    left: list[Any] = [data.get(name) for name in HOLDERS]
+    left.append({"content": data.get("content_parts")})
+    while left:
+        holder = left.pop()
+        if isinstance(holder, list):
+            left += [one for one in holder if isinstance(one, list | dict)]
+        elif isinstance(holder, dict):
+            for name in PARTS:
+                parts = holder.get(name)
+                for part in parts if isinstance(parts, list) else (parts,):
+                    if isinstance(part, dict):
+                        yield part
+                        left.append(part)
+
+
+def _too_many() -> TooLarge:
+    return TooLarge(f"The body has more than {MAX_IDS} fields named uuid or mm_hashes.")
