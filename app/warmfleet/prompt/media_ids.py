@@ -37,7 +37,7 @@ def _spelled(name: str) -> bytes:
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LIST = rb"%(s)b\s*+:\s*+\[\s*+(?:%(s)b\s*+(?:,\s*+%(s)b\s*+)*+)?\]\s*+" % {b"s": _STRING}
-# In valid JSON a quote that no backslash precedes, and behind which such a name, a quote and a colon stand, begins a key.
+# In valid JSON a key begins where a quote with no backslash before it is followed by such a name, a quote and a colon.
 _BEGIN = rb'"(?<!\\")(?:(?P<uuid>%b)|%b)"\s*+:' % (_spelled("uuid"), _spelled("mm_hashes"))
 _KEY = re.compile(_BEGIN)
 _NAMED = re.compile(

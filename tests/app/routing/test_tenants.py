@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +82,119 @@ async def test_the_engine_gets_the_salt_and_every_byte_besides(valkey_url: str, 
             got = upstream.seen[-1].body
             assert got.startswith(sent.rstrip()[:-1])
             assert json.loads(got) == json.loads(sent) | {"cache_salt": tenancy.salt(b"t", own)}
+
+
+PART = '{"type": "image_url", "image_url": null, "uuid": "pic"}'
+MESSAGES = f'"messages": [{{"role": "user", "content": [{PART}]}}]'
+#: Path and body of requests that name a picture of the engine's cache.
+NAMING = [
+    ("/v1/chat/completions", f"{{{MESSAGES}}}"),
+    ("/v1/chat/completions", f"{{{MESSAGES}}}".replace("uuid", "uu\\u0069d")),
+    ("/v1/chat/completions", f"{{{MESSAGES}}}".replace("{", '{"uuid": "other", ')),
+    ("/v1/chat/completions", '{"temperature": 1e0, ' + f'"messages": [{{"role": "tool", "content": [{PART}]}}]}}'),
+    ("/v1/chat/completions/batch", f'{{"messages": [[{{"role": "user", "content": [{PART}, {PART}]}}]]}}'),
+    ("/v1/chat/completions/render", f"{{{MESSAGES}}}"),
+    ("/v1/responses", f'{{"input": [{{"role": "user", "content": [{PART}]}}]}}'),
+    ("/v1/responses", f'{{"input": [{{"type": "function_call_output", "output": [{PART}]}}]}}'),
+    ("/v1/responses/render", f'{{"input": [{{"role": "user", "content": [{PART}]}}]}}'),
+    (
+        "/v1/messages",
+        f'{{"messages": [{{"role": "user", "content": [{{"type": "tool_result", "content": [{PART}]}}]}}]}}',
+    ),
+    ("/inference/v1/generate", f'{{"token_ids": [1], "content_parts": [{PART}]}}'),
+    ("/inference/v1/generate", '{"token_ids": [1], "features": {"mm_hashes": {"image": ["pic"], "video": []}}}'),
+    ("/tokenize", f"{{{MESSAGES}}}"),
+    ("/invocations", f"{{{MESSAGES}}}"),
+    ("/pooling", f"{{{MESSAGES}}}"),
+    ("/classify", f"{{{MESSAGES}}}"),
+    ("/v1/embeddings", f"{{{MESSAGES}}}"),
+    ("/score", f'{{"data_1": "?", "data_2": [{{"content": [{PART}]}}]}}'),
+    ("/v1/score", f'{{"queries": {{"content": [{PART}]}}, "items": ["x"]}}'),
+    ("/rerank", f'{{"query": "?", "documents": [{{"content": [{PART}]}}]}}'),
+    ("/v1/images/edits", f"{{{MESSAGES}}}"),
+]
+#: Bodies that name none: what looks like an id is part of the prompt, or of nothing that an engine reads.
+NAMELESS = [
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "\\"uuid\\": \\"pic\\""}]}'),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}], "documents": [{"uuid": "pic"}]}'),
+    ("/v1/chat/completions", f"{{{MESSAGES}}}".replace('"pic"', "null")),
+    (
+        "/v1/messages",
+        '{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"uuid": "pic"}}]}]}',
+    ),
+    ("/v1/completions", '{"prompt": "x", "metadata": {"uuid": "pic"}}'),
+    ("/tokenize", '{"messages": [], "tools": [{"uuid": "pic", "properties": {"uuid": {"type": "string"}}}]}'),
+]
+
+
+async def test_a_picture_has_another_name_for_each_tenant(valkey_url: str, model: str) -> None:
+    tenancy, salted = Tenancy(KEY, "x-tenant"), re.compile(rb',"cache_salt":"[^"]+"}$')
+    options: dict[str, Any] = {"tenant_header": "X-Tenant", "tenant_key": KEY}
+    async with (
+        engine(model) as upstream,
+        replica(valkey_url, model, upstream.url, **options) as router,
+        replica(valkey_url, model, upstream.url, **options) as second,
+    ):
+        for path, text in NAMING + NAMELESS:
+            for replica_, tenant in (router, "a"), (router, "b"), (second, "a"):
+                status, _, answer = await replica_.post(text.encode(), path, **{"X-Tenant": tenant})
+                assert status == 200, (path, text, answer)
+                named = (path, text) in NAMING
+                expected = text.replace("pic", tenancy.media_id(tenant.encode(), "pic")) if named else text
+                assert salted.sub(b"}", upstream.seen[-1].body).decode() == expected, (path, tenant)
+
+
+async def test_without_a_key_a_picture_keeps_its_name(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for path, text in NAMING:
+            assert (await router.post(text.encode(), path, authorization="Bearer one"))[0] == 200
+            assert upstream.seen[-1].body == text.encode()
+
+
+def test_names_of_pictures_are_apart_from_each_other_and_from_salts() -> None:
+    tenancy = Tenancy(KEY, "x-tenant")
+    name = tenancy.media_id(b"a", "pic")
+    others = [tenancy.media_id(b"b", "pic"), tenancy.media_id(b"a", name), tenancy.media_id(b"b", name)]
+    others += [tenancy.media_id(b"ap", "ic"), tenancy.media_id(b"", "apic"), str(tenancy.salt(b"a", "pic"))]
+    others += [str(tenancy.salt(b"a", "media:pic")), Tenancy(KEY + "!", "x-tenant").media_id(b"a", "pic")]
+    assert len({name, *others}) == len(others) + 1
+
+
+async def test_a_gateway_is_refused_a_body_that_it_would_send_unchanged(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, tenant_key=KEY, admin_port=1) as one:
+        for path, text in NAMING + NAMELESS:
+            async with one.client.post(f"{one.operators}/route?endpoint={path}", data=text.encode()) as answer:
+                refused = {} if answer.status == 200 else (await answer.json())["error"]
+            field = "mm_hashes" if "mm_hashes" in text else "uuid"
+            assert refused.get("param") == (None if (path, text) in NAMELESS else field), (path, text, refused)
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        assert (await router.post(NAMING[0][1].encode(), f"/route?endpoint={NAMING[0][0]}"))[0] == 200
+
+
+#: Where an engine may get blocks, or what it has computed of a picture, from another engine; by any way into it.
+TRANSFERS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}),
+    ("/v1/completions", {"prompt": "x", "ec_transfer_params": {"a": {}}}),
+    ("/v1/completions", {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "x"}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "ec_transfer_params": {"a": {}}}),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "vllm_xargs": {"ec_transfer_params": ["x"]}}),
+    ("/v1/responses", {"input": "x", "vllm_xargs": {"kv_transfer_params": "x"}}),
+    ("/v1/messages", {"messages": [], "ec_transfer_params": {"a": {}}}),
+    ("/inference/v1/generate", {"token_ids": [1], "ec_transfer_params": {"a": {}}}),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": {"a": 1}}}}),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"extra_args": {"ec_transfer_params": {"a": 1}}}}),
+]
+
+
+async def test_no_client_says_where_an_engine_gets_blocks_from(valkey_url: str, model: str) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        for path, body in TRANSFERS:
+            status, _, answer = await router.post(body, path)
+            field = "kv_transfer_params" if "kv_transfer_params" in json.dumps(body) else "ec_transfer_params"
+            assert (status, json.loads(answer)["error"]["param"]) == (400, field), (path, body)
+        assert not upstream.seen
+        for more in ({"vllm_xargs": {"a": 1}}, {"vllm_xargs": None}, {"sampling_params": {"extra_args": {"b": 1}}}):
+            assert (await router.post({"prompt": "x"} | more))[0] == 200
 
 
 def test_a_second_header_does_not_make_another_tenant() -> None:

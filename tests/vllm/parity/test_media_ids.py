@@ -189,59 +189,44 @@ def hashes(name: str) -> Ask:
     return GENERATE, json.dumps({"token_ids": ids, "sampling_params": {}, "features": features}).encode()
 
 
-#: How a request may ask for the picture ``ID``, which another request showed on the path before.
-ASKS: dict[str, tuple[str, Ask]] = {
-    "uuid of a chat": (CHAT, (CHAT, chat(b'{"type": "image_url", "image_url": null, "uuid": "ID"}'))),
-    "without type": (CHAT, (CHAT, chat(b'{"uuid": "ID", "image_url": null}'))),
-    "key with an escape": (CHAT, (CHAT, chat(rb'{"type": "image_url", "image_url": null, "uu\u0069d": "ID"}'))),
-    "key twice": (CHAT, (CHAT, chat(b'{"uuid": "other", "type": "image_url", "image_url": null, "uuid" : "ID"}'))),
-    "value with an escape": (CHAT, (CHAT, chat(rb'{"type": "image_url", "image_url": null, "uuid": "\u0049D"}'))),
-    "empty URL": (CHAT, (CHAT, chat(b'{"type": "image_url", "image_url": {"url": ""}, "uuid": "ID"}'))),
-    "input_image": (CHAT, (CHAT, chat(b'{"type": "input_image", "image_url": null, "uuid": "ID"}'))),
-    "message of a tool": (
-        CHAT,
-        (
-            CHAT,
-            b'{"messages": [{"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "t", "content": '
-            b'[{"type": "image_url", "image_url": null, "uuid": "ID"}]}]}',
-        ),
-    ),
-    "messages twice": (
-        CHAT,
-        (
-            CHAT,
-            b'{"messages": [{"role": "user", "content": []}], "messages": [{"role": "user", "content": '
-            b'[{"type": "image_url", "image_url": null, "uuid": "ID"}]}]}',
-        ),
-    ),
-    "batch": (CHAT, written(BATCH, b'{"type": "image_url", "image_url": null, "uuid": "ID"}')),
-    "responses": (CHAT, written(RESPONSES, b'{"type": "image_url", "image_url": null, "uuid": "ID"}')),
-    "output of a function": (
-        CHAT,
-        (
-            RESPONSES,
-            b'{"store": false, "input": [{"role": "user", "content": "?"}, {"type": "function_call_output", '
-            b'"call_id": "c", "output": [{"type": "input_image", "image_url": null, "detail": "auto", "uuid": "ID"}]}]}',
-        ),
-    ),
-    "content_parts": (CHAT, written(GENERATE, b'{"type": "image_url", "uuid": "ID"}')),
-    "mm_hashes": (GENERATE, hashes("ID")),
-    "pixels of a render": (RENDER, (RENDER, chat(b'{"type": "image_url", "image_url": null, "uuid": "ID"}'))),
+PICTURE = b'{"type": "image_url", "image_url": null, "uuid": "77"}'
+OUTPUT = PICTURE.replace(b'"image_url", "image_url": null', b'"input_image", "image_url": null, "detail": "auto"')
+TOOL = b'{"role": "tool", "tool_call_id": "t", "content": [%b]}' % PICTURE
+CALL = b'{"type": "function_call_output", "call_id": "c", "output": [%b]}' % OUTPUT
+USER = b'{"role": "user", "content": "?"}'
+#: How a request may ask for picture 77, and the path on which it was shown before.
+ASKS: dict[str, tuple[Ask, str]] = {
+    "uuid of a chat": (written(CHAT, PICTURE), CHAT),
+    "part without a type": (written(CHAT, b'{"uuid": "77", "image_url": null}'), CHAT),
+    "key with an escape": (written(CHAT, PICTURE.replace(b"uuid", rb"uu\u0069d")), CHAT),
+    "key twice": (written(CHAT, PICTURE.replace(b'{"', b'{"uuid": "78", "')), CHAT),
+    "value with escapes": (written(CHAT, PICTURE.replace(b"77", rb"\u00377")), CHAT),
+    "number": (written(CHAT, PICTURE.replace(b"null", b'{"url": ""}').replace(b'"77"', b"77")), CHAT),
+    "empty URL": (written(CHAT, PICTURE.replace(b"null", b'{"url": ""}')), CHAT),
+    "input_image": (written(CHAT, PICTURE.replace(b'"image_url",', b'"input_image",')), CHAT),
+    "message of a tool": ((CHAT, b'{"messages": [%b, %b]}' % (USER, TOOL)), CHAT),
+    "messages twice": ((CHAT, b'{"messages": [%b], "messages": [%b, %b]}' % (USER, USER, TOOL)), CHAT),
+    "batch": (written(BATCH, PICTURE), CHAT),
+    "responses": (written(RESPONSES, PICTURE), CHAT),
+    "output of a function": ((RESPONSES, b'{"store": false, "input": [%b, %b]}' % (USER, CALL)), CHAT),
+    "content_parts": (written(GENERATE, b'{"type": "image_url", "uuid": "77"}'), CHAT),
+    "mm_hashes": (hashes("77"), GENERATE),
+    "pixels of a render": (written(RENDER, PICTURE), RENDER),
 }
 
 
-def named(ask: Ask, name: str) -> Ask:
-    return ask[0], ask[1].replace(b'"ID"', b'"%b"' % name.encode()).replace(
-        b"\\u0049D", b"\\u%04x%b" % (ord(name[0]), name[1:].encode())
-    )
+def cases(begin: int) -> Iterator[tuple[str, str, str, Ask]]:
+    """Each case with a name for its picture, the path that shows it, and the request that asks for it."""
+    for number, (case, ((path, body), where)) in enumerate(ASKS.items(), begin):
+        name = f"7{number}"
+        yield case, name, where, (path, body.replace(b"77", name.encode()).replace(rb"\u00377", rb"\u0037%d" % number))
 
 
 async def test_a_tenant_sees_no_picture_of_another(valkey_url: str, caches: Caches) -> None:
     seen = {}
     async with clients(valkey_url, caches, tenant_key=TENANT_KEY) as tenants:
-        for case, (where, ask) in ASKS.items():
-            mine = named(ask, case)
-            seen[case] = [await tenants.ask("a", *shown(case, "red", where))]
+        for case, name, where, mine in cases(100):
+            seen[case] = [await tenants.ask("a", *shown(name, "red", where))]
             seen[case] += [await tenants.ask(tenant, *mine) for tenant in ("b", "a")]
     assert seen == {case: [["red"], MISSED, ["red"]] for case in ASKS}
 
@@ -249,9 +234,7 @@ async def test_a_tenant_sees_no_picture_of_another(valkey_url: str, caches: Cach
 async def test_a_tenant_puts_no_picture_in_anothers_place(valkey_url: str, caches: Caches) -> None:
     seen = {}
     async with clients(valkey_url, caches, tenant_key=TENANT_KEY) as tenants:
-        for case, (where, ask) in ASKS.items():
-            name = f"forged: {case}"
-            mine = named(ask, name)
+        for case, name, where, mine in cases(200):
             seen[case] = [await tenants.ask("b", *shown(name, "blue", where)), await tenants.ask("a", *mine)]
             seen[case] += [await tenants.ask("a", *shown(name, "red", where))]
             seen[case] += [await tenants.ask(tenant, *mine) for tenant in ("a", "b")]

@@ -82,8 +82,10 @@ class Tenancy:
         """Check a body that reaches an engine unchanged, as it does from a gateway. Raises BadRequest, TooLarge."""
         if self._key and (found := media_ids.places(body)):
             field = found[0].field
-            text = f"{field} names media in an engine's cache. Where tenants are kept apart a router must replace it, but"
-            raise BadRequest(f"{text} /route leaves the body as it is.", field)
+            text = (
+                "is not accepted by /route where tenants are kept apart: it names media that an engine keeps, and the"
+            )
+            raise BadRequest(f"{field} {text} gateway would send it unchanged.", field)
 
     def salt(self, tenant: bytes, own: str | None) -> str | None:
         """The salt of a tenant's request. own: the salt that the client asked for; it divides the tenant further."""
