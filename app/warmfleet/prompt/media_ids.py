@@ -38,7 +38,7 @@ def _spelled(name: str) -> bytes:
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _LIST = rb"%(s)b\s*+:\s*+\[\s*+(?:%(s)b\s*+(?:,\s*+%(s)b\s*+)*+)?\]\s*+" % {b"s": _STRING}
 # In valid JSON a key begins where a quote with no backslash before it is followed by such a name, a quote and a colon.
-_BEGIN = rb'"(?<!\\")(?:(?P<uuid>%b)|%b)"\s*+:' % (_spelled("uuid"), _spelled("mm_hashes"))
+_BEGIN = rb'"(?=[um\\])(?<!\\")(?:(?P<uuid>%b)|%b)"\s*+:' % (_spelled("uuid"), _spelled("mm_hashes"))
 _KEY = re.compile(_BEGIN)
 _NAMED = re.compile(
     rb"%b\s*+(?P<value>%b|\{\s*+(?:%b(?:,\s*+%b)*+)?\}|[^\s,\"\[\]{}]++)" % (_BEGIN, _STRING, _LIST, _LIST), re.DOTALL
@@ -77,7 +77,7 @@ def places(body: bytes) -> list[Place]:
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
-    if b'uuid"' not in body and b'mm_hashes"' not in body and (b"\\u00" not in body or _KEY.search(body) is None):
+    if _KEY.search(body) is None:  # 0.5 ns a byte of text, 3 ns a byte of JSON that is all keys
         return []
     values: list[Place] = []
     for count, match in enumerate(_NAMED.finditer(body)):
