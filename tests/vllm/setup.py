@@ -40,7 +40,7 @@ CACHE = ROOT / ".cache" / "vllm"
 INSPECT = """
 from vllm.model_executor.models import registry
 registry._run_in_subprocess = lambda look: look()
-for name in ("LlamaForCausalLM", "Qwen2ForCausalLM"):
+for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Blip2ForConditionalGeneration"):
     registry.ModelRegistry.models[name].inspect_model_cls()
 """
 

@@ -175,8 +175,8 @@ class Router:
 
         Nobody but the gateway renews and settles the reservation, so it expires by itself. Raises WarmfleetError.
         """
-        self.tenancy.may_stay(call.body)
         job = await self._prepare(call)
+        self.tenancy.may_stay(job.call.body)
         if handover.key in self._placing:
             raise KeyInUse("A request with this Idempotency-Key is being placed: ask again.", "Idempotency-Key")
         self._placing |= {handover.key} - {b""}
