@@ -144,6 +144,20 @@ async def test_a_picture_has_another_name_for_each_tenant(valkey_url: str, model
                 assert salted.sub(b"}", upstream.seen[-1].body).decode() == expected, (path, tenant)
 
 
+async def test_a_picture_keeps_its_name_in_no_form_of_json(valkey_url: str, model: str) -> None:
+    renamed, text = Tenancy(KEY, "x-tenant").media_id(b"a", "pic").encode(), NAMING[0][1]
+    forms = [text.encode(coding) for coding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32")]
+    forms += [(more + text[1:]).encode() for more in ('{"temperature": NaN, ', '{"user": "\\ud800", ')]
+    options: dict[str, Any] = {"tenant_header": "X-Tenant", "tenant_key": KEY, "admin_port": 1}
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, **options) as router:
+        for body in forms:
+            status, _, answer = await router.post(body, NAMING[0][0], **{"X-Tenant": "a"})
+            assert (status == 200 and renamed in upstream.seen[-1].body) or status == 400, (body, answer)
+            async with router.client.post(f"{router.operators}/route", data=body) as placed:
+                assert placed.status == 400, body
+        assert not any(b"pic" in seen.body.replace(b"\0", b"") for seen in upstream.seen)
+
+
 async def test_without_a_key_a_picture_keeps_its_name(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         for path, text in NAMING:
