@@ -5,27 +5,33 @@ Guarantee: the first check that passes makes its slot and its row; each later on
 back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
 before count for nothing. A worker that joined by its own stream is never touched. Several replicas may check one
 worker. A failed check of the replica whose check passed last takes it out of `alive` at once; one of another replica
-does so from the second on, unless a check has passed meanwhile. If a replica lists it no longer, its first call changes
-nothing. From its second call on the worker drains, unless a check of another replica has passed meanwhile, and is
-deleted by `forget` when nothing runs there; a replica that still lists it ends that. A scheme stands until no replica
-has confirmed it for ttl_ms, or the replica whose check passed last changes it.
+does so from the second on, unless a check has passed meanwhile. A check that ran out of time counts as one of another
+replica while requests run there: the engine may be at work, and a replica with a connection to it knows. If a replica
+lists it no longer, its first call changes nothing. From its second call on the worker drains, unless a check of another
+replica has passed meanwhile, and is deleted by `forget` when nothing runs there; a replica that still lists it ends
+that. A scheme stands until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it.
+What the engine tells of itself stands until another check has asked it: whether it is paused, until it is down or
+starts anew; how long a new request would wait in its queue, for ttl_ms. An engine with such a wait counts as loaded so
+much by others than routers, and has no room (shared/capacity).
 
-KEYS: workers load alive next_slot retired
+KEYS: workers load alive next_slot retired tick
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
-      capacity_blocks, found (PASSED, FAILED, or LEAVING: it is no longer listed), replica (a random word),
-      since_ms (for how long this replica has found it so: 0 the first time), ttl_ms
+      capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: it is no longer listed), replica
+      (a random word), since_ms (for how long this replica has found it so: 0 the first time), ttl_ms,
+      paused (1, 0; empty: not asked), wait_ms (until a new request would begin there, 0: at once; empty: not asked)
 Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING (it drains);
       LISTED (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
 --]]
 local workers_key, load_key, alive_key, next_slot_key, retired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local tick_key = KEYS[6]
 local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local replica, since_ms, ttl_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
+local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
 
-local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED = 1, 2, 8, 16, 32
+local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED, FLAG_PAUSED = 1, 2, 8, 16, 32, 2048
 local FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
 local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I2I2"
-local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, HEARTBEAT_MS = ">I4I4I2I2", 39, 5000 -- of a packed row; of the plugin
+local FOREIGN_PREFILL_TOKENS_AT, HEARTBEAT_MS, UNKNOWN_SPEED = 31, 5000, 10000 -- of a packed row; of the plugin
 local UNDER_WAY_TOKENS_AT, WORKER_ID_AT, MAX_CAPACITY = 51, 59, 4294967295 -- of a packed row
 local call, band = redis.call, bit.band
 
@@ -38,13 +44,14 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local row, before = call("HGET", load_key, worker_id), nil
 local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed, blocks = nil, 0, 0, 0, nil, FLAGS, nil, 0, 0
-local _, busy_share, evicted = nil, 0, 0
+local _, foreign, busy_share, evicted = nil, 0, 0, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(ROW_EPOCH_TO_SPEED_TPS, row)
   if band(flags, FLAG_APPROXIMATE) == 0 then
     return redis.error_reply("BAD_ARGUMENT " .. worker_id .. " has a plugin and joins by its own stream")
   end
-  blocks, _, busy_share, evicted = struct.unpack(ROW_BLOCKS_TO_EVICTED, row, BLOCKS_AT)
+  foreign, _, blocks, _, busy_share, evicted =
+    struct.unpack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, row, FOREIGN_PREFILL_TOKENS_AT)
   before = cjson.decode(call("HGET", workers_key, worker_id) or "{}")
 elseif found ~= "PASSED" then
   return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
@@ -53,9 +60,10 @@ before = before or {}
 -- The time of this check, for `tick`: a worker that nobody checks any more is forgotten.
 before.checked = now
 
-if found == "FAILED" then
+if found == "FAILED" or found == "SLOW" then
   local nobody_since = since_ms > 0 and (before.passed or 0) <= now - since_ms
-  if before.replica == replica or nobody_since then call("ZREM", alive_key, worker_id) end
+  local at_work = found == "SLOW" and in_flight > 0
+  if before.replica == replica and not at_work or nobody_since then call("ZREM", alive_key, worker_id) end
   call("HSET", workers_key, worker_id, cjson.encode(before))
   return { slot, in_flight, call("ZSCORE", alive_key, worker_id) and "UP" or "OUT" }
 end
@@ -74,6 +82,7 @@ if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirm
 end
 local started = math.max(tonumber(record.started) or 0, tonumber(before.started) or 0)
 local restarted = (tonumber(before.started) or 0) > 0 and started > before.started
+local anew = not up or restarted
 local leaving = before.leaving
 if found == "LEAVING" then
   leaving = leaving or band(flags, FLAG_DRAINING) > 0 and "drained" or "listed"
@@ -82,15 +91,28 @@ elseif leaving then
   if leaving == "listed" then flags = flags - band(flags, FLAG_DRAINING) end
   leaving = nil
 end
-if not slot or old_scheme ~= scheme or not up or restarted then
+if not slot or old_scheme ~= scheme or anew then
   if slot then call("SADD", retired_key, slot) end
   slot, blocks = call("INCR", next_slot_key), 0
 end
 epoch = epoch or call("INCR", next_slot_key)
+if paused ~= "" or anew then
+  flags = flags - band(flags, FLAG_PAUSED) + (paused == "1" and FLAG_PAUSED or 0)
+end
+record.told = before.told
+if tonumber(wait_ms) then
+  local median = tonumber((call("GET", tick_key) or ""):match("^%d+ %d+ (%d+)") or 0)
+  local tps = speed > 0 and speed or median > 0 and median or UNKNOWN_SPEED
+  record.told, foreign = now, 0
+  if tonumber(wait_ms) > 0 then foreign = math.max(1, math.floor(wait_ms * tps / 1000) - math.max(0, prefill)) end
+elseif anew or now - (record.told or 0) >= ttl_ms then
+  foreign = 0
+end
 -- `settle` adds what the mirror evicts. So faded it is about what is evicted between two heartbeats of a plugin.
 evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.passed) or now)) / HEARTBEAT_MS))
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
-local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, 0, 0, blocks, capacity_blocks, busy_share, evicted)
+local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, blocks, capacity_blocks, busy_share,
+  evicted)
 local under_way = row and row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
   or ("\0"):rep(WORKER_ID_AT - UNDER_WAY_TOKENS_AT)
 call("HSET", load_key, worker_id, head .. middle .. under_way .. worker_id)

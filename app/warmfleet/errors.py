@@ -129,13 +129,15 @@ class UpstreamError(WarmfleetError):
 class UpstreamGone(UpstreamError):
     """``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker.
 
-    ``answered``: the worker lives, and its answer says that it did not serve the request.
+    ``answered``: the worker lives, and its answer says that it did not serve the request. ``late``: it takes
+    connections, but no answer came in time.
     """
 
     code = "upstream_gone"
 
-    def __init__(self, message: str, *, refused: bool = False, answered: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, answered: bool = False, late: bool = False) -> None:
         super().__init__(message)
+        self.late = late
         self.refused = refused
         self.answered = answered
 

@@ -102,23 +102,44 @@ class PerModel(Generic[Value]):
         return ",".join([str(self.default), *(f"{name}={value}" for name, value in self.named.items())])
 
 
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
 def without_userinfo(url: str) -> str:
     """An engine's URL, or what was given as one, without user and password: for logs and messages."""
     return re.sub(r"^(\s*[\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 def engine_url(text: str) -> str:
-    """The base URL of an engine, which is the part before ``/v1``. Raises BadArgument."""
+    """The base URL of an engine, which is the part before ``/v1``, in the one spelling that all its spellings have.
+
+    Scheme and host are in small letters, the port of the scheme and a dot behind the host are left out, and an address
+    is written as briefly as it can be. Raises BadArgument.
+    """
     url = text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        (parts.hostname or "").encode("idna")  # as every look-up does: no label is empty or above 63 characters
+        host, port = (parts.hostname or "").removesuffix("."), parts.port
+        usable = parts.scheme in ("http", "https") and host and port != 0
+        host.encode("idna")  # as every look-up does: no label is empty or above 63 characters
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
         raise BadArgument(f"{without_userinfo(text)!r} is not the URL of an engine, such as http://10.0.0.7:8000")
-    return url
+    user, at, _ = parts.netloc.rpartition("@")
+    place = _brief(host) if port in (None, DEFAULT_PORTS[parts.scheme]) else f"{_brief(host)}:{port}"
+    return f"{parts.scheme}://{user}{at}{place}{parts.path}"
+
+
+def _brief(host: str) -> str:
+    """The host as it stands in a URL; one of IPv4 that is written as IPv6 as what it is."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or f"[{address}]")
+    return host
 
 
 class EngineSource(NamedTuple):
@@ -151,7 +172,7 @@ def engine_source(text: str) -> EngineSource:
     if not where.startswith("http+dns://"):
         return EngineSource("url", engine_url(where), cache_tokens)
     url = engine_url(where.replace("+dns", "", 1))
-    if not urlsplit(url).port:
+    if not urlsplit(where).port:
         raise BadArgument(f"{without_userinfo(text)!r} needs a port: http+dns://name:port")
     return EngineSource("dns", url, cache_tokens)
 

@@ -36,7 +36,10 @@ class Seen:
 
 @dataclass
 class Engine:
-    """``answer`` serves completion requests; the rest is there for health checks. ``hangs``: it answers nothing."""
+    """``answer`` serves completion requests; the rest is there for health checks.
+
+    ``hangs``: it answers nothing. ``late``: paths that get no answer. ``statuses``: by path, if not 200.
+    """
 
     model: str
     answer: Answer
@@ -47,6 +50,8 @@ class Engine:
     readers: set[asyncio.StreamReader] = field(default_factory=set)
     server: asyncio.Server | None = None
     hangs: bool = False
+    late: set[str] = field(default_factory=set)
+    statuses: dict[str, str] = field(default_factory=dict)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections["opened"] += 1
@@ -59,10 +64,10 @@ class Engine:
                 headers = {k.lower(): v.strip() for k, _, v in (item.partition(":") for item in lines if item)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 method, path, _ = line.split(" ")
-                while self.hangs:  # noqa: ASYNC110  a test may let it answer again
+                while self.hangs or path in self.late:  # noqa: ASYNC110  a test may let it answer again
                     await asyncio.sleep(0.01)
                 if method == "GET":
-                    reply(writer, self._page(path))
+                    reply(writer, self._page(path), self.statuses.get(path, "200 OK"))
                     continue
                 seen = Seen(path, headers, body)
                 self.seen.append(seen)

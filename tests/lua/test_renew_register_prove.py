@@ -166,6 +166,71 @@ async def test_a_process_that_started_anew_is_another_slot(world: World) -> None
     assert (await world.fleet.register("stock", RECORD | {"started": 1_763_000_002}, 50)).slot == slot
 
 
+# What the engine tells of itself.
+
+
+async def test_an_engine_is_paused_until_a_check_finds_it_otherwise(world: World) -> None:
+    await world.ticked()
+    for told, held in ((False, False), (True, True), (None, True), (False, False), (None, False), (True, True)):
+        await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", paused=told))
+        (view,) = await world.fleet.workers()
+        assert view.state == ("paused" if held else "approximate")
+    with pytest.raises(NoWorker):
+        await world.fleet.decide(world.ask(world.chain(4)))
+    await world.fleet.register("stock", RECORD, 50, Check("LEAVING", "A", 5.0))
+    assert (await row_of(world, "stock")).flags & Flag.PAUSED
+
+
+async def test_one_that_was_down_or_started_anew_is_paused_no_more(world: World) -> None:
+    await world.fleet.register("stock", RECORD | {"started": 7}, 50, Check("PASSED", "A", paused=True))
+    await world.fleet.register("stock", RECORD | {"started": 9}, 50, Check("PASSED", "A"))
+    assert not (await row_of(world, "stock")).flags & Flag.PAUSED
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", paused=True))
+    await world.fleet.register("stock", RECORD, 50, Check("FAILED", "A"))
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))
+    assert not (await row_of(world, "stock")).flags & Flag.PAUSED
+
+
+async def test_a_wait_in_the_engine_is_load_of_others_beside_what_is_booked(world: World) -> None:
+    await world.ticked(median=1_000)
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", wait_s=6.0))
+    assert (await row_of(world, "stock")).foreign_prefill_tokens == 6_000, "by the median, its own speed is not known"
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", wait_s=0.0))
+    await world.fleet.decide(world.ask(world.chain(100)))
+    booked = (await row_of(world, "stock")).prefill_tokens
+    assert booked > 1_000
+    for wait_s, foreign in ((6.0, 6_000 - booked), (1.0, 1), (None, 1), (0.0, 0), (None, 0)):
+        await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", wait_s=wait_s))
+        assert (await row_of(world, "stock")).foreign_prefill_tokens == foreign
+
+
+async def test_a_wait_that_nobody_confirms_ends_after_a_ttl(world: World) -> None:
+    await world.ticked()
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A", wait_s=6.0))
+    record = json.loads(await cast("Any", world.store.hget(world.keys.workers, "stock")))
+    record["told"] -= 15_001
+    await cast("Any", world.store.hset(world.keys.workers, "stock", json.dumps(record)))
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))
+    assert (await row_of(world, "stock")).foreign_prefill_tokens == 0
+
+
+async def test_a_slow_check_takes_no_engine_at_work_from_those_that_it_answers(world: World) -> None:
+    """B found it slow twice; A has a connection on which bytes come, and says so in between."""
+    await world.ticked()
+    slot = (await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))).slot
+    ask = world.ask(world.chain(4))
+    await world.fleet.decide(ask)
+    assert await world.fleet.register("stock", RECORD, 50, Check("SLOW", "B")) == (slot, 1, "UP")
+    await asyncio.sleep(0.02)  # by the clock of Redis
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "A"))
+    assert (await world.fleet.register("stock", RECORD, 50, Check("SLOW", "B", 60.0))).word == "UP"
+    await asyncio.sleep(0.02)
+    assert (await world.fleet.register("stock", RECORD, 50, Check("SLOW", "B", 0.01))).word == "OUT"
+    await world.fleet.register("stock", RECORD, 50, Check("PASSED", "B"))
+    await world.fleet.settle(ask.reservation, "finished")
+    assert (await world.fleet.register("stock", RECORD, 50, Check("SLOW", "B"))).word == "OUT", "nothing runs there"
+
+
 # Several replicas check one engine: A and B.
 
 

@@ -26,7 +26,8 @@ pytestmark = [
         minutes=4,
         shows=(
             "stock vLLM known by its URL only, found by a watched file: predicted = cached through its evictions; "
-            "after evictions by a neighbour, a reset and a restart one answer, or the check, corrects what is believed"
+            "after evictions by a neighbour, a reset and a restart one answer, or the check, corrects what is "
+            "believed; no request while it is paused"
         ),
     ),
 ]
@@ -153,3 +154,18 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
     matched, cached = router.ask(kept[1])
     assert matched > 600
     assert cached > 600
+
+
+def test_a_paused_engine_gets_no_request_until_it_is_resumed(router: Router, engine: VllmEngine) -> None:
+    router.ask(prompt(7))
+    for mode in ("keep", "abort"):
+        httpx.post(f"{engine.url}/pause", params={"mode": mode}, timeout=30).raise_for_status()
+        paused_at = time.monotonic()
+        until(lambda: router.worker().get("state") == "paused", "the pause is seen", 30)
+        print(f"paused ({mode}): seen after {time.monotonic() - paused_at:.1f} s")
+        body = {"model": SERVED_NAME, "prompt": prompt(8), "max_tokens": 2}
+        refused = httpx.post(f"{router.replica.url}/v1/completions", json=body, timeout=30)
+        assert refused.status_code == 503, refused.text
+        httpx.post(f"{engine.url}/resume", timeout=30).raise_for_status()
+        until(lambda: router.worker().get("routable"), "it goes on", 30)
+        router.ask(prompt(7))

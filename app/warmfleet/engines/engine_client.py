@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import httpx
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
@@ -25,9 +26,18 @@ if TYPE_CHECKING:
     from warmfleet.engines.allowed_addresses import Addresses
 
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
+PLACE_S = 1.0  # for a name to be resolved whose place is asked for
 MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
 SMALL_ANSWER_BYTES = 1_048_576
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
+
+
+class Place(NamedTuple):
+    """Where the connections of a URL end. end: address, port and path. named: the host is a name, not ``localhost``."""
+
+    end: tuple[str, int, str]
+    host: str
+    named: bool
 
 
 class DeadConnection(httpx.NetworkError):
@@ -74,6 +84,24 @@ class EngineClient:
         """
         with _engine_errors():
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
+
+    async def place(self, base: str) -> Place | None:
+        """Where connections to this engine end; None if its host cannot be resolved, or is one of several machines."""
+        try:
+            url = httpx.URL(base)
+            port = url.port or (443 if url.scheme == "https" else 80)
+            async with asyncio.timeout(PLACE_S):
+                addresses = await self._resolver.addresses(url.raw_host.decode("ascii"), port)
+        except (OSError, UnicodeError, httpx.InvalidURL, ValueError):
+            return None
+        first = [address for address in addresses if ":" not in address] or addresses  # as for a name with one of each
+        if len(first) > 1:
+            return None
+        address = ipaddress.ip_address(first[0])
+        if address.is_unspecified:  # a connection to it goes to this machine
+            address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+        named = url.host != first[0] and url.host != "localhost"
+        return Place((str(address), port, url.path.rstrip("/")), url.host, named)
 
     async def close(self) -> None:
         await self._transport.aclose()
@@ -143,7 +171,9 @@ def _engine_errors() -> Iterator[None]:
         yield
     except (httpx.TransportError, OSError, TimeoutError) as error:
         refused = isinstance(error, CONNECT_ERRORS)
-        raise UpstreamGone(f"The worker does not answer: {type(error).__name__}", refused=refused) from error
+        late = isinstance(error, httpx.TimeoutException | TimeoutError) and not refused
+        text = f"The worker does not answer: {type(error).__name__}"
+        raise UpstreamGone(text, refused=refused, late=late) from error
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError) as error:
         raise UpstreamError(f"The worker's answer cannot be read: {type(error).__name__}") from error
 

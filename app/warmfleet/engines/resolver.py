@@ -27,16 +27,20 @@ class Resolver:
 
         A name is resolved once in RESOLVED_FOR_S, also when many requests ask for it at the same time.
         """
+        # The addresses are checked at each use.
+        return self._addresses.allowed_of(host, await self.addresses(host, port))
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """All addresses of ``host``, for a caller that connects to none of them. Raises OSError."""
         if _is_literal(host):
-            return self._addresses.allowed_of(host, [host])
+            return [host]
         until, task = self._known.get((host, port), (0.0, None))
         if task is None or time.monotonic() >= until or (task.done() and not _succeeded(task)):
             task = asyncio.create_task(_look_up(host, port))
             if len(self._known) >= MAX_NAMES:
                 self._known.clear()
             self._known[host, port] = time.monotonic() + RESOLVED_FOR_S, task
-        # Shielded, because other requests may wait for the same look-up. The addresses are checked at each use.
-        return self._addresses.allowed_of(host, await asyncio.shield(task))
+        return await asyncio.shield(task)  # other requests may wait for the same look-up
 
 
 async def _look_up(host: str, port: int) -> list[str]:

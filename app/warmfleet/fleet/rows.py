@@ -29,7 +29,7 @@ class Flag(IntEnum):
     UNHEARD = 256  # its heartbeats are missing, but its engine answers replicas over HTTP
     EJECTED = 512  # it failed requests that others served: it gets none for a while
     TRIAL = 1024  # after that it gets one request at a time, until it serves one
-    PAUSED = 2048  # somebody paused its engine or put it to sleep: its last heartbeat said so
+    PAUSED = 2048  # somebody paused its engine or put it to sleep: its last heartbeat or check said so
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
 
 

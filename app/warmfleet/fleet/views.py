@@ -43,13 +43,16 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 class Check(NamedTuple):
     """What a replica found of an engine without the plugin. replica: a random word of its own.
 
-    found: ``LEAVING`` if the check passed, but the replica lists the engine no longer. since_s: for how long this
-    replica has found it so, 0 the first time.
+    found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
+    time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
+    put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
     """
 
-    found: Literal["PASSED", "FAILED", "LEAVING"]
+    found: Literal["PASSED", "FAILED", "SLOW", "LEAVING"]
     replica: str = ""
     since_s: float = 0.0
+    paused: bool | None = None
+    wait_s: float | None = None
 
 
 PASSED = Check("PASSED")
@@ -111,6 +114,7 @@ class WorkerView:
     where there is none; ``state`` says whether requests may go to the worker. ``probed_age_s`` counts from that
     result; None if there is none, or the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its API
     server. ``vouched_age_s`` counts from the last time when a replica vouched for the worker; None if none did.
+    ``told_age_s`` counts from the last time when a check read the load of an approximate worker from its metrics.
     """
 
     worker_id: str
@@ -125,6 +129,7 @@ class WorkerView:
     probed_age_s: float | None = None
     server_age_s: float | None = None
     vouched_age_s: float | None = None
+    told_age_s: float | None = None
 
     @property
     def routable(self) -> bool:
@@ -150,7 +155,7 @@ class WorkerView:
 
     @property
     def paused(self) -> bool:
-        """Its last heartbeat said that somebody has paused its engine or put it to sleep."""
+        """Its last heartbeat, or its last check, said that somebody has paused its engine or put it to sleep."""
         return bool(self.load.flags & Flag.PAUSED)
 
     @property
@@ -413,6 +418,8 @@ class Views(ScriptClient):
             replica=check.replica,
             since_ms=round(1000 * check.since_s),
             ttl_ms=round(1000 * WORKER_TTL_SECONDS),
+            paused="" if check.paused is None else int(check.paused),
+            wait_ms="" if check.wait_s is None else round(1000 * check.wait_s),
         )
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 
@@ -474,6 +481,7 @@ def _view(
         probed_age_s=_age(record.get("probed"), now),
         server_age_s=server_ages.get(server_id),
         vouched_age_s=_age(record.get("vouched"), now),
+        told_age_s=_age(record.get("told"), now),
     )
 
 

@@ -116,6 +116,10 @@ class Tries:
         """The workers that keep a request waiting for its first byte for at least so long."""
         return {one.worker_id for one in self._open.values() if not one.response.began and one.quiet_s(now) >= seconds}
 
+    def sends(self, worker_id: str, now: float, seconds: float) -> bool:
+        """Whether this worker has sent a byte to some request within so long, or has got a request within so long."""
+        return any(one.worker_id == worker_id and one.quiet_s(now) < seconds for one in self._open.values())
+
     def standing_still(self, now: float) -> set[str]:
         """The workers that sent nothing for STILL_S, though they had begun to answer a request that waits for more."""
         quiet_s = [(one.worker_id, one.response.began, one.quiet_s(now)) for one in self._open.values()]

@@ -4,7 +4,9 @@ shared/capacity: which engines have room for one more prompt, and how much.
 An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes less
 than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be computed.
 (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room has a
-worker without any work, and an approximate worker, of which neither the speed nor the end of a prefill is known.
+worker without any work. Of an approximate worker neither the speed nor the end of a prefill is known: it has room
+unless its own metrics told of requests that wait there longer than until the next check, which counts as foreign
+prefill.
 Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a mean of the
 past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
 
@@ -37,9 +39,9 @@ return function(s, limit_s, block_sizes)
     local prefill, decode, flight, flags, scheme, foreign, foreign_decode, blocks =
       unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
     local ahead = prefill + max(0, foreign - REMEMBERED_S * speed)
-    if band(flags, FLAG_APPROXIMATE) ~= 0 or ahead + flight + foreign_decode == 0 then
-      return max(limit_s, LEAST_S), 0
-    end
+    local approximate = band(flags, FLAG_APPROXIMATE) ~= 0
+    if approximate and foreign > 0 then return 0, huge end
+    if approximate or ahead + flight + foreign_decode == 0 then return max(limit_s, LEAST_S), 0 end
     local size = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
     sizes[scheme] = size
     local cache = blocks * size * FULL_SHARE

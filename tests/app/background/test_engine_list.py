@@ -80,7 +80,7 @@ async def test_a_name_that_is_resolved_again_is_told_without_its_password(
     await engines.look()
     names.of["vllm"] = ["10.0.0.1"]
     await engines.look()
-    assert "http://vllm:80: read again" in caplog.text
+    assert "http://vllm: read again" in caplog.text
     assert "password" not in caplog.text
 
 
@@ -174,7 +174,7 @@ async def test_a_name_makes_no_engine_of_a_service_that_tells_credentials(monkey
     names.of["vllm"] = ["10.0.0.1", "169.254.169.254"]
     names.of["six"] = ["fd00:ec2::254", "::ffff:169.254.169.254"]
     engines = EngineList(["http+dns://vllm:80", "http+dns://six:80"])
-    assert [engine.url for engine in await engines.look()] == ["http://10.0.0.1:80"]
+    assert [engine.url for engine in await engines.look()] == ["http://10.0.0.1"]
     assert sum("tell a machine's credentials" in problem for problem in engines.problems) == 2
 
 

@@ -895,6 +895,32 @@ async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model
         assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
 
 
+async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: str, model: str) -> None:
+    async with stock(Served((model,))) as url:
+        other = url.replace("127.0.0.1", "localhost")
+        async with replica(valkey_url, model, url) as router:
+            await router.routable(1)
+            told = await doctor(valkey_url, model, static_workers=(url, other))
+            listed = [one.detail for one in told.of("listed", State.OK)]
+            assert [" is the worker 127.0.0.1-" in one for one in listed] == [True, True]
+            assert listed[1].endswith(f"which is listed as {url}, too")
+            assert told.of("address", State.FAULT) == []
+            record = {"scheme_id": 7, "url": other, "models": [model], "identity": ""}
+            await router.fleet.register("a-router-of-before", record, 50)
+            told = await doctor(valkey_url, model)
+            told.names("address", "are one engine, which gets twice its share", f"take {other} off")
+
+
+async def test_an_engine_that_has_joined_and_is_listed_is_one_worker(valkey_url: str, model: str) -> None:
+    async with stock(Served((model,)), joins=valkey_url) as url, applied(valkey_url, model) as fleet:
+        await complete(fleet)
+        other = url.replace("127.0.0.1", "localhost")
+        told = await doctor(valkey_url, model, static_workers=(other,))
+        (finding,) = told.of("listed", State.OK)
+        assert f"{other} is the worker eng.0 (" in finding.detail
+        assert "joined by itself" in finding.detail
+
+
 async def test_a_list_of_engines_that_cannot_be_used(valkey_url: str, model: str, tmp_path: Path) -> None:
     bad, away = tmp_path / "bad", tmp_path / "away"
     bad.write_text("http://user:hidden@a:1?x=1")

@@ -2,7 +2,8 @@
 
 Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
 worker whichever replicas list it. The fleet's engines are those of all lists together. One that leaves a replica's list
-drains and is forgotten a round later, unless another replica lists it.
+drains and is forgotten a round later, unless another replica lists it. An engine that the fleet has already, by its
+plugin or under another URL, is no second worker (``known_engines``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ import orjson
 
 from warmfleet.background.stock import engine_facts
 from warmfleet.background.stock.engine_facts import EngineFacts
-from warmfleet.errors import BadArgument, WarmfleetError
+from warmfleet.background.stock.known_engines import KnownEngines
+from warmfleet.background.stock.readiness import Readiness
+from warmfleet.errors import BadArgument, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Check
+from warmfleet.pools.stalled_requests import STILL_S
 from warmfleet.prompt.block_hashes import TEXT_SCHEME
 from warmfleet.protocol.pools import weight
 from warmfleet.protocol.wire import Scheme, default_none_hash
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from warmfleet.background.stock.engine_list import EngineList, ListedEngine
+    from warmfleet.background.stock.readiness import Ready
     from warmfleet.engines.allowed_addresses import Addresses
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.pools.pool import Pool, Pools
@@ -52,6 +57,7 @@ ROUND_S = 9.0
 #: makes rounds longer than one such check. Of 200 dead engines each is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
 FACTS_INTERVAL_S = 30.0  # between two readings of an engine's /metrics, which cost it some 20 ms; and after a failure
+TOLD_LATELY = 0.8  # of an interval: the load of an engine that another replica has read since then is not read again
 NAME_CHARACTERS = 64
 #: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
 #: 16 tokens these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
@@ -88,10 +94,13 @@ class StockEngines:
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
         self._failed: dict[str, None] = {}  # URLs whose last check failed; that which was asked longest ago is first
+        self._standing_back: dict[str, str] = {}  # URL -> the worker that its engine is already
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # of the round that runs
         self._headers: dict[str, str] = {}
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
+        self._known = KnownEngines(pools, client)
+        self._readiness = Readiness(client, self._headers, HEALTH_INTERVAL_S)
 
     async def round(self) -> bool:
         """Check all listed engines, but only some of those whose last check failed, and those that leave.
@@ -103,6 +112,9 @@ class StockEngines:
         urls = {engine.url for engine in listed}
         self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
         self._addresses.name([*urls, *self._leaving])
+        self._standing_back = {url: worker for url, worker in self._standing_back.items() if url in urls}
+        self._readiness.keep(urls)
+        await self._known.look()
         self._failed = {url: None for url in self._failed if url in urls or url in self._leaving}
         at_once = math.ceil((len(urls) + len(self._leaving)) * CHECK_TIMEOUT_S / ROUND_S)
         self._gate = asyncio.Semaphore(max(CHECKS_AT_ONCE, at_once))
@@ -134,30 +146,75 @@ class StockEngines:
         try:
             engine = await self._look(listed, last)
         except (WarmfleetError, ValueError, KeyError, TypeError) as error:
-            self._failed[url] = None
-            if last is None:
-                logger.warning("engine %s is not usable yet: %s", without_userinfo(url), error)
-                return
-            if last.failing_since is None:
-                logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
-                last = replace(last, failing_since=now)
-            self._checked[url] = last
-            check = Check("FAILED", self._replica, now - (last.failing_since or now))
-            await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+            await self._not_passed(url, last, error, now)
             return
+        key = await self._known.key_of(url, engine.facts.identity)
+        if holder := self._known.holder(url, key, engine.pool.tag, worker_id(url)):
+            await self._stand_back(url, holder, last)
+            return
+        self._standing_back.pop(url, None)
+        ready = await self._ready(url, engine, last)
         if last is None or last.failing_since is not None:
             logger.info("engine %s serves %s", without_userinfo(url), engine.pool.tag)
         self._checked[url] = engine
-        check = Check("PASSED", self._replica)
+        check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         if last is not None and last.pool is not engine.pool:  # it moved: else both would choose it for a TTL
             await last.pool.fleet.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
 
+    async def _not_passed(self, url: str, last: CheckedEngine | None, error: Exception, now: float) -> None:
+        """A check that failed takes the engine out, unless it was only slow, as the engine has other work."""
+        slow = isinstance(error, UpstreamGone) and error.late
+        if slow and last is not None and last.failing_since is None and self._works(url, last.pool):
+            logger.info("engine %s is slow to answer its check, but is at work", without_userinfo(url))
+            check = Check("PASSED", self._replica)
+            await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+            return
+        self._known.release(url)
+        self._failed[url] = None
+        if last is None:
+            logger.warning("engine %s is not usable yet: %s", without_userinfo(url), error)
+            return
+        if last.failing_since is None:
+            logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
+            last = replace(last, failing_since=now)
+        self._checked[url] = last
+        check = Check("SLOW" if slow else "FAILED", self._replica, now - (last.failing_since or now))
+        await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+
+    def _works(self, url: str, pool: Pool) -> bool:
+        """Whether this replica has a connection on which the engine has sent something lately, or may do so soon."""
+        return pool.tries.sends(worker_id(url), time.perf_counter(), STILL_S)
+
+    async def _stand_back(self, url: str, holder: str, last: CheckedEngine | None) -> None:
+        """The engine is another worker already: this URL's own one, if there is one, ends as soon as nothing runs."""
+        if self._standing_back.get(url) != holder:
+            logger.info("engine %s is the worker %s: it is booked under that name only", without_userinfo(url), holder)
+        self._standing_back[url] = holder
+        if last is None or worker_id(url) == holder:
+            self._checked.pop(url, None)
+            return
+        check = Check("LEAVING", self._replica, HEALTH_INTERVAL_S)
+        found = await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+        if found.word in ("LISTED", "UP") or (found.in_flight and found.word in ("LEAVING", "OUT")):
+            self._checked[url] = last
+            return
+        if found.word != "GONE":
+            await last.pool.fleet.forget(worker_id(url))
+        self._checked.pop(url, None)
+
+    async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
+        """Whether it takes requests. It may be another process than last time, which has other paths."""
+        anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
+        read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * HEALTH_INTERVAL_S
+        return await self._readiness.ask(url, anew=anew, read=read)
+
     async def _let_go(self, url: str) -> None:
         """Drain an engine that is no longer listed, and forget it once nothing runs there, unless others list it."""
         engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
+        self._known.release(url)
         if since is None:
             logger.info("engine %s is no longer listed: it leaves unless others list it", without_userinfo(url))
         answers = url not in self._failed and await self._client.healthy(url, CHECK_TIMEOUT_S)
@@ -199,6 +256,7 @@ class StockEngines:
             "models": models,
             "server_id": worker_id(url),
             "started": facts.started,
+            "identity": facts.identity,
         }
         return CheckedEngine(pool, record, blocks, facts, facts_at)
 

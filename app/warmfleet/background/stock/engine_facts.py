@@ -1,7 +1,8 @@
-"""What an engine without the plugin tells of its cache, by its /metrics."""
+"""What an engine without the plugin tells of its cache and of its process, by its /metrics."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ _SGLANG_TOKENS = re.compile(rb"^sglang:max_total_num_tokens" + _VALUE, re.MULTIL
 _TENSORRT_BLOCKS = re.compile(rb"^trtllm_kv_cache_max_blocks" + _VALUE, re.MULTILINE)
 _TENSORRT_BLOCK_TOKENS = re.compile(rb"^trtllm_kv_cache_tokens_per_block" + _VALUE, re.MULTILINE)
 _STARTED = re.compile(rb"^process_start_time_seconds" + _VALUE, re.MULTILINE)
+_CREATED = re.compile(rb"^[\w:]+_created" + _VALUE + rb"$", re.MULTILINE)
 _TGI = re.compile(rb"^tgi_", re.MULTILINE)
 TGI_FACTS = "/info"
 
@@ -23,13 +25,14 @@ TGI_FACTS = "/info"
 class EngineFacts(NamedTuple):
     """cache_tokens: that its cache holds, 0 if it does not tell. started: Unix time of its process, 0: not told.
 
-    asks_info: its ``/info`` tells more (``from_info``).
+    asks_info: its ``/info`` tells more (``from_info``). identity: as ``identity_of`` its page.
     """
 
     block_tokens: int = BLOCK_TOKENS
     cache_tokens: int = 0
     started: int = 0
     asks_info: bool = False
+    identity: str = ""
 
 
 def from_metrics(page: bytes) -> EngineFacts:
@@ -44,7 +47,22 @@ def from_metrics(page: bytes) -> EngineFacts:
         cache_tokens = sglang  # its pages may be of one token: prompts are counted by larger blocks all the same
     if (blocks_of := _largest(_TENSORRT_BLOCKS, page)) and (size_of := _largest(_TENSORRT_BLOCK_TOKENS, page)):
         block_tokens, cache_tokens = size_of, size_of * blocks_of
-    return EngineFacts(block_tokens, cache_tokens, _largest(_STARTED, page), bool(_TGI.search(page)))
+    started, asks_info = _largest(_STARTED, page), bool(_TGI.search(page))
+    return EngineFacts(block_tokens, cache_tokens, started, asks_info, identity_of(page))
+
+
+def identity_of(page: bytes) -> str:
+    """What no other process tells on its page of /metrics, and this one on every page; empty if there is nothing such.
+
+    The client library for Python writes when the process started, in hundredths of a second, and when it made each
+    counter, in microseconds. Engines that a script starts together may have the first in common, not both.
+    """
+    started, created = _values(_STARTED, page), _values(_CREATED, page)
+    if len(started) != 1:
+        return ""  # several processes answer as one, or nobody tells
+    if not created and round(started[0], 2) == round(started[0], 6):
+        return ""
+    return f"{started[0]!r}/{min(created, default=0.0)!r}"
 
 
 def from_info(facts: EngineFacts, page: bytes) -> EngineFacts:
@@ -58,10 +76,15 @@ def from_info(facts: EngineFacts, page: bytes) -> EngineFacts:
 
 def _largest(pattern: re.Pattern[bytes], page: bytes) -> int:
     """The largest value of a metric as a whole number, 0 if it has none."""
+    return int(max(_values(pattern, page), default=0))
+
+
+def _values(pattern: re.Pattern[bytes], page: bytes) -> list[float]:
+    """The finite values that a pattern finds."""
     values = []
     for text in pattern.findall(page):
         try:
-            values.append(int(float(text)))
-        except (ValueError, OverflowError):
+            values.append(float(text))
+        except ValueError:
             continue
-    return max(values, default=0)
+    return [value for value in values if math.isfinite(value)]

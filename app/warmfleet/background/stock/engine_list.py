@@ -13,7 +13,7 @@ import orjson
 from warmfleet.engines.allowed_addresses import tells_credentials
 from warmfleet.errors import BadArgument
 from warmfleet.followed_file import FollowedFile
-from warmfleet.settings import EngineSource, engine_source, without_userinfo
+from warmfleet.settings import EngineSource, engine_source, engine_url, without_userinfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -92,7 +92,7 @@ class EngineList:
         self._note(source.where, left_out if len(engines) < len(addresses) else "")
         hosts = [f"[{address}]" if ":" in address else address for address in engines]
         self._resolved[source] = [
-            ListedEngine(f"http://{name}:{port}{parts.path}", source.cache_tokens) for name in hosts
+            ListedEngine(engine_url(f"http://{name}:{port}{parts.path}"), source.cache_tokens) for name in hosts
         ]
 
     def _note(self, what: str, problem: str) -> None:

@@ -24,6 +24,7 @@ from warmfleet.cli.doctor import (
     redis_checks,
     rights_checks,
     router_checks,
+    same_engine_checks,
 )
 from warmfleet.cli.doctor.engine_checks import Engine
 from warmfleet.cli.doctor.finding import Finding, Report, State, skipped
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
+    from warmfleet.background.stock.known_engines import EngineKey
     from warmfleet.fleet import ReplicaView, WorkerView
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.protocol.pools import PoolEntry
@@ -191,9 +193,11 @@ async def examine(plan: Plan, report: Report) -> None:
                 report.add([skipped("workers", "Redis does not answer, where they join")])
         if answers:
             await _pools(plan, known, named, report)
+            if any(worker.approximate for worker in known.everybody):
+                await _checked(report, "address", _twice(plan, known))
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
-                await _checked(report, "listed", _listed(known))
+                await _checked(report, "listed", _listed(plan, known))
             await _replicas(known, report)
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
@@ -436,12 +440,28 @@ async def _named(known: Known) -> list[str]:
     return [engine.url for engine in await known.listed.look()]
 
 
-async def _listed(known: Known) -> list[Finding]:
+async def _keys(plan: Plan, known: Known, urls: Sequence[str] = ()) -> dict[str, EngineKey]:
+    """By what the engines of these URLs and of all workers are known again."""
+    addresses = Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
+    heard = [worker.url for worker in known.everybody if worker.heard and worker.url]
+    async with _client(addresses, plan) as (client, _):
+        return await same_engine_checks.keys_of(client, [*urls, *heard])
+
+
+async def _twice(plan: Plan, known: Known) -> list[Finding]:
+    return same_engine_checks.booked_twice(known.everybody, await _keys(plan, known))
+
+
+async def _listed(plan: Plan, known: Known) -> list[Finding]:
     """Each engine of the list against the workers, and what of the list cannot be read."""
     urls = (await _named(known))[:MAX_URLS]
     remedy = "mend that entry of WARMFLEET_STATIC_WORKERS; see app/docs/connect.md"
     found = [Finding("listed", State.FAULT, problem, remedy) for problem in known.listed.problems]
-    return found + [engine_checks.listed(url, known.everybody, list(known.workers)) for url in urls]
+    keys = await _keys(plan, known, urls)
+    for url in urls:
+        booked = same_engine_checks.worker_of(url, known.everybody, keys)
+        found.append(booked or engine_checks.listed(url, known.everybody, list(known.workers)))
+    return found
 
 
 def _of_url(found: Finding, names: str, url: str) -> Finding:

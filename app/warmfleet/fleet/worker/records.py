@@ -121,6 +121,7 @@ SERVER: dict[str, Check] = {
 }
 WORKER: dict[str, Check] = {
     **dict.fromkeys(("nonce", "server_id", "version", "reason", "cause", "suspect", "snapshot", "url"), _text),
+    **dict.fromkeys(("identity", "leaving"), _text),
     **dict.fromkeys(("slot", "shadow", "rank", "scheme_id", "capacity_blocks", "max_model_len", "tries"), _count),
     "step_us": _count,
     "left": _flag,
@@ -129,6 +130,7 @@ WORKER: dict[str, Check] = {
     "warming": _fields(owner=_text, ends=_time),
     "probed": _time,
     "vouched": _time,
+    "told": _time,
     "scheme": _fields(
         algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text, hash_block_tokens=_count
     ),

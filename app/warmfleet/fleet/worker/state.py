@@ -167,7 +167,13 @@ HELD: tuple[Hold, ...] = (
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
-    Hold(_W.PAUSED, _E.PAUSED, _E.RESUMED, "apply", "a paused engine lets new requests wait until it is resumed"),
+    Hold(
+        _W.PAUSED,
+        _E.PAUSED,
+        _E.RESUMED,
+        "apply, register",
+        "a paused engine lets new requests wait until it is resumed",
+    ),
     Hold(_W.EJECTED, _E.EJECTED, _E.ACQUITTED, "eject, tick", "requests that others serve would fail there"),
     Hold(_W.UNHEARD, _E.VOUCHED, _E.HEARD, "vouch, tick", "a lost messenger is no reason to take an engine for dead"),
 )

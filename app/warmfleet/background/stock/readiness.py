@@ -1,0 +1,173 @@
+"""Whether an engine without the plugin takes new requests now: it may be paused, asleep, or have more than it can do.
+
+vLLM tells by ``/is_sleeping`` and ``/is_paused`` whether requests wait there until somebody wakes or resumes it. It has
+these paths where it can be put to sleep over HTTP. Its ``/metrics`` tell of sleep, too, and how many requests wait in
+its queue; a page costs an engine 5 to 20 ms, so one replica reads it for all at a time.
+
+An engine is *saturated* if the requests that wait in its queue will not all have begun by the next check: then new ones
+would only wait there, and a few more in its queue are no loss. How fast they begin is told by two readings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import orjson
+
+from warmfleet.errors import WarmfleetError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from warmfleet.engines.engine_client import EngineClient
+
+ASK_TIMEOUT_S = 1.0  # a check takes 3 s already at most, and the next round begins after 5
+PAUSE_PATHS = {"/is_sleeping": "is_sleeping", "/is_paused": "is_paused"}  # path -> the field of its answer
+CONFIRM_S = 0.5  # between two readings of a queue that was empty before, or not known
+LONGEST_WAIT_S = 30.0  # as which a longer wait counts
+#: Of vLLM, SGLang, TGI and llama.cpp: requests that run, that wait, and that have ended.
+RUNNING = (
+    b"vllm:num_requests_running",
+    b"sglang:num_running_reqs",
+    b"tgi_batch_current_size",
+    b"llamacpp:requests_processing",
+)
+WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs", b"tgi_queue_size", b"llamacpp:requests_deferred")
+ENDED = (b"vllm:request_success_total", b"sglang:num_requests_total", b"tgi_request_success")
+SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
+
+
+class Ready(NamedTuple):
+    """What an engine told. paused: by somebody, or asleep. wait_s: until a request that comes now would begin.
+
+    None: it was not asked, or gave no answer.
+    """
+
+    paused: bool | None = None
+    wait_s: float | None = None
+
+
+class Figures(NamedTuple):
+    """What a page of /metrics tells of an engine's requests. asleep: None if it tells nothing of that."""
+
+    running: float
+    waiting: float
+    ended: float
+    asleep: bool | None
+    read_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Of one engine: the paths that it has of PAUSE_PATHS, and its last figures."""
+
+    paths: Collection[str]
+    figures: Figures | None = None
+
+
+class Readiness:
+    """Asks engines, and remembers of each which paths it has, and its last figures."""
+
+    def __init__(self, client: EngineClient, headers: Mapping[str, str], interval_s: float) -> None:
+        """interval_s: until an engine is asked again."""
+        self._client = client
+        self._headers = headers
+        self._interval_s = interval_s
+        self._known: dict[str, _Known] = {}  # by URL
+
+    def keep(self, urls: Collection[str]) -> None:
+        """Forget all engines but those of these URLs."""
+        self._known = {url: known for url, known in self._known.items() if url in urls}
+
+    async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
+        """Never raises WarmfleetError. anew: it may be another process. read: its /metrics as well."""
+        known = None if anew else self._known.get(url)
+        paths = PAUSE_PATHS if known is None else known.paths
+        before = None if known is None else known.figures
+        read = read or known is None
+        answers, figures = await asyncio.gather(
+            asyncio.gather(*(self._pause(url, path) for path in paths)), self._figures(url) if read else _nothing()
+        )
+        has = [path for path, answer in zip(paths, answers, strict=True) if answer != "absent"]
+        told = [answer for answer in answers if answer != "absent"]
+        wait_s = None if figures is None else await self._wait_s(url, figures, before)
+        kept = _Known(has, before) if known is None else replace(known, paths=has)
+        self._known[url] = replace(kept, figures=figures or before)
+        return Ready(_paused(told, figures), wait_s)
+
+    async def _wait_s(self, url: str, figures: Figures, before: Figures | None) -> float:
+        """How long a new request would wait: 0, or as long as all that wait take, if they outlast the interval."""
+        if figures.waiting < 1:
+            return 0.0
+        if before is None or before.waiting < 1:  # they may have come this moment
+            await asyncio.sleep(CONFIRM_S)
+            later = await self._figures(url)
+            if later is None or later.waiting < 1:
+                return 0.0
+            figures, before = later, figures
+        begun = max(0.0, figures.ended + figures.running - before.ended - before.running)
+        passed_s = max(figures.read_at - before.read_at, CONFIRM_S)
+        wait_s = figures.waiting * passed_s / begun if begun else LONGEST_WAIT_S
+        return min(wait_s, LONGEST_WAIT_S) if wait_s >= self._interval_s else 0.0
+
+    async def _pause(self, url: str, path: str) -> bool | str:
+        """Whether the engine says that it is paused: a boolean, ``absent`` (it has no such path) or ``silent``."""
+        try:
+            status, body = await self._client.get(url, path, self._headers, ASK_TIMEOUT_S)
+        except WarmfleetError:
+            return "silent"
+        if status >= 500:
+            return "silent"
+        try:
+            said = orjson.loads(body)[PAUSE_PATHS[path]] if status == 200 else None
+        except (ValueError, KeyError, TypeError):
+            return "absent"
+        return said if isinstance(said, bool) else "absent"
+
+    async def _figures(self, url: str) -> Figures | None:
+        try:
+            status, page = await self._client.get(url, "/metrics", self._headers, ASK_TIMEOUT_S)
+        except WarmfleetError:
+            return None
+        return figures_of(page, time.monotonic()) if status == 200 else None
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _paused(told: Collection[bool | str], figures: Figures | None) -> bool | None:
+    asleep = None if figures is None else figures.asleep
+    if asleep or True in told:
+        return True
+    if "silent" in told:
+        return None
+    return False if told or asleep is not None else None
+
+
+def figures_of(page: bytes, now: float) -> Figures:
+    """The sums over all ranks and reasons of a page. now: when it was read, in monotonic seconds."""
+    awake = [value for labels, value in _samples(page, SLEEP_STATE) if AWAKE in labels]
+    running, waiting, ended = (
+        sum(value for name in names for _, value in _samples(page, name)) for names in (RUNNING, WAITING, ENDED)
+    )
+    return Figures(running, waiting, ended, 0.0 in awake if awake else None, now)
+
+
+def _samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
+    """Labels and value of each sample of this name. To look for a name takes a tenth of the time of a pattern."""
+    found, at = [], page.find(name)
+    while at >= 0:
+        end = page.find(b"\n", at)
+        line = page[at : end if end >= 0 else len(page)]
+        labels, brace, value = line[len(name) :].rpartition(b"}")
+        begins = at == 0 or page[at - 1 : at] == b"\n"
+        if begins and (labels.startswith(b"{") if brace else value.startswith(b" ")):
+            with suppress(ValueError, IndexError):
+                found.append((labels, float(value.split()[0])))
+        at = page.find(name, at + len(line))
+    return found
