@@ -13,6 +13,7 @@ from tests.app.background.test_stock_engines import Checks, asked, metrics
 from tests.app.background.test_stock_engines import replica as replica
 from tests.app.engine import Engine, answer_well, engine, reply
 
+from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.engine_facts import identity_of
 from warmfleet.background.stock.known_engines import EngineKey
 from warmfleet.engines.engine_client import Place
@@ -237,6 +238,22 @@ async def test_two_engines_are_two_workers(
         assert set(await checks.workers()) == {one.url, two.url}
 
 
+async def test_what_stands_back_is_read_as_seldom_as_a_worker(replica: Callable[..., Checks], model: str) -> None:
+    async with engine(model) as one:
+        read: list[str] = []
+
+        def page(path: str) -> bytes:
+            read.append(path)
+            return ONE if path == "/metrics" else json.dumps({"data": [{"id": model}]}).encode()
+
+        cast("Any", one)._page = page
+        checks = replica(one.url)
+        await join(checks.fleet, one.url)
+        for _ in range(5):
+            await checks.round()
+        assert (read.count("/metrics"), read.count("/v1/models")) == (2, 5), "once for each of the two URLs"
+
+
 async def test_another_spelling_takes_over_where_the_first_ends(replica: Callable[..., Checks], model: str) -> None:
     async with everywhere(model) as one, proxy(one) as front:
         metrics(one, ONE)
@@ -251,7 +268,7 @@ async def test_another_spelling_takes_over_where_the_first_ends(replica: Callabl
 
 
 async def test_a_new_process_at_one_url_is_no_more_the_worker_of_the_other(
-    replica: Callable[..., Checks], model: str
+    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two URLs that led to one engine, as behind a proxy, may lead to two later."""
     async with engine(model) as one, engine(model) as two:
@@ -261,9 +278,8 @@ async def test_a_new_process_at_one_url_is_no_more_the_worker_of_the_other(
         for _ in range(2):
             await checks.round()
         assert len(await checks.workers()) == 1
+        monkeypatch.setattr(stock_engines, "FACTS_INTERVAL_S", 0.0)
         metrics(two, OTHER)
-        two.hangs = False
-        checks.engines._checked.clear()  # its facts are read anew, as 30 s later
         for _ in range(2):
             await checks.round()
         assert set(await checks.workers()) == {one.url, two.url}

@@ -94,7 +94,8 @@ class StockEngines:
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
         self._failed: dict[str, None] = {}  # URLs whose last check failed; that which was asked longest ago is first
-        self._standing_back: dict[str, str] = {}  # URL -> the worker that its engine is already
+        #: URL -> the worker that its engine is already, and its last check.
+        self._standing_back: dict[str, tuple[str, CheckedEngine]] = {}
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # of the round that runs
         self._headers: dict[str, str] = {}
         if settings.worker_api_key:
@@ -112,7 +113,7 @@ class StockEngines:
         urls = {engine.url for engine in listed}
         self._leaving = {url: self._leaving.get(url) for url in self._checked.keys() - urls}
         self._addresses.name([*urls, *self._leaving])
-        self._standing_back = {url: worker for url, worker in self._standing_back.items() if url in urls}
+        self._standing_back = {url: known for url, known in self._standing_back.items() if url in urls}
         self._readiness.keep(urls)
         await self._known.look()
         self._failed = {url: None for url in self._failed if url in urls or url in self._leaving}
@@ -141,18 +142,22 @@ class StockEngines:
 
     async def _check(self, listed: ListedEngine) -> None:
         url, now = listed.url, time.monotonic()
-        last = self._checked.get(url)
+        last, aside = self._checked.get(url), self._standing_back.pop(url, None)
         self._failed.pop(url, None)
         try:
-            engine = await self._look(listed, last)
+            engine = await self._look(listed, aside[1] if aside else last)
         except (WarmfleetError, ValueError, KeyError, TypeError) as error:
             await self._not_passed(url, last, error, now)
             return
         key = await self._known.key_of(url, engine.facts.identity)
         if holder := self._known.holder(url, key, engine.pool.tag, worker_id(url)):
+            if aside is None or aside[0] != holder:
+                logger.info(
+                    "engine %s is the worker %s: it is booked under that name only", without_userinfo(url), holder
+                )
+            self._standing_back[url] = holder, engine
             await self._stand_back(url, holder, last)
             return
-        self._standing_back.pop(url, None)
         ready = await self._ready(url, engine, last)
         if last is None or last.failing_since is not None:
             logger.info("engine %s serves %s", without_userinfo(url), engine.pool.tag)
@@ -190,9 +195,6 @@ class StockEngines:
 
     async def _stand_back(self, url: str, holder: str, last: CheckedEngine | None) -> None:
         """The engine is another worker already: this URL's own one, if there is one, ends as soon as nothing runs."""
-        if self._standing_back.get(url) != holder:
-            logger.info("engine %s is the worker %s: it is booked under that name only", without_userinfo(url), holder)
-        self._standing_back[url] = holder
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
