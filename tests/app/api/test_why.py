@@ -259,10 +259,10 @@ async def test_the_status_page_has_the_slow_requests(valkey_url: str, model: str
         for number in range(12):
             await router.post(STREAM | {"model": model}, **{"X-Request-Id": f"mine-{number}"})
         page = json.loads((await router.get("/status.json"))[1])
-    assert len(page["slow"]) == 10
+        slowest = [row["request_id"] for row in await why(router)]
+    assert [row["request_id"] for row in page["slow"]] == slowest
+    assert len(slowest) == 10
     assert all(row["request_id"].startswith("mine-") and row["because"] for row in page["slow"])
-    waited = [max(row["first_ms"], 0) for row in page["slow"]]
-    assert waited[0] >= waited[-1]
     assert SECRET not in json.dumps(page)
 
 
