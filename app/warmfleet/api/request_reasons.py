@@ -119,7 +119,8 @@ def parts(record: RequestRecord, now: float) -> list[Part]:
     if rest_s > max(MUCH_S, MATTERING_SHARE * whole_s):
         found.append(Part(rest_s, f"{shown(rest_s)} in this replica besides, between two tries or because it was busy"))
     matters_s = max(MATTERS_S, MATTERING_SHARE * whole_s)
-    return sorted((part for part in found if part.seconds >= matters_s), key=lambda part: -part.seconds)
+    found.sort(key=lambda part: -part.seconds)
+    return found[:1] + [part for part in found[1:] if part.seconds >= matters_s]
 
 
 def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:

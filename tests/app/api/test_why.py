@@ -149,6 +149,47 @@ async def test_a_worker_that_died_is_told_with_the_one_that_served(valkey_url: s
     assert "warmfleet doctor" in found["remedy"]
 
 
+async def test_a_hedged_stream_is_told_with_both_workers(valkey_url: str, model: str) -> None:
+    asked: list[str] = []
+
+    async def first_is_late(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        asked.append(one.url)
+        if len(asked) == 1:
+            await asyncio.sleep(30)
+        await answer_well(one, seen, writer)
+
+    async with (
+        engine(model, first_is_late) as a,
+        engine(model, first_is_late) as b,
+        replica(valkey_url, model, a.url, b.url, hedge_after_s=0.2) as router,
+    ):
+        _, headers, _ = await router.post(STREAM | {"model": model})
+        found = await one(router, headers["x-request-id"])
+    assert (found["tries"], found["worker"]) == (2, headers["x-warmfleet-worker"])
+    assert [row["outcome"] for row in found["attempts"]] == ["cancelled", "finished"]
+    assert found["first_ms"] > 190
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": [PROMPT, "another"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "x": PROMPT}]}]}),
+        ("/v1/embeddings", {"input": PROMPT}),
+        ("/v1/responses", {"input": PROMPT}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3}),
+    ],
+    ids=["a list of prompts", "an image", "embeddings", "responses", "messages"],
+)
+async def test_requests_of_every_kind_are_told(valkey_url: str, model: str, path: str, asked: dict[str, Any]) -> None:
+    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, headers, _ = await router.post(asked | {"model": model}, path)
+        found = await one(router, headers["x-request-id"])
+    assert (status, found["status"], found["path"], found["error"]) == (200, 200, path, None)
+    assert found["because"].partition(":")[0].endswith("to the answer"), found["because"]
+    assert found["prompt_tokens"] > 0
+
+
 async def test_without_redis_the_reason_is_told(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from warmfleet.errors import FleetUnavailable
     from warmfleet.fleet import Fleet
