@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +71,9 @@ async def test_a_slow_engine_is_told_by_every_id_of_the_request(valkey_url: str,
             assert await one(router, asked) == found, asked
         assert await why(router, "mine") == await why(router, "mine12") == []
     worker = headers["x-warmfleet-worker"]
-    assert found["because"].startswith(f"{found['first_ms']:.0f} ms to the first token: ")
+    assert re.match(r"[\d.]+ m?s to the first token: [\d.]+ m?s at ", found["because"])
+    assert found["first_ms"] >= found["engine_ms"] > 490
     assert f"at {worker} to its first byte" in found["because"]
-    assert "was not predicted" not in found["because"]
     assert worker in found["remedy"]
     assert found["attempts"][0]["outcome"] == "finished"
 
@@ -116,7 +117,7 @@ async def test_a_request_that_waited_in_the_queue(valkey_url: str, model: str) -
 
         served: Any = await poll(settled, 30, "the core reports what it had cached, and settle tells this replica")
     assert served["queue_ms"] > 300
-    assert served["because"].partition(": ")[2].startswith(f"{served['queue_ms']:.0f} ms in the queue")
+    assert re.match(r"[\d.]+ m?s to the first token: [\d.]+ m?s in the queue: ", served["because"])
     assert "more engines" in served["remedy"]
     assert refused["because"].startswith("Refused with 503 (queue_timeout")
     assert refused["queue_ms"] > 300
