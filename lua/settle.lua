@@ -17,7 +17,8 @@ ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent; due: as
       used besides those of the prompt: those of the answer, or fewer than 0 (empty: not told), then for an approximate
       worker the blocks of the prompt that it had when the request came, if those were fewer than the decision said, and
       how long ago it came at the earliest (ms)
-Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing)
+Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing); behind
+         SETTLED the tokens of the prompt that the engine had cached, if its progress was compared with the match
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
@@ -29,6 +30,7 @@ local LEASE, ROW_SLOT_TO_FLAGS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2", 17
 local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, UNDER_WAY_TOKENS_AT = ">I4I4I2I2", 39, 51 -- of a packed row
 local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 21, 31
 local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
+local JUDGED = 2147483648 -- in matched_tokens: these are what the engine had, and not what it was believed to have
 local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
 local MAX_EVICTED = 65535 -- as the row can hold
 local call = redis.call
@@ -118,4 +120,5 @@ else
   call("ZREM", leases_key, id)
   if deepest then release.speculation(id, lease) end
 end
-return { kept_stage == STAGE_STARTED and "STARTED" or "SETTLED" }
+if kept_stage == STAGE_STARTED then return { "STARTED" } end
+return { "SETTLED", matched >= JUDGED and matched - JUDGED or nil }

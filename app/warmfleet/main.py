@@ -23,6 +23,7 @@ from warmfleet.api.access import client_keys
 from warmfleet.api.access.client_keys import ClientKeys
 from warmfleet.api.access.cors import Cors
 from warmfleet.api.access.operators import Operators, is_loopback
+from warmfleet.api.access_log import AccessLog
 from warmfleet.api.application import Application, ServiceApplication
 from warmfleet.api.completions import CompletionsProxy
 from warmfleet.api.connections import Connections
@@ -30,7 +31,6 @@ from warmfleet.api.error_answers import UnknownPath, error_response, internal_er
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening import tls
-from warmfleet.api.listening.access_log import LoggedApplication, NotedAnswer
 from warmfleet.api.listening.server import Door, Doors, Server, Sockets, operators_address
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
@@ -39,6 +39,7 @@ from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
+from warmfleet.api.why_routes import WhyRoutes
 from warmfleet.background import hung_engines, outage_checks, pool_changes, upkeep, vouching
 from warmfleet.background.beats import Beats
 from warmfleet.background.hung_engines import HungEngines
@@ -82,6 +83,7 @@ from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import PREFIX, Settings, policies, unknown_variables
 from warmfleet.tracing.exporter import tracing_of
+from warmfleet.tracing.last_requests import LastRequests
 from warmfleet.untrusted.template_approval import Templates
 from warmfleet.version import version
 
@@ -128,6 +130,7 @@ class _Replica:
     router: Router
     may_ask: Operators
     past: History
+    last: LastRequests
     page: StatusPage
     place: ReplicaPlace
 
@@ -135,8 +138,8 @@ class _Replica:
 def create_app(settings: Settings, log: LogOutput | None = None, place: ReplicaPlace | None = None) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
-    log: the lines that it drops are counted. place: where the replica is; by default its host and a port of the
-    settings.
+    log: has the access log; the lines that it drops are counted. place: where the replica is; by default its host and a
+    port of the settings.
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
@@ -144,7 +147,8 @@ def create_app(settings: Settings, log: LogOutput | None = None, place: ReplicaP
     replica = _replica_of(settings, place or ReplicaPlace(_name_of(settings.admin_port or settings.port)))
     if log is not None:
         log.on_drop = replica.metrics.log_lines_dropped.inc
-    return _doors(replica)
+    wanted = settings.access_log and settings.log_level in ("debug", "info")
+    return _doors(replica, AccessLog(log) if wanted and log is not None else None)
 
 
 def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
@@ -162,7 +166,7 @@ def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
     decisions = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
     identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
-    past, may_ask = History(pools, metrics), Operators(settings)
+    past, may_ask, last = History(pools, metrics), Operators(settings), LastRequests()
     return _Replica(
         settings=settings,
         metrics=metrics,
@@ -179,7 +183,8 @@ def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
         decisions=decisions,
         router=Router(pools, upstream, identifier, settings, metrics, decisions),
         past=past,
-        page=StatusPage(pools, past, may_ask, health),
+        last=last,
+        page=StatusPage(pools, past, last, may_ask, health),
         may_ask=may_ask,
         place=place,
     )
@@ -218,23 +223,25 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         yield
 
 
-def _doors(replica: _Replica) -> Doors:
+def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
     """The ports for clients and for operators, with their paths."""
     settings, metrics, health = replica.settings, replica.metrics, replica.health
     router, keys, certificates = replica.router, replica.keys, replica.certificates
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health, replica.may_ask)
-    gateways = GatewayRoutes(router, paths, keys, settings, replica.may_ask)
-    for_operators = [*service.for_operators(), *gateways.routes(), *replica.page.routes()]
+    gateways = GatewayRoutes(router, paths, keys, settings, replica.may_ask, replica.last)
+    asked_why = WhyRoutes(replica.last, replica.place.name, replica.may_ask)
+    for_operators = [*service.for_operators(), *asked_why.routes(), *gateways.routes(), *replica.page.routes()]
     apart = bool(settings.admin_port)
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     outside = documented(outside, paths.all(), settings)
-    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, replica.tracing))
+    notes = (replica.last, replica.tracing, access_log)
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, *notes))
     served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica))
-    public = Application(served, proxies, Cors(settings.cors_origins))
-    clients = _connections(public, health, settings, metrics)
-    operators = _connections(ServiceApplication(_starlette(inside)), health, settings, metrics)
+    public = Application(served, proxies, Cors(settings.cors_origins), access_log)
+    clients = Connections(public, health, settings, metrics)
+    operators = Connections(ServiceApplication(_starlette(inside), access_log), health, settings, metrics)
     metrics.connections.set_function(lambda: clients.open + operators.open)
     metrics.body_bytes.set_function(lambda: clients.body_bytes + operators.body_bytes)
     return Doors(
@@ -244,12 +251,6 @@ def _doors(replica: _Replica) -> Doors:
         Door(clients, certificates.for_clients if certificates else None),
         Door(operators, certificates.for_operators if certificates else None),
     )
-
-
-def _connections(application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> Connections:
-    if settings.access_log:
-        return Connections(LoggedApplication(application), health, settings, metrics, NotedAnswer)
-    return Connections(application, health, settings, metrics)
 
 
 def _starlette(

@@ -227,15 +227,15 @@ class Settings:
     port: int = _setting(8080, "port to listen on")
     admin_port: int = _setting(
         ADMIN_PORT,
-        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/explain`, `/route`, `/renew` "
-        "and `/settle` are served there only, health on both; 0 = all on the clients' port",
+        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/explain`, `/why`, "
+        "`/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
     )
     log_level: str = _setting("info", "least level of the log's lines: `debug`, `info`, `warning`, `error`")
     log_format: str = _setting(
         "text", "`text`, or `json`: one object a line, with the request's id where the line is about one"
     )
     access_log: bool = _setting(
-        False, "log a line for each request: method, path, status, time, worker; nothing of its content"
+        False, "log a line for each request: where its time went, its worker, its tokens; nothing of its content"
     )
     tls_cert: str = _setting(
         "",

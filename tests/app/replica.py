@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import ModuleType
 
+    from warmfleet.logs.output import LogOutput
+
 
 STOP_LOOK_S = 0.005  # between two looks whether the connections of a replica that stops are closed
 ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
@@ -159,10 +161,11 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A replica with ``engines`` as static workers, all of them routable.
 
-    look_url: the store by which the test itself reads the fleet. settings: fields of Settings, and names of CONSTANTS;
-    any admin_port but 0 stands for a free port of its own.
+    look_url: the store by which the test itself reads the fleet. log: gets the access log. settings: fields of
+    Settings, and names of CONSTANTS; any admin_port but 0 stands for a free port of its own.
     The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
     """
+    log: LogOutput | None = settings.pop("log", None)
     chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
     chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0}
     chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
@@ -180,7 +183,7 @@ async def replica(
     if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
         for name, shared in SHARED.items():
             constants.setattr(Encoder, name, shared)
-    running = server(made, Sockets([listener], admin))
+    running = server(made, Sockets([listener], admin), log)
     task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
-from tests.app.engine import Seen, engine, reset
+from tests.app.engine import STREAM_HEAD, Seen, chunk, engine, reset
 from tests.app.joined import joined, proven
 from tests.app.replica import replica
 from tests.conftest import poll
@@ -141,8 +141,10 @@ async def test_no_output_tells_a_prompt(valkey_url: str, model: str, capsys: pyt
             code = await asyncio.to_thread(main, ["explain", "--url", router.url, "--model", model, "--prompt", TEXT])
             assert code == 0
             assert await asyncio.to_thread(main, ["workers", "--url", router.url]) == 0
-            for path in ("/metrics", "/workers", "/v1/models", "/readyz", "/nothing"):
+            why = [f"/why?count=100&order={order}" for order in ("slowest", "last", "failed")]
+            for path in ("/metrics", "/workers", "/v1/models", "/readyz", "/nothing", "/status.json", *why):
                 clean(path, (await router.get(path))[1].decode())
+            assert await asyncio.to_thread(main, ["why", "--url", router.url]) == 0
             await router.unloaded()
             entries = await stored(valkey_url, but=others)
             assert len(entries) > 50
@@ -169,6 +171,22 @@ async def test_not_even_when_engines_die(valkey_url: str, model: str) -> None:
                 await two.die()
                 await poll(lambda: _nobody(router, body), 10, "nobody is left")
                 await poll(lambda: any("does not answer" in line for line in lines), 30, "the dead engines are logged")
+    clean("log", "\n".join(lines))
+
+
+async def test_not_even_when_an_engine_repeats_it_in_an_error(valkey_url: str, model: str) -> None:
+    async def repeats(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        error = {"code": 500, "message": f"cannot serve {TEXT}"}
+        writer.write(STREAM_HEAD)
+        chunk(writer, b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+        await writer.drain()
+
+    with everything_logged() as lines:
+        async with engine(model, repeats) as one, replica(valkey_url, model, one.url) as router:
+            await router.post({"model": model, "prompt": TEXT, "stream": True})
+            told = (await router.get("/why"))[1].decode()
+            assert "stream began with an error" in told
+            clean("why", told)
     clean("log", "\n".join(lines))
 
 

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from warmfleet import metrics
 from warmfleet.api.service_routes import Health, ServiceRoutes
-from warmfleet.api.status_page.words import FALLBACK
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.reasons import FALLBACK
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:

@@ -111,6 +111,24 @@ def decision(number: int, *, fallback: bool = False, explained: bool = True, wor
     }
 
 
+def slow(number: int) -> dict[str, Any]:
+    running = number == 1
+    return {
+        "request_id": f"slow-{number:04}",
+        "at": AT - 60 * number,
+        "running": running,
+        "status": None if running else 200,
+        "path": "/v1/chat/completions",
+        "model": "m",
+        "worker": None if number == 2 else f"gpu-{number:02}.0",
+        "ms": 9_000.0 / number,
+        "first_ms": None if running else 8_000.0 / number,
+        "because": "4.2 s to the first token: 2.9 s in the queue: the engines that suit it were busy (5 waited then, "
+        f"with 6.2 s of work for the fleet); 1.2 s at gpu-{number:02}.0 to its first byte, predicted 300 ms.",
+        "remedy": "`warmfleet workers` shows how busy each engine is: more engines shorten the queue",
+    }
+
+
 def history(points: int, *, away_since: int = 0) -> dict[str, list[float | None]]:
     """away_since: so many points ago Redis went away."""
     rng, ages = random.Random(1), [5.0 * (points - 1 - place) for place in range(points)]
@@ -150,8 +168,13 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
         },
         "ttft": {"requests": 840, "p50_s": 0.16, "p90_s": 0.41, "p99_s": 0.72, "objective_s": 0.0, "in_force_s": 0.0},
         "fleet": {
-            "replicas": 3, "decisions_per_s": 126.4, "fallbacks_per_s": 0.0, "hit_ratio": 0.81,
-            "p50_s": 0.18, "p90_s": 0.44, "p99_s": 0.8,
+            "replicas": 3,
+            "decisions_per_s": 126.4,
+            "fallbacks_per_s": 0.0,
+            "hit_ratio": 0.81,
+            "p50_s": 0.18,
+            "p90_s": 0.44,
+            "p99_s": 0.8,
         },
         "replicas": [replica(1), replica(2), replica(3, "silent")],
         "index": {"entries": 162_411, "memory_used_bytes": 41_000_000, "memory_limit_bytes": 2**31},
@@ -170,14 +193,20 @@ def replica(number: int, state: str = "serving") -> dict[str, Any]:
         "url": f"http://10.0.1.{number}:9090",
         "state": state,
         "heard_s": 41.0 if state == "silent" else 1.4,
-        "version": "0.1.0", "up_s": 8_000, "policy": "cost", "in_flight": 31, "waiting": 1,
-        "decisions": 2_500, "hit_ratio": 0.81,
+        "version": "0.1.0",
+        "up_s": 8_000,
+        "policy": "cost",
+        "in_flight": 31,
+        "waiting": 1,
+        "decisions": 2_500,
+        "hit_ratio": 0.81,
     }
 
 
-def fleet(*models: dict[str, Any]) -> dict[str, Any]:
+def fleet(*models: dict[str, Any], slowest: int = 10) -> dict[str, Any]:
     own = {"name": "router-7f9c, process 1", "up_s": 8_000, "draining": False}
-    return {"at": AT, "replica": own, "rungs": RUNGS, "models": list(models), "hidden": ""}
+    rows = [slow(number) for number in range(1, slowest + 1)]
+    return {"at": AT, "replica": own, "rungs": RUNGS, "models": list(models), "slow": rows, "hidden": ""}
 
 
 def empty() -> dict[str, Any]:
@@ -196,7 +225,8 @@ def empty() -> dict[str, Any]:
             index={"entries": 0, "memory_used_bytes": 1_100_000, "memory_limit_bytes": 0},
             lately={"decisions_per_s": 0.0, "fallbacks_per_s": 0.0, "hit_ratio": None},
             history=past | {name: [None] for name in nothing},
-        )
+        ),
+        slowest=0,
     )
 
 

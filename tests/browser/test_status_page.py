@@ -68,6 +68,10 @@ async def _a_request_is_explained(router: Replica, look: Look, model: str) -> No
     await expect(decision).to_contain_text(headers["x-request-id"], timeout=PATIENCE_MS)
     await expect(decision).to_contain_text(headers["x-warmfleet-worker"])
     await expect(decision).to_contain_text("lowest predicted")
+    slow = look.page.locator("#slow > tbody > tr").first
+    await expect(slow).to_contain_text(headers["x-request-id"])
+    await expect(slow).to_contain_text("to the answer")
+    await expect(slow).to_contain_text("status 200")
     await decision.locator("summary").press("Enter")
     await expect(decision.locator("details table")).to_be_visible()
     await expect(look.page.locator("#rungs [aria-current=step]")).to_have_count(1)

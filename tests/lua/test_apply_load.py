@@ -16,6 +16,8 @@ from warmfleet_worker.protocol import wire
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
+    from warmfleet.fleet.reservations import Told
+
 NAME = "5ea50001"
 
 
@@ -202,6 +204,42 @@ async def test_a_failure_after_the_prefill_gives_the_prompt_back(
     after = await fleet.decide(replace(ask, reservation=new_reservation(1, client=limits.tag), prompt_tokens=1))
     assert after.use is not None
     assert after.use.tokens == 1
+
+
+@pytest.mark.parametrize(("held", "reported", "told"), [(0, 0, 0), (2, 2, 32), (2, 0, 0), (1, 3, 48)])
+async def test_settle_tells_what_the_engine_had_cached(
+    core: Core, fleet: Fleet, held: int, reported: int, told: int
+) -> None:
+    """What was believed to be cached is kept by the lease until the engine's progress says what was."""
+    await core.heartbeat(digest_of())
+    await core.send("stored", blocks(*range(1, held + 1)))
+    await core.applied()
+    await routable(core)
+    chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
+    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await core.send("progress", wire.dumps([["wf-real", 16 * reported, 60]]))
+    await core.applied()
+    assert await settled(fleet, "wf-real", "started") in ([b"STARTED"], [b"SAME"])
+    assert await settled(fleet, "wf-real", "finished") == [b"SETTLED", told]
+    assert await settled(fleet, "wf-real", "finished") in ([b"SAME"], [b"UNKNOWN"])
+
+
+@pytest.mark.parametrize("case", ["no progress", "several prompts", "an estimated prompt"])
+async def test_settle_tells_nothing_that_was_not_compared(core: Core, fleet: Fleet, case: str) -> None:
+    await core.heartbeat(digest_of())
+    await core.applied()
+    await routable(core)
+    booked = new_reservation(2 if case == "several prompts" else 1, exact=case != "an estimated prompt")
+    await fleet.decide(Ask(booked, (), prompt_tokens=60, decode_tokens=10))
+    if case != "no progress":
+        await core.send("progress", wire.dumps([[booked, 16, 60]]))
+    await core.applied()
+    assert await settled(fleet, booked, "finished") == [b"SETTLED"]
+
+
+async def settled(fleet: Fleet, reservation: str, outcome: Told) -> Any:
+    """The whole answer of settle."""
+    return await fleet.call("settle", fleet.settle_command(reservation, outcome), 1.0)
 
 
 async def test_with_the_last_request_everything_booked_ends(core: Core, fleet: Fleet) -> None:

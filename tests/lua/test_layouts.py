@@ -188,7 +188,7 @@ def test_tickets_are_read_as_they_are_written() -> None:
 
 def test_the_mark_of_a_judged_lease_is_that_of_python() -> None:
     assert {file: int(value) for file, name, value in ALL if name == "JUDGED"} == dict.fromkeys(
-        ("decide.lua", "parts/apply/progress.lua"), JUDGED
+        ("decide.lua", "parts/apply/progress.lua", "settle.lua"), JUDGED
     )
     lease = Lease(1, 2, 3, 4, 2**31 - 1, 6, 1, "w.0", (b"12345678",), judged=True)
     assert Lease.unpack(lease.pack()) == lease

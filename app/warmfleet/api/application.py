@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.asgi_adapter import serve_by_asgi
@@ -11,11 +12,12 @@ from warmfleet.api.http_request import request_id
 from warmfleet.errors import TooManyConnections, WarmfleetError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from starlette.applications import Starlette
 
     from warmfleet.api.access.cors import Cors
+    from warmfleet.api.access_log import AccessLog
     from warmfleet.api.asgi_adapter import Message, Receive, Send
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.api.proxies import Proxies
@@ -25,14 +27,32 @@ logger = logging.getLogger("warmfleet.api")
 
 
 class ServiceApplication:
-    """The paths that a replica answers itself."""
+    """The paths that a replica answers itself. access_log: notes them; None: there is no such log."""
 
-    def __init__(self, starlette: Starlette) -> None:
+    def __init__(self, starlette: Starlette, access_log: AccessLog | None = None) -> None:
         self.starlette = starlette
+        self._access_log = access_log
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:  # noqa: ARG002
         """The coroutine that answers the request. engines: whether it may be sent to an engine."""
-        return self._serve_itself(request, answer)
+        return self._logged(request, answer, partial(self._serve_itself, request, answer))
+
+    async def _logged(
+        self, request: HttpRequest, answer: ClientAnswer, serve: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """serve: makes the coroutine that answers, here: a task cancelled before its first step never comes here.
+
+        With an access log a request without an id gets one, which its line and its answer tell.
+        """
+        if self._access_log is None:
+            await serve()
+            return
+        told = request_id(request.headers)
+        request.headers.append((b"x-request-id", told.encode()))
+        try:
+            await serve()
+        finally:
+            self._access_log.own(request, answer, told)
 
     async def _serve_itself(self, request: HttpRequest, answer: ClientAnswer) -> None:
         try:
@@ -42,14 +62,17 @@ class ServiceApplication:
             if ours is not error:
                 logger.exception("%s %s failed", request.method.decode(), request.target[:200])
             if not answer.started:
-                await send_error(answer, ours, request_id(request.headers))
+                await self._refuse(request, answer, ours)
+
+    async def _refuse(self, request: HttpRequest, answer: ClientAnswer, error: WarmfleetError) -> None:
+        await send_error(answer, error, request_id(request.headers))
 
 
 class Application(ServiceApplication):
     """All paths of a replica's clients. As an ASGI application it runs only the lifespan, which is Starlette's."""
 
-    def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors) -> None:
-        super().__init__(starlette)
+    def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors, access_log: AccessLog | None = None) -> None:
+        super().__init__(starlette, access_log)
         self._proxies = proxies
         self._cors = cors
 
@@ -63,14 +86,14 @@ class Application(ServiceApplication):
         if origin:
             preflight = self._cors.preflight(request.method, request.headers, origin)
             if preflight is not None:
-                return answer.whole(204, preflight, b"")
+                return self._logged(request, answer, partial(answer.whole, 204, preflight, b""))
             answer.added = self._cors.shown(origin)
         try:
             proxy = self._proxies.by_target.get(request.target) or self._proxies.of(request.url()[0])
             if proxy is None:
-                return self._serve_itself(request, answer)
+                return super().serve(request, answer, engines=engines)
             if engines:
                 return proxy.serve(request, answer)
             raise TooManyConnections("This replica has as many connections as it takes: ask again.")
         except WarmfleetError as error:
-            return send_error(answer, error, request_id(request.headers))
+            return self._logged(request, answer, partial(self._refuse, request, answer, error))

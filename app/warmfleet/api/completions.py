@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from warmfleet.api.client_hints import patience_s, read_hints
@@ -16,10 +17,12 @@ from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetEr
 from warmfleet.logs.lines import tell_request
 from warmfleet.routing.call import Call
 from warmfleet.tracing.exporter import unsampled
+from warmfleet.tracing.request_record import RequestRecord
 from warmfleet.tracing.spans import RequestSpan
 
 if TYPE_CHECKING:
     from warmfleet.api.access.client_keys import ClientKey, ClientKeys
+    from warmfleet.api.access_log import AccessLog
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.engine_paths import EnginePath
@@ -27,8 +30,10 @@ if TYPE_CHECKING:
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
     from warmfleet.tracing.exporter import Tracing
+    from warmfleet.tracing.last_requests import LastRequests
 
 logger = logging.getLogger("warmfleet.api.completions")
+steps = logging.getLogger("warmfleet.steps")
 
 _QUERY = re.compile(rb"[!-~]*")
 Field = tuple[bytes, bytes]
@@ -59,10 +64,14 @@ class CompletionsProxy:
         keys: ClientKeys,
         settings: Settings,
         metrics: Metrics,
+        last: LastRequests,
         tracing: Tracing | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self._path = path
         self._tracing = tracing
+        self._last = last
+        self._access_log = access_log
         self._keys = keys
         self._methods = {method.encode(): method for method in path.methods}
         self._router = router
@@ -75,37 +84,59 @@ class CompletionsProxy:
         """Answer one request; an error becomes an answer, too."""
         passed_on, for_router = self._read_headers(request.headers)
         request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
-        trace = None if self._tracing is None else self._trace(self._tracing, request, request_id, passed_on)
-        tell_request(request_id, "" if trace is None else trace.trace_id)
+        record = self._record(request, request_id, passed_on)
+        tell_request(request_id, record.trace_id)
         self._metrics.in_flight.inc()
         try:
             client = self._keys.client(request.headers)
             if request.method not in self._methods:
                 takes = ", ".join(self._path.methods)
                 raise MethodNotAllowed(f"This endpoint takes {takes}.", takes)  # noqa: TRY301  one place answers errors
-            call = self._call(request, request_id, client, passed_on, for_router)
-            await self._router.serve(call if trace is None else call._replace(trace=trace), answer)
+            self._last.begun(record)
+            call = self._call(request, record, client, passed_on, for_router)
+            await self._router.serve(call, answer)
         except asyncio.CancelledError:
-            if trace is not None and answer.lost:
-                trace.hung_up()
+            if answer.lost:
+                record.hung_up()
             # The client hung up, or the time after a stop signal is over. If part of a plain answer was sent, only
             # closing the connection can tell the client that it is cut off.
             if answer.lost or (answer.started and not answer.complete):
                 raise
             if not answer.complete:
-                await self._refuse(answer, request_id, Stopping(), trace)
+                await self._refuse(answer, record, Stopping())
         except WarmfleetError as error:
-            await self._refuse(answer, request_id, error, trace)
+            await self._refuse(answer, record, error)
         except Exception:  # a bug of ours
             logger.exception("request %s failed", request_id)
-            await self._refuse(answer, request_id, WarmfleetError(OUR_BUG), trace)
+            await self._refuse(answer, record, WarmfleetError(OUR_BUG))
         finally:
             self._metrics.in_flight.dec()
-            if self._tracing is not None and trace is not None:
-                self._tracing.end(trace)
+            self._end(record, answer)
 
-    def _trace(
-        self, tracing: Tracing, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field]
+    def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
+        """The request is over: let everybody know who keeps or tells what became of it."""
+        record.end(answer.status, complete=answer.complete)
+        self._last.ended(record)
+        if self._access_log is not None:
+            self._access_log.engines(record)
+        if self._tracing is not None and isinstance(record, RequestSpan):
+            self._tracing.end(record)
+
+    def _record(self, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field]) -> RequestRecord:
+        """Begin the record of a request. Of one that is sampled it is a span."""
+        method = self._methods.get(request.method) or request.method.decode("ascii", "replace")
+        record: RequestRecord | None = None
+        if self._tracing is not None:
+            record = self._span(self._tracing, request, request_id, method, passed_on)
+        if record is None:
+            record = RequestRecord(request_id, self._path, method, request.received_at)
+        if steps.isEnabledFor(logging.DEBUG):
+            record.tell = partial(_tell, request_id)
+            record.tell(f"{record.method} {self._path.path}, {len(request.body)} bytes")
+        return record
+
+    def _span(
+        self, tracing: Tracing, request: HttpRequest, request_id: str, method: str, passed_on: dict[bytes, Field]
     ) -> RequestSpan | None:
         """Begin the span of a request that is sampled; the headers for the engine then lack the traceparent, since
         each try has its own. The engine of any other request is told that it is not sampled, and asks nobody else.
@@ -117,13 +148,12 @@ class CompletionsProxy:
         if not context.sampled:
             passed_on[b"traceparent"] = (b"traceparent", unsampled(context))
             return None
-        method = request.method.decode("ascii", "replace")
         return RequestSpan(context, self._path, method, request_id, request.received_at)
 
     def _call(
         self,
         request: HttpRequest,
-        request_id: str,
+        record: RequestRecord,
         client: ClientKey,
         passed_on: dict[bytes, Field],
         for_router: dict[bytes, bytes],
@@ -135,7 +165,7 @@ class CompletionsProxy:
         return Call(
             self._path,
             request.body,
-            request_id,
+            record.request_id,
             header_lines(passed_on.values()),
             tenancy.name(raw, client.name),
             tenancy.flow(raw, client.name),
@@ -146,6 +176,7 @@ class CompletionsProxy:
             query.decode(),
             client.models,
             client.limits,
+            record,
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
@@ -166,12 +197,14 @@ class CompletionsProxy:
             passed_on.pop(b"authorization", None)
         return passed_on, for_router
 
-    async def _refuse(
-        self, answer: ClientAnswer, request_id: str, error: WarmfleetError, trace: RequestSpan | None
-    ) -> None:
+    async def _refuse(self, answer: ClientAnswer, record: RequestRecord, error: WarmfleetError) -> None:
         """Answer with the error; if part of another answer was sent, that answer stays cut off."""
-        if trace is not None:
-            trace.refused(error)
+        record.refused(error)
         self._metrics.requests.labels(self._path.name, str(error.status), "none", answer.model).inc()
         if not answer.started:
-            await send_error(answer, error, request_id)
+            await send_error(answer, error, record.request_id)
+
+
+def _tell(request_id: str, step: str) -> None:
+    """Tell a step of a request in the log. The task that takes it may be another than the request's."""
+    steps.debug("%s", step, extra={"request_id": request_id})

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from warmfleet.errors import UploadsFull
-from warmfleet.routing.client_answer import ClientAnswer
 
 if TYPE_CHECKING:
     from warmfleet.api.application import ServiceApplication
@@ -38,22 +37,14 @@ class Connection(Protocol):
 class Connections:
     """``health.draining``: every answer tells its client that the connection ends. ``open``: how many connections are.
 
-    ``body_bytes``: held in memory. ``answers``: the class of which connections make their answers.
+    ``body_bytes``: held in memory.
 
     ``waiting`` and ``uploading``: the connections that have no whole request yet, in the order in which that began;
     those in ``uploading`` have sent a part of a body.
     """
 
-    def __init__(
-        self,
-        application: ServiceApplication,
-        health: Health,
-        settings: Settings,
-        metrics: Metrics,
-        answers: type[ClientAnswer] = ClientAnswer,
-    ) -> None:
+    def __init__(self, application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> None:
         self.application = application
-        self.answers = answers
         self.health = health
         self.max_body_bytes = settings.body_max_bytes
         self.keepalive_s = settings.keepalive_s

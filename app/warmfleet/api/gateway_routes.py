@@ -11,12 +11,13 @@ from starlette.routing import Route
 
 from warmfleet.api.client_hints import operators_hints, patience_s
 from warmfleet.api.http_request import request_id
-from warmfleet.errors import BadRequest
+from warmfleet.errors import BadRequest, WarmfleetError
 from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.wire import CLIENT_TAG_LENGTH, RESERVATION_PREFIX
 from warmfleet.routing.call import Call, Ending, Handover
+from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HTTPRequest
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from warmfleet.api.access.client_keys import ClientKeys
     from warmfleet.api.access.operators import Operators
     from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
+    from warmfleet.routing.call import Placement
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
+    from warmfleet.tracing.last_requests import LastRequests
 
 TENANT, KEY = b"x-warmfleet-tenant", b"idempotency-key"
 MAX_KEY_BYTES = 256
@@ -44,9 +47,16 @@ class GatewayRoutes:
     """Handlers for Starlette. A gateway is the operator's."""
 
     def __init__(
-        self, router: Router, paths: EnginePaths, keys: ClientKeys, settings: Settings, operators: Operators
+        self,
+        router: Router,
+        paths: EnginePaths,
+        keys: ClientKeys,
+        settings: Settings,
+        operators: Operators,
+        last: LastRequests,
     ) -> None:
         self._router = router
+        self._last = last
         self._keys = keys
         self._paths = paths
         self._operators = operators
@@ -73,20 +83,35 @@ class GatewayRoutes:
         if len(key) > MAX_KEY_BYTES:
             raise BadRequest(f"Idempotency-Key may have {MAX_KEY_BYTES} bytes.", "Idempotency-Key")
         tenant = tenancy.name(raw, client)
+        record = RequestRecord(request_id(raw), self._path(request), "POST", time.perf_counter())
         call = Call(
-            self._path(request),
+            record.path,
             body,
-            request_id(raw),
+            record.request_id,
             b"",
             tenant,
             tenancy.flow(raw, client),
             patience_s(given.get(b"x-request-timeout-ms")),
-            time.perf_counter(),
+            record.began_at,
             operators_hints(raw),
             limits=self._keys.limits_of(client),
+            record=record,
         )
         handover = Handover(b"%d:%b%b" % (len(tenant), tenant, key) if key else b"", _excluded(request))
-        return JSONResponse((await self._router.place(call, handover))._asdict())
+        return JSONResponse((await self._place(call, handover, record))._asdict())
+
+    async def _place(self, call: Call, handover: Handover, record: RequestRecord) -> Placement:
+        """The placement, with a record of it: what comes after is the gateway's to tell."""
+        self._last.begun(record)
+        record.placed = True
+        try:
+            return await self._router.place(call, handover)
+        except WarmfleetError as error:
+            record.refused(error)
+            raise
+        finally:
+            record.end(record.error_status, complete=not record.error_status)
+            self._last.ended(record)
 
     async def settle(self, request: HTTPRequest) -> Response:
         """Tell what became of a reservation; it is safe to repeat."""

@@ -15,14 +15,13 @@ import orjson
 from warmfleet.api.error_answers import OUR_BUG, error_headers
 from warmfleet.api.http_request import HttpRequest, framing, request_id
 from warmfleet.errors import BadRequest, HeadersTooLarge, TooLarge, UploadsFull, WarmfleetError
-from warmfleet.routing.client_answer import STATUS_LINES
+from warmfleet.routing.client_answer import STATUS_LINES, ClientAnswer
 
 if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
     from warmfleet.api.connections import Connections
-    from warmfleet.routing.client_answer import ClientAnswer
 
 logger = logging.getLogger("warmfleet.api.http")
 
@@ -322,7 +321,7 @@ class HttpConnection(asyncio.Protocol):
         if self.writable is None:
             self._deadline = math.inf
         self._serving = request
-        answer = self._shared.answers(self, bodiless=request.method == b"HEAD", chunks=request.version == "1.1")
+        answer = ClientAnswer(self, bodiless=request.method == b"HEAD", chunks=request.version == "1.1")
         self._answer = answer
         self._task = task = self._loop.create_task(
             self._shared.application.serve(request, answer, engines=self._engines)

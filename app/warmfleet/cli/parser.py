@@ -33,6 +33,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet drain WORKER              send an engine no new requests, and let it finish
   warmfleet doctor                    check Redis, engines and routers, and say what to do
   warmfleet explain --message "Hi"    show where a request would go, and why
+  warmfleet why REQUEST               tell why a request was slow; without one the slowest
   warmfleet replay FILE               make the decisions of a log again, also by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
   warmfleet artifacts                 list chat templates of workers, and approve them
@@ -163,6 +164,22 @@ examples:
   curl ... | warmfleet explain -
 """
 
+WHY = """\
+Tells why a request was slow: where its time went, in sentences and figures, and what helps. REQUEST is the id that the
+client sent or got (X-Request-Id), the id in the body of an answer, or the one in an engine's log. Without it the
+slowest requests of the last hour are listed. Requests that are still under way are told, too.
+
+examples:
+  warmfleet why 3f1c09e2aa41b7d0
+  warmfleet why chatcmpl-wf-.xT2y...           as an answer's body or an engine's log has it
+  warmfleet why                                the slowest of the last hour
+  warmfleet why --failed                       the last that failed, or whose client hung up
+  warmfleet why ID --url http://router-1:9090 --url http://router-2:9090
+
+Each replica keeps the records of its own requests, and loses them when it restarts. All that `warmfleet replicas` lists
+are asked, as far as they can be reached from here; name others with --url. Exit status 1 if no request is found.
+"""
+
 ARTIFACTS = """\
 Workers announce their model's tokenizer and chat template. A template is code: until you approve it, routers render
 it in a sandbox in a process of its own, with limits on time and memory, at a few times the cost. Read a template, then
@@ -269,6 +286,7 @@ def build_parser() -> argparse.ArgumentParser:
     model = explain.add_argument("--model", help="model name (default: the first that the replica serves)")
     completed(model, completion.models)
     explain.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    _why(_command(commands, "why", "tell why a request was slow", WHY))
     _artifacts(_command(commands, "artifacts", "list chat templates of workers, and approve them", ARTIFACTS))
     _policy(_command(commands, "policy", "show or switch how requests are placed", POLICY))
     replay = _command(commands, "replay", "make the decisions of a log again", REPLAY)
@@ -380,6 +398,26 @@ def _workers(parser: argparse.ArgumentParser) -> None:
         const=1.0,
         help="print the table again and again: every second, or so many seconds, until Ctrl-C",
     )
+
+
+def _why(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", metavar="REQUEST", help="id of a request (default: list the slowest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--last", dest="order", action="store_const", const="last", help="list the last requests")
+    failed = "list the last requests that failed, or whose client hung up"
+    which.add_argument("--failed", dest="order", action="store_const", const="failed", help=failed)
+    parser.set_defaults(order="slowest")
+    parser.add_argument(
+        "--count", type=partial(_count, most=100), default=10, metavar="N", help="so many (default %(default)s)"
+    )
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        action="append",
+        default=[],
+        help="address of a replica's WARMFLEET_ADMIN_PORT; repeatable (default: all of this machine)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the replicas' answers by their addresses")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:

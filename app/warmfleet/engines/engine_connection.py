@@ -7,8 +7,10 @@ of its headers and trailers, by the bytes that wait to be read, and by what may 
 from __future__ import annotations
 
 import asyncio
+import math
 import select
 import socket
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import httptools
@@ -23,6 +25,7 @@ HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of t
 TRAILERS_MAX_BYTES = 8_192  # also bounds the line before a chunk, with its extensions
 FIELD_COST_BYTES = 32  # what a header costs besides its text, so that many short ones are bounded as well
 MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
+LAST_WORD_BYTES = 64  # a piece of no more is the end of a stream, such as [DONE]: the usage is before it
 UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
@@ -36,12 +39,16 @@ class EngineResponse:
     ``status`` is 0 until the headers came. ``headers`` have lower-case names and are bytes, as they came.
     ``content_type`` is in lower case, without parameters. ``received`` counts all bytes from the engine, ``unread``
     those of the body that wait for the reader, in ``pieces``. ``began`` says that some of the body came, ``complete``
-    that the whole answer did. ``close`` it in every case.
+    that the whole answer did. ``chunks`` counts the pieces of the body as the engine cut it, ``gap_s`` is the longest
+    silence between two of the reads that brought them, ``came_at`` the time of the last (``time.perf_counter``), and
+    ``client_s`` how long its reader waited for a slow client. ``tail`` is the last piece that is long enough to say
+    anything. ``close`` it in every case.
     """
 
     __slots__ = (
-        "_connection", "_error", "_loop", "_take", "_waiter", "began", "complete", "connecting", "content_type",
-        "headers", "on_stale", "pieces", "received", "request", "sent_before", "status", "unread", "without_body",
+        "_connection", "_error", "_loop", "_take", "_waiter", "began", "came_at", "chunks", "client_s", "complete",
+        "connecting", "content_type", "gap_s", "headers", "on_stale", "pieces", "received", "request", "sent_before",
+        "status", "tail", "unread", "without_body",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +68,10 @@ class EngineResponse:
         self.unread = 0
         self.began = False
         self.complete = False
+        self.chunks = 0
+        self.gap_s = self.client_s = 0.0
+        self.came_at = math.inf
+        self.tail = b""
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
         #: What ``pass_on`` gives the body to while it waits; None also after that wanted no more for now.
@@ -144,6 +155,8 @@ class EngineResponse:
         pieces = self.pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
+        if len(piece) > LAST_WORD_BYTES:
+            self.tail = piece
         if self.unread > UNREAD_MAX_BYTES and self._connection is not None:
             self._connection.resume()
         self.unread = 0
@@ -163,6 +176,11 @@ class EngineResponse:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
+
+    def waited_for_client(self, seconds: float) -> None:
+        """The client was slow to read for so long. What came meanwhile is no silence of the engine."""
+        self.client_s += seconds
+        self.came_at = math.inf
 
     # ------------------------------------------------ for the connection
 
@@ -185,6 +203,8 @@ class EngineResponse:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             self.unread = 0
+            if len(piece) > LAST_WORD_BYTES:
+                self.tail = piece
             if take(piece):
                 return
             self._take = None
@@ -319,6 +339,11 @@ class Connection(asyncio.Protocol):
         elif self._since_body > (TRAILERS_MAX_BYTES if answer.status else HEAD_MAX_BYTES):
             answer.fail(_unreadable("too many bytes besides the body"))
             return
+        if answer.began:
+            now = perf_counter()
+            if now - answer.came_at > answer.gap_s:
+                answer.gap_s = now - answer.came_at
+            answer.came_at = now
         answer.wake()
         if answer.unread > UNREAD_MAX_BYTES and not answer.complete:
             self._transport.pause_reading()
@@ -397,6 +422,7 @@ class Connection(asyncio.Protocol):
         answer = self._answer
         if answer is not None:
             answer.began = True
+            answer.chunks += 1
             answer.pieces.append(piece)
             answer.unread += len(piece)
 

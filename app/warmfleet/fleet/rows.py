@@ -78,7 +78,7 @@ class LoadRow:
 class Lease:
     """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
 
-    judged: its match was compared with what the engine had cached.
+    judged: its match was compared with what the engine had cached, which ``matched_tokens`` is since then.
     """
 
     epoch: int

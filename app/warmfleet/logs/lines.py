@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: The task that serves a request, by its ``id``, and the ids of the request and of its trace. A task that this one
 #: starts inherits them, but is another one: it may serve others long after the request.
 _SERVED: ContextVar[tuple[int, str, str]] = ContextVar("served", default=(0, "", ""))
+
+
+class Line(NamedTuple):
+    """A line that was never a LogRecord, which takes ten times as long. at: Unix time. fields: for JsonLines."""
+
+    at: float
+    level: str
+    logger: str
+    message: str
+    request_id: str
+    trace_id: str
+    fields: Mapping[str, Any]
 
 
 def tell_request(request_id: str, trace_id: str = "") -> None:
@@ -56,8 +72,17 @@ class TextLines(logging.Formatter):
 
     def __init__(self, replica: str) -> None:
         """replica: which of several on one port this is; empty if it is alone."""
-        name = f"replica-{replica} " if replica else ""
-        super().__init__(f"%(asctime)s %(levelname)s {name}%(name)s %(message)s")
+        self._name = f"replica-{replica} " if replica else ""
+        self._second, self._shown = 0, ""
+        super().__init__(f"%(asctime)s %(levelname)s {self._name}%(name)s %(message)s")
+
+    def line(self, told: Line) -> str:
+        """As ``format``, of a line that was never a record."""
+        second = int(told.at)
+        if second != self._second:
+            self._second, self._shown = second, time.strftime(self.default_time_format, self.converter(second))
+        head = f"{self._shown},{int(1_000 * (told.at - second)):03d} {told.level} {self._name}{told.logger}"
+        return f"{head} {told.message} [request {told.request_id}]"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
         line = super().formatMessage(record)
@@ -68,13 +93,33 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One object a line: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there is one.
 
-    Fields that a record brings as ``fields`` stand beside these.
+    The fields of a ``Line`` stand beside these.
     """
 
     def __init__(self, replica: str) -> None:
         """replica: as in TextLines."""
         super().__init__()
         self._replica = replica
+        self._second, self._shown = 0, ""
+
+    def line(self, told: Line) -> str:
+        """As ``format``, of a line that was never a record."""
+        second = int(told.at)
+        if second != self._second:
+            self._second, self._shown = second, datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+        line: dict[str, Any] = {
+            "time": f"{self._shown}.{int(1_000 * (told.at - second)):03d}+00:00",
+            "level": told.level.lower(),
+            "logger": told.logger,
+            "message": told.message,
+            "request_id": told.request_id,
+        }
+        if told.trace_id:
+            line["trace_id"] = told.trace_id
+        if self._replica:
+            line["replica"] = self._replica
+        line.update(told.fields)
+        return orjson.dumps(line).decode()
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -87,4 +132,4 @@ class JsonLines(logging.Formatter):
         line |= {name: value for name, value in found.items() if value}
         if record.exc_text:
             line["exception"] = record.exc_text
-        return orjson.dumps(line | getattr(record, "fields", {}), default=str).decode()
+        return orjson.dumps(line, default=str).decode()

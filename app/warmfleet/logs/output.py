@@ -6,8 +6,9 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from warmfleet.logs.folding import Folding
 from warmfleet.logs.lines import JsonLines, TextLines, in_ascii, prepared
@@ -16,10 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from warmfleet.logs.lines import Line
+
 MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
 FOLDED_LOOK_S = 5.0  # between two looks whether folded lines are to be told
+GATHERED_S = (
+    0.05  # lines that the thread makes are gathered for so long: it wakes once, and writes once, for all of them
+)
 CLOSE_S = 2.0  # for the lines that wait at the end
-FORMATS = {"text": TextLines, "json": JsonLines}
+LATER: Literal["later"] = "later"
+FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}
 
 
 def no_metric() -> None:
@@ -42,12 +49,14 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = no_metric
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
-        self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
+        self._waiting: SimpleQueue[logging.LogRecord | threading.Event | Literal["later"] | None] = SimpleQueue()
+        self._unmade: deque[tuple[Callable[[Any], Line], Any]] = deque()
         self._dropped = 0
         self._folding = Folding()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self.setFormatter(FORMATS[form](replica))
-        self.addFilter(self._folds)
+        self._lines = FORMATS[form](replica)
+        self.setFormatter(self._lines)
+        self.addFilter(self._folding.filter)
 
     def __enter__(self) -> LogOutput:
         root, ours = logging.getLogger(), logging.getLogger("warmfleet")
@@ -105,8 +114,16 @@ class LogOutput(logging.Handler):
             return
         self._waiting.put(prepared(record))
 
-    def _folds(self, record: logging.LogRecord) -> bool:
-        return hasattr(record, "fields") or self._folding.filter(record)  # each line of the access log is wanted
+    def later(self, make: Callable[[Any], Line], subject: object) -> None:
+        """Write the line that ``make`` makes of ``subject``, in the thread. It is never folded. This never waits."""
+        unmade = self._unmade
+        if len(unmade) >= MAX_WAITING:
+            self._dropped += 1
+            self.on_drop()
+            return
+        unmade.append((make, subject))
+        if len(unmade) == 1:
+            self._waiting.put(LATER)
 
     # ------------------------------------------------ the thread
 
@@ -116,9 +133,14 @@ class LogOutput(logging.Handler):
             try:
                 record = self._waiting.get(timeout=FOLDED_LOOK_S)
                 if record is None:
+                    self._make_lines()
                     self._tell_of(self._folding.close())
                     return
-                if isinstance(record, threading.Event):
+                if record == LATER:
+                    time.sleep(GATHERED_S)
+                    self._make_lines()
+                elif isinstance(record, threading.Event):
+                    self._make_lines()
                     record.set()
                 else:
                     self._write(record)
@@ -127,6 +149,19 @@ class LogOutput(logging.Handler):
             if time.monotonic() - looked_at >= FOLDED_LOOK_S:
                 looked_at = time.monotonic()
                 self._tell_of(self._folding.ended())
+
+    def _make_lines(self) -> None:
+        """Make the lines that wait to be made, and write them at once."""
+        made, unmade = list[str](), self._unmade
+        while unmade and len(made) < MAX_WAITING:
+            make, subject = unmade.popleft()
+            try:
+                made.append(self._lines.line(make(subject)) + "\n")
+            except Exception:  # noqa: BLE001  what cannot be told costs this line, and neither the thread nor a request
+                self._dropped += 1
+                self.on_drop()
+        if made:
+            self._put("".join(made), len(made))
 
     def _tell_of(self, folded: list[logging.LogRecord]) -> None:
         """Tell of the lines that were folded or dropped."""
@@ -138,12 +173,16 @@ class LogOutput(logging.Handler):
             self._write(logging.LogRecord("warmfleet.logs", logging.WARNING, "", 0, text, None, None))
 
     def _write(self, record: logging.LogRecord) -> None:
+        self._put(self._line(record) + "\n", 1)
+
+    def _put(self, text: str, lines: int) -> None:
         try:
-            self._stream.write(self._line(record) + "\n")
+            self._stream.write(text)
             self._stream.flush()
         except Exception:  # noqa: BLE001  nobody reads it any more: there is no place left to tell so
-            self._dropped += 1
-            self.on_drop()
+            self._dropped += lines
+            for _ in range(lines):
+                self.on_drop()
 
     def _line(self, record: logging.LogRecord) -> str:
         try:

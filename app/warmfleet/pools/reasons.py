@@ -38,6 +38,13 @@ TERMS = {
     "evict_s": "for what its cache must evict",
     "busy_s": "because it was busy lately",
 }
+#: By the reason that warmfleet_fallback_requests_total counts; other reasons are codes of errors, as REFUSED tells.
+FALLBACK = {
+    "away": "Redis did not answer in time",
+    "open": "Redis did not answer a moment ago",
+    "no_worker": "Redis knows no worker that takes requests",
+}
+REFUSED = "Redis refused the decision ({}; the log tells more)"
 MATTERS_S = 0.0005  # what is told as 0 ms is no reason
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
@@ -75,6 +82,11 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
     of_these = f", above all {mainly}" if mainly else ""
     tokens = most.matched_tokens - own.matched_tokens
     return f"{most.worker_id} holds {tokens} tokens more of it but costs {1_000 * more_s:.0f} ms more{of_these}"
+
+
+def fallback_in_words(fallback: str) -> str:
+    """Why Redis did not choose, and what did."""
+    return f"{FALLBACK.get(fallback, REFUSED.format(fallback))}: by a hash of the prompt among the workers known last"
 
 
 def queue_in_words(line: Line) -> dict[str, Any]:

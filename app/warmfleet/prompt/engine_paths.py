@@ -67,19 +67,21 @@ _KNOWN = (
     EnginePath("/v1/responses/render", "render", "none", takes_salt=False),
 )
 KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
-#: Paths that the router answers itself (``api/service_routes``, ``api/gateway_routes``, ``api/status_page``).
+#: Paths that the router answers itself (``api/service_routes``, ``why_routes``, ``gateway_routes``, ``status_page``).
 OWN = frozenset(
     {
         *("/v1/models", "/health", "/ping", "/version", "/livez", "/readyz", "/metrics"),
-        *("/workers", "/replicas", "/explain", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
+        *("/workers", "/replicas", "/explain", "/why", "/favicon.ico", "/route", "/settle", "/renew", "/openapi.json"),
         *("/status", "/status.json", "/status/page.css", "/status/page.js"),
         *("/status/dom.js", "/status/plots.js", "/status/tables.js"),
     }
 )
 #: Those of them that are for operators.
-OPERATORS = frozenset({"/metrics", "/workers", "/replicas", "/explain", "/route", "/settle", "/renew", "/status.json"})
+OPERATORS = frozenset(
+    {"/metrics", "/workers", "/replicas", "/explain", "/why", "/route", "/settle", "/renew", "/status.json"}
+)
 #: Those that change something or tell about single requests: without an admin key they may be for the own host alone.
-OWN_HOST = frozenset({"/explain", "/route", "/settle", "/renew"})
+OWN_HOST = frozenset({"/explain", "/why", "/route", "/settle", "/renew"})
 #: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
 NEVER = frozenset(
     {

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from warmfleet.engines.output_tokens import OutputTokens
     from warmfleet.engines.told_usage import AnswerTail
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision, Shortfall
+    from warmfleet.fleet import Decision, Queued, Shortfall
     from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
     from warmfleet.routing.clients.counting import Counted
     from warmfleet.routing.tickets import Tickets
-    from warmfleet.tracing.spans import TrySpan
+    from warmfleet.tracing.request_record import TryRecord
 
 logger = logging.getLogger("warmfleet.routing.attempt")
 
@@ -102,26 +102,44 @@ class Attempts:
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key, client=tag)
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         attempt = Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
-        if job.call.trace is not None:
-            attempt.span = job.call.trace.begin_try()
+        if job.call.record is not None:
+            attempt.noted = job.call.record.begin_try(reservation)
         return attempt
 
     def tell(
-        self, pool: Pool, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
+        self,
+        pool: Pool,
+        reservation: str,
+        outcome: Told,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+        noted: TryRecord | None = None,
     ) -> None:
         """Tell Redis an outcome, and wait for nothing. An outcome that it does not take is told by a background round,
-        without the tokens and the shortfall.
+        without the tokens and the shortfall. noted: gets the cached tokens, if the engine's plugin has reported them.
 
         Redis takes it before every decision that is asked for later, because all go over one connection.
         """
         self._telling += 1
-        pool.fleet.tell(reservation, outcome, partial(self._told, pool, reservation, outcome), tokens, shortfall)
+        told = partial(self._told, pool, reservation, outcome, noted=noted)
+        pool.fleet.tell(reservation, outcome, told, tokens, shortfall)
 
-    def _told(self, pool: Pool, reservation: str, outcome: Told, _answer: object, error: WarmfleetError | None) -> None:
+    def _told(
+        self,
+        pool: Pool,
+        reservation: str,
+        outcome: Told,
+        answer: list[Any] | None,
+        error: WarmfleetError | None,
+        *,
+        noted: TryRecord | None = None,
+    ) -> None:
         self._telling -= 1
         if not self._telling:
             self._all_told.set()
         if error is None:
+            if noted is not None and answer is not None and len(answer) > 1:
+                noted.cached_tokens = answer[1]
             self.tickets.room_freed(pool)
             return
         self._settle_failures.inc()
@@ -154,12 +172,12 @@ class Attempt:
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
     client with limits only. ``counted``: the request as it counts for such a client, where the model has several pools.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
-    ``span``: of this attempt in the request's trace; None unless that is traced.
+    ``noted``: the record of this try; None where nobody keeps one, and beside another attempt.
     """
 
     __slots__ = (
         *OF_POOL, "_attempts", "_avoids_failing", "_beside", "_due", "counted", "on_first_byte", "output",
-        "reservation", "several", "shortfall", "span", "tail",
+        "noted", "reservation", "several", "shortfall", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -186,7 +204,7 @@ class Attempt:
         self.output: OutputTokens | None = None
         self.tail: AnswerTail | None = None
         self.shortfall: Shortfall | None = None
-        self.span: TrySpan | None = None
+        self.noted: TryRecord | None = None
         self.counted: Counted | None = None
         self.several = False
         self._due: asyncio.TimerHandle | None = None
@@ -256,11 +274,11 @@ class Attempt:
         """
         return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
-    def queued(self) -> None:
+    def queued(self, ticket: Queued) -> None:
         """Redis' answer to the decision was a ticket: the worker that suits the request has no room, so it waits."""
         self.state = QUEUED
-        if self.span is not None:
-            self.span.queued()
+        if self.noted is not None:
+            self.noted.queued(ticket.waiting, ticket.work_s)
 
     def refused(self) -> None:
         """Redis' answer was that the queue is full: the request got no ticket, and has none."""
@@ -329,9 +347,9 @@ class Attempt:
             self._due = None
 
     def failed(self, error: WarmfleetError) -> None:
-        """The worker failed, or its answer broke off: its span tells why."""
-        if self.span is not None:
-            self.span.failed(error)
+        """The worker failed, or its answer broke off: its record tells why."""
+        if self.noted is not None:
+            self.noted.failed(error)
 
     def worker_failed(self) -> None:
         """Let all requests avoid this attempt's worker for a moment."""
@@ -368,8 +386,8 @@ class Attempt:
                 self.counted.end(None if unpaid else self.output.count if self.output is not None else 0)
         if self.give_back(outcome, unserved=unserved):
             self._attempts.settled[outcome].inc()
-        if self.span is not None:
-            self.span.end(outcome)
+        if self.noted is not None:
+            self.noted.end(outcome)
 
     def give_back(self, outcome: Outcome, *, unserved: bool) -> bool:
         """Give back what this attempt holds in its pool; returns whether Redis may have booked it.
@@ -393,5 +411,5 @@ class Attempt:
         tokens = 0 if self.output is None else self.output.count
         if unserved and self.decision is not None and self.decision.use is not None:
             tokens = -self.decision.prompt_tokens
-        self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall)
+        self._attempts.tell(pool, reservation, outcome, tokens, self.shortfall, self.noted)
         return True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.engine_paths import EnginePath
     from warmfleet.prompt.request import Request
     from warmfleet.routing.token_handoff import Offer
-    from warmfleet.tracing.spans import RequestSpan
+    from warmfleet.tracing.request_record import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Call(NamedTuple):
     tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
     patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
     ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
-    None for all. limits: of the client's key, None if it has none. trace: None unless the request is traced.
+    None for all. limits: of the client's key, None if it has none. record: of what happens to the request; None: nobody
+    keeps one.
     """
 
     path: EnginePath
@@ -68,7 +69,7 @@ class Call(NamedTuple):
     query: str = ""
     models: frozenset[str] | None = None
     limits: ClientLimits | None = None
-    trace: RequestSpan | None = None
+    record: RequestRecord | None = None
 
     @property
     def target(self) -> str:

@@ -58,8 +58,8 @@ class ClientAnswer:
     """Sends one answer. Only its own methods change ``started`` and ``complete``.
 
     ``added``: headers that this answer gets whatever it is. ``model``: the tag of the request's model, for the metrics;
-    empty while it is not known. ``started``: the answer has a status, so no other answer
-    can be given. ``complete``: the last piece is on its way.
+    empty while it is not known. ``started``: the answer has a ``status``, which is 0 before, so no other answer can be
+    given. ``complete``: the last piece is on its way.
 
     The head waits for the first piece of the body, so a small answer is one write. A client that hung up is sent
     nothing, and that is no error here: its connection cancels the task that serves it.
@@ -67,7 +67,7 @@ class ClientAnswer:
 
     __slots__ = (
         *("_bodiless", "_chunked", "_connection", "_has_length", "_head", "_keep"),
-        *("added", "complete", "model", "started"),
+        *("added", "complete", "model", "started", "status"),
     )
 
     def __init__(self, connection: Connection, *, bodiless: bool = False, chunks: bool = True) -> None:
@@ -82,6 +82,7 @@ class ClientAnswer:
         self._head = b""
         self.started = False
         self.complete = False
+        self.status = 0
 
     @property
     def lost(self) -> bool:
@@ -97,7 +98,7 @@ class ClientAnswer:
         self._set_head(status, headers)
 
     def _set_head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.started = True
+        self.started, self.status = True, status
         self._keep = self._connection.keeps_open()
         self._bodiless = self._bodiless or status in BODILESS
         self._has_length = self._bodiless

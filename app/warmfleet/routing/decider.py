@@ -96,7 +96,7 @@ class Decider:
             self._of_model(pool.tag).seconds.observe(time.perf_counter() - attempt.asked_at)
         pool.degraded.succeeded()
         if isinstance(answer, Queued):
-            attempt.queued() if answer.outcome == "queued" else attempt.refused()
+            attempt.queued(answer) if answer.outcome == "queued" else attempt.refused()
             return answer
         attempt.booked(answer)
         if answer.seen is not None:
@@ -137,14 +137,20 @@ class Decider:
         counted = self._of_model(pool.tag)
         if attempt.record is not None:
             self._log.note(attempt.record)
-        if attempt.span is not None:
-            attempt.span.decided(decision, policy)
+        self.noted(attempt, decision, policy)
         counted.prompt_tokens.inc(decision.prompt_tokens)
         counted.matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()
         pool.recent.note(call.request_id, call.path.name, prompt.kind, policy, decision)
         if len(prompt.prompts) == 1:
             pool.uses.note(prompt.prompts[0], prompt.identity_key)
+
+    @staticmethod
+    def noted(attempt: Attempt, decision: Decision, policy: str, fallback: str = "") -> None:
+        """Note in the record of the attempt, where it has one, which worker was chosen."""
+        if attempt.noted is not None:
+            token_s = attempt.pool.view.token_s_of(decision.worker_id)
+            attempt.noted.decided(decision, policy, attempt.asked_at, token_s, fallback)
 
     def _explain(
         self, job: Job, attempt: Attempt, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None
@@ -178,8 +184,7 @@ class Decider:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
         decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
         attempt.chose_without_redis(decision)
-        if attempt.span is not None:
-            attempt.span.decided(decision, "", reason)
+        self.noted(attempt, decision, "", reason)
         pool.recent.note(job.call.request_id, job.call.path.name, job.prompt.kind, "", decision, reason)
         return decision
 

@@ -85,6 +85,8 @@ class Relay:
             attempt.failed(error)
             raise
         finally:
+            if attempt.noted is not None:
+                attempt.noted.came(response)
             response.close()  # gives up what has not come: the engine stops its work at once
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
@@ -93,8 +95,8 @@ class Relay:
         rank = view.ranks.get(decision.worker_id)
         request_id = call.id_at_engine(attempt.owner)
         headers = call.headers + f"X-Request-Id: {request_id}\r\n".encode()
-        if attempt.span is not None:
-            headers += attempt.span.sent(request_id, ids=body is not job.body)
+        if attempt.noted is not None:
+            headers += attempt.noted.sent(request_id, ids=body is not job.body)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         if self._sends_priority and (number := job.engine_priority(decision)) is not None:
@@ -170,8 +172,8 @@ class Relay:
             if response.status != 200 or response.content_type != EVENTS:
                 raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)
             piece = await _first_piece(response)
-            if attempt.span is not None:
-                attempt.span.first_byte(response.status)
+            if attempt.noted is not None:
+                attempt.noted.first_byte(response.status)
             attempt.prefill_done()
             if job.call.limits is not None:
                 attempt.output = OutputTokens()
@@ -182,6 +184,8 @@ class Relay:
                 job.pool.outliers.failed(decision)
             raise
         finally:
+            if attempt.noted is not None:
+                attempt.noted.came(response)
             response.close()
         return "finished"
 
@@ -194,8 +198,8 @@ class Relay:
             attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
-        if attempt.span is not None:
-            attempt.span.first_byte(status)
+        if attempt.noted is not None:
+            attempt.noted.first_byte(status)
         pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
         self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
         if streams:  # the first byte of a plain answer comes with its last token
@@ -291,6 +295,8 @@ async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:
     if not response.at_eof:
         await client.body(piece, more=True)
         while not await response.pass_on(client.pass_on):
+            since = time.perf_counter()
             await client.body(b"", more=True)  # waits until the client has accepted enough
+            response.waited_for_client(time.perf_counter() - since)
         piece = await response.read_any()
     await client.body(piece, more=False)

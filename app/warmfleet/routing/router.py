@@ -29,7 +29,6 @@ from warmfleet.routing.rescue.hedging import Hedging
 from warmfleet.routing.rescue.retry_budget import RetryBudget
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import offer
-from warmfleet.tracing.spans import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +52,6 @@ FAILED = frozenset({500, 504})  # it did; the request may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
 FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the request is decided without knowing it
-MAX_NAME_CHARACTERS = 200  # of a model, as a client wrote it
 
 
 Forward = Callable[["Job", "Attempt", "Decision", "ClientAnswer", frozenset[int]], Coroutine[Any, Any, "Outcome"]]
@@ -150,10 +148,9 @@ class Router:
         self._check_model(call, request, pool)
         served = self.pools.served[pool.name]
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
-        if call.trace is not None:
-            model = (request.model or pool.name)[:MAX_NAME_CHARACTERS]
-            facts = PromptFacts(model, prompt.kind, prompt.reason, prompt.prompt_tokens, request.stream)
-            call.trace.identified(facts)
+        if call.record is not None:
+            named, tokens = request.model or pool.name, prompt.prompt_tokens
+            call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
         homes = () if served.only else served.order_for(prompt, request.model, self._prefix_tokens)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants(), homes=homes)
 
@@ -303,8 +300,8 @@ class Router:
 
 
 def _retried(job: Job, worker_id: str, error: UpstreamGone) -> None:
-    if job.call.trace is not None:
-        job.call.trace.event("retry", **{"warmfleet.worker": worker_id, "error.type": error.code})
+    if job.call.record is not None:
+        job.call.record.event("retry", **{"warmfleet.worker": worker_id, "error.type": error.code})
 
 
 def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:

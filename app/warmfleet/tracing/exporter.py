@@ -70,8 +70,7 @@ class Tracing:
         return self._sampler.context(given, state)
 
     def end(self, request: RequestSpan) -> None:
-        """The request is over; no more is written into its span. It never waits."""
-        request.end()
+        """The request is over; it waits for the next round. This never waits."""
         if len(self._waiting) >= MAX_WAITING:
             self._dropped.inc()
             return

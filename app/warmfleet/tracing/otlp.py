@@ -10,10 +10,13 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from warmfleet.tracing.spans import TrySpan
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from warmfleet.tracing.spans import Event, Failure, RequestSpan, TrySpan, Value
+    from warmfleet.tracing.request_record import Event, Failure, Value
+    from warmfleet.tracing.spans import RequestSpan
 
 SERVER, CLIENT = 2, 3  # kinds of spans
 STATUS_ERROR = b"\x18\x02"  # the status' code
@@ -47,7 +50,9 @@ def request_spans(request: RequestSpan) -> bytes:
     parent = _message(4, bytes.fromhex(request.span_id))
     common = _message(1, trace_id) + (_text(3, state) if state else b"") + parent + _text(5, "try") + _int(6, CLIENT)
     tries = [
-        _span(common + _message(2, bytes.fromhex(one.span_id)), one, request, LOCAL_PARENT) for one in request.tries
+        _span(common + _message(2, bytes.fromhex(one.span_id)), one, request, LOCAL_PARENT)
+        for one in request.tries
+        if isinstance(one, TrySpan)
     ]
     return b"".join((first, *tries))
 

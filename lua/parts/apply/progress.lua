@@ -57,7 +57,7 @@ return function(state, operation, LEASE, count, parse_list, integers)
         (include "shared/release_speculation")(PREFIX)(id, lease)
         lease = lease:sub(1, LEASE_BYTES + length) -- without checkpoints
       end
-      matched = matched + JUDGED
+      matched = cached + JUDGED
     end
     if stage > STAGE_BOOKED then -- settle has told the first byte before
       if not compares then return end

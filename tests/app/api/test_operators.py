@@ -84,8 +84,9 @@ async def line_of_one(_fleet: Fleet) -> Line:
 
 
 async def asked(router: Replica, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
-    method = "POST" if path in OWN_HOST else "GET"
-    async with router.client.request(method, router.operators + path, headers=headers, data=b"{") as answer:
+    method, query = ("GET", "?order=no") if path == "/why" else ("POST", "") if path in OWN_HOST else ("GET", "")
+    url = router.operators + path + query
+    async with router.client.request(method, url, headers=headers, data=b"{") as answer:
         body = await answer.read()
         return answer.status, json.loads(body) if answer.content_type == "application/json" else {}
 
@@ -96,6 +97,7 @@ async def test_other_hosts_read_sums_only(valkey_url: str, model: str, monkeypat
         assert (await router.post({"model": model, "prompt": "Hi"}))[0] == 200
         at_home = (await asked(router, "/status.json"))[1]
         assert at_home["models"][0]["decisions"]
+        assert at_home["slow"]
         assert not at_home["hidden"]
         for path in "/workers", "/status.json":
             queue = (await asked(router, path))[1]["models"][0]["queue"]
@@ -109,6 +111,7 @@ async def test_other_hosts_read_sums_only(valkey_url: str, model: str, monkeypat
             page = (await asked(router, "/status.json", **headers))[1]
             assert page["models"][0]["decisions"] == []
             assert page["models"][0]["decided"] == 1
+            assert page["slow"] == []
             assert "WARMFLEET_ADMIN_KEY" in page["hidden"]
             for path in "/workers", "/status.json":
                 queue = (await asked(router, path, **headers))[1]["models"][0]["queue"]

@@ -19,13 +19,14 @@ from warmfleet.api.service_routes import Health
 from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
-from warmfleet.api.status_page.words import FALLBACK
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
 from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
+from warmfleet.pools.reasons import FALLBACK
 from warmfleet.pools.recent.decisions import KEPT, TOLD, RecentDecisions
 from warmfleet.settings import Settings
+from warmfleet.tracing.last_requests import LastRequests
 
 if TYPE_CHECKING:
     from tests.app.replica import Replica
@@ -83,7 +84,7 @@ async def test_the_page_tells_nothing_and_the_data_need_the_key(valkey_url: str,
 
 def pages(pools: Any, clock: list[float]) -> StatusPage:
     history = History(pools, Metrics(), lambda: clock[0])
-    return StatusPage(pools, history, Operators(Settings(models=("m",))), Health(), lambda: clock[0])
+    return StatusPage(pools, history, LastRequests(), Operators(Settings(models=("m",))), Health(), lambda: clock[0])
 
 
 def request(**headers: str) -> Request:

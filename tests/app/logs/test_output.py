@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from warmfleet.logs import output
-from warmfleet.logs.lines import tell_request
+from warmfleet.logs.lines import Line, tell_request
 from warmfleet.logs.output import LogOutput
 
 if TYPE_CHECKING:
@@ -83,15 +83,65 @@ def test_what_was_before_comes_back() -> None:
     assert (root.level, root.handlers) == before
 
 
+def answered(status: object) -> Line:
+    return Line(1_700_000_000.25, "INFO", "warmfleet.access", "GET /", "id-1", "", {"status": status})
+
+
 def test_repeated_lines_are_folded_but_never_those_of_the_access_log() -> None:
-    def say() -> None:
+    stream = io.StringIO()
+    with LogOutput("info", "json", stream=stream) as log:
         for _ in range(50):
             logger.warning("the same")
-            logger.info("GET /", extra={"fields": {"status": 200}, "request_id": "r"})
-
-    lines = [json.loads(line) for line in told("json", say)]
+            log.later(answered, 200)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["message"] for line in lines].count("the same") == 1
-    assert len([line for line in lines if line.get("status") == 200 and line["request_id"] == "r"]) == 50
+    found = [line for line in lines if line.get("status") == 200 and line["request_id"] == "id-1"]
+    assert len(found) == 50
+    assert (found[0]["time"], found[0]["logger"]) == ("2023-11-14T22:13:20.250+00:00", "warmfleet.access")
+
+
+def test_a_line_that_the_thread_makes_looks_like_any_other() -> None:
+    for form in ("text", "json"):
+        stream = io.StringIO()
+        with LogOutput("info", form, "2", stream) as log:
+            record = logging.LogRecord("warmfleet.access", logging.INFO, "", 0, "GET /", None, None)
+            record.created, record.msecs = 1_700_000_000.25, 250.0
+            record.request_id = "id-1"
+            logger.handle(record)
+            log.flush()
+            log.later(answered, 200)
+        first, second = stream.getvalue().splitlines()
+        if form == "text":
+            assert first == second
+        else:
+            assert json.loads(first) | {"status": 200} == json.loads(second)
+
+
+def test_many_lines_at_once_wake_the_thread_seldom_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    written: list[str] = []
+    monkeypatch.setattr(stream, "write", written.append)
+    monkeypatch.setattr(output, "MAX_WAITING", 100)
+    drops: list[int] = []
+    with LogOutput("info", "text", stream=stream) as log:
+        log.on_drop = partial(drops.append, 1)
+        for _ in range(150):
+            log.later(answered, 200)
+    told = "".join(written).splitlines()
+    assert len(told) + len(drops) == 150 + told[-1].endswith("what reads this log is too slow")
+    assert len(drops) == 50
+    assert len(written) <= 4
+
+
+def test_a_line_that_cannot_be_made_ends_nothing() -> None:
+    stream, drops = io.StringIO(), list[int]()
+    with LogOutput("info", "json", stream=stream) as log:
+        log.on_drop = partial(drops.append, 1)
+        log.later(answered, 2**70)  # no JSON of ours has such a number
+        log.later(lambda subject: 1 / subject, 0)
+        log.later(answered, 200)
+    first, last = map(json.loads, stream.getvalue().splitlines())
+    assert (first["status"], last["message"].partition(" ")[0], len(drops)) == (200, "2", 2)
 
 
 class Stuck(io.StringIO):
@@ -145,15 +195,17 @@ def test_a_line_that_no_format_holds_ends_nothing() -> None:
         with LogOutput("info", form, stream=stream) as log:
             log.on_drop = partial(drops.append, 1)
             logger.info("half a character: \ud800")
-            logger.info("GET /", extra={"fields": {"status": 2**70}, "request_id": "r"})
             logger.info("the next line")
         lines = stream.getvalue().splitlines()
-        assert len(lines) == 3
+        assert len(lines) == 2
         assert lines[-1].endswith("the next line") or json.loads(lines[-1])["message"] == "the next line"
-        assert len(drops) == (2 if form == "json" else 0)
-    first, second, _ = map(json.loads, lines)
-    assert first["message"] == r"'half a character: \ud800'"
-    assert (second["message"], second["logger"], second["level"]) == ("'GET /'", "warmfleet.tests", "info")
+        assert len(drops) == (1 if form == "json" else 0)
+    first, _ = map(json.loads, lines)
+    assert (first["message"], first["logger"], first["level"]) == (
+        r"'half a character: \ud800'",
+        "warmfleet.tests",
+        "info",
+    )
 
 
 def test_an_output_of_another_kind_of_error_ends_nothing() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Decision
+from warmfleet.fleet import Decision, Queued
 from warmfleet.metrics import Metrics
 from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
@@ -71,7 +71,7 @@ def asked(attempt: Attempt) -> None:
 
 def queued(attempt: Attempt) -> None:
     attempt.asks()
-    attempt.queued()
+    attempt.queued(Queued("queued", 1, 0.5))
 
 
 def refused(attempt: Attempt) -> None:

@@ -617,9 +617,9 @@ async def test_the_span_of_a_second_worker_tells_its_pool() -> None:
     fixture = Fixture()
     fixture.stores["m#1"].cost_s = 9.0
     attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-    attempt.span = TrySpan("trace")
+    attempt.noted = TrySpan("trace")
     await fixture.choice.decide(job, attempt)
-    assert attempt.span.pool == "m#2"
+    assert attempt.noted.pool == "m#2"
     attempt.release("finished")
 
 

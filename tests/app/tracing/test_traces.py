@@ -30,7 +30,8 @@ from warmfleet.tracing import exporter
 from warmfleet.tracing.exporter import Tracing
 from warmfleet.tracing.options import TracingOptions
 from warmfleet.tracing.otlp import export_request, request_spans
-from warmfleet.tracing.spans import MAX_EVENTS, RequestSpan
+from warmfleet.tracing.request_record import MAX_EVENTS
+from warmfleet.tracing.spans import RequestSpan, TrySpan
 from warmfleet.tracing.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -390,7 +391,8 @@ def test_the_bytes_are_what_the_official_classes_read() -> None:
     for _ in range(2 * MAX_EVENTS):
         span.event("more")
     lost = span.begin_try()  # it never ends
-    span.end()
+    assert isinstance(lost, TrySpan)
+    span.end(200, complete=True)
     (request, one) = read(export_request({"service.name": "x" * 300}, "1", [request_spans(span)]))
     assert (request.kind, one.kind, one.span_id) == (SERVER, CLIENT, lost.span_id)
     assert one.ended_ns == request.ended_ns

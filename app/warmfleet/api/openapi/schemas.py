@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
 from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, MAX_OUTPUT_TOKENS, OUTCOMES, RESERVATION
+from warmfleet.api.why_routes import MAX_ID, MOST, ORDERS
 from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
 from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SAMPLES, REFUSED
 
@@ -50,14 +51,25 @@ OWN_ANSWERS: dict[str, Json] = {
         "required": ["fresh", "replicas"],
         "properties": {"fresh": {"type": "boolean"}, "replicas": {"type": "array", "items": ANY_OBJECT}},
     },
+    "/why": {
+        "type": "object",
+        "required": ["replica", "kept", "since", "requests"],
+        "properties": {
+            "replica": TEXT,
+            "kept": {"type": "integer"},
+            "since": {"type": ["number", "null"]},
+            "requests": {"type": "array", "items": ANY_OBJECT},
+        },
+    },
     "/status.json": {
         "type": "object",
-        "required": ["at", "replica", "rungs", "models"],
+        "required": ["at", "replica", "rungs", "models", "slow"],
         "properties": {
             "at": {"type": "number"},
             "replica": ANY_OBJECT,
             "rungs": {"type": "array", "items": TEXT},
             "models": {"type": "array", "items": ANY_OBJECT},
+            "slow": {"type": "array", "items": ANY_OBJECT},
         },
     },
     "/route": {
@@ -145,6 +157,16 @@ BODIES: dict[str, Json] = {
 }
 OWN_PARAMETERS: dict[str, list[Json]] = {
     "/v1/models/{model}": [{"name": "model", "in": "path", "required": True, "schema": IN_PATH}],
+    "/why": [
+        {"name": "id", "in": "query", "required": False, "schema": {"type": "string", "maxLength": MAX_ID}},
+        {"name": "order", "in": "query", "required": False, "schema": {"enum": [*ORDERS]}},
+        {
+            "name": "count",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 1, "maximum": MOST},
+        },
+    ],
     "/route": [
         *HINTS,
         {"name": "endpoint", "in": "query", "required": False, "schema": {"enum": [*KNOWN]}},

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from warmfleet.api.access.operators import NOT_SHOWN, without_requests
+from warmfleet.api.request_reasons import told as told_of
 from warmfleet.api.status_page import snapshot
 from warmfleet.api.status_page.snapshot import RUNGS
 from warmfleet.background.supervisor import stop
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from warmfleet.api.service_routes import Health
     from warmfleet.api.status_page.history import History
     from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.tracing.last_requests import LastRequests
 
 SNAPSHOT_S = 1.0  # a snapshot is given to everybody who asks within so long: the replica reads workers as often
+SLOW = 10  # requests, of all models: the slowest of the last hour
 DATA = "/status.json"
 #: Path -> the file in the folder ``page`` and its type. tests/contract/test_status_page.py compares it with the folder.
 FILES = {
@@ -61,12 +64,14 @@ class StatusPage:
         self,
         pools: Pools,
         history: History,
+        last: LastRequests,
         operators: Operators,
         health: Health,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pools = pools
         self._history = history
+        self._last = last
         self._operators = operators
         self._health = health
         self._clock = clock
@@ -111,11 +116,13 @@ class StatusPage:
             "up_s": round(self._clock() - self._began),
             "draining": self._health.draining,
         }
-        told = {"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models, "hidden": ""}
+        now = time.perf_counter()
+        slow = [snapshot.slow_row(told_of(record, now)) for record in self._last.slowest()[:SLOW]]
+        told = {"at": time.time(), "replica": replica, "rungs": RUNGS, "models": models, "slow": slow, "hidden": ""}
         self._snapshot = orjson.dumps(told)
         if self._operators.hides:
             sums = [without_requests(model) for model in models]
-            self._sums = orjson.dumps(told | {"models": sums, "hidden": NOT_SHOWN})
+            self._sums = orjson.dumps(told | {"models": sums, "slow": [], "hidden": NOT_SHOWN})
         self._made_at = self._clock()
 
     async def _model(self, pool: Pool) -> dict[str, Any]:

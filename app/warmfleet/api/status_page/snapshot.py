@@ -202,6 +202,12 @@ def worker_row(
     }
 
 
+def slow_row(told: dict[str, Any]) -> dict[str, Any]:
+    """A slow request, of all that ``/why`` tells of it."""
+    names = ("request_id", "at", "running", "status", "path", "model", "worker", "ms", "first_ms", "because", "remedy")
+    return {name: told.get(name) for name in names}
+
+
 def decision_rows(recents: Iterable[Recent], made: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The rows of these decisions by their numbers, in this order. made: those of the last snapshot, which are kept.
 

@@ -13,18 +13,21 @@ import socket
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.protocol.wire import WireError, model_tag
+from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
 FILES = "local-stack*.json"  # by the pid of ``warmfleet up``; an older version writes one without it
+MOST_REPLICAS = 64  # of one machine, as `warmfleet serve --workers` takes them
 CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
 
 
@@ -44,7 +47,7 @@ class RunningStack:
     @property
     def operators_url(self) -> str:
         """That of the first replica that takes connections; of the first of all, if none does."""
-        return next(filter(_listens, self.operators), self.operators[0])
+        return next(filter(listens, self.operators), self.operators[0])
 
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
@@ -68,6 +71,19 @@ def _read(file: Path) -> RunningStack | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return stack if stack.operators else None
+
+
+def replicas_to_ask(named: list[str]) -> list[str]:
+    """The replicas for a question that only the one which served a request can answer: the named ones, else all of
+    ``warmfleet up``, else those of this machine, which are at the port for operators and the ports behind it.
+    """
+    if named:
+        return named
+    local = found()
+    if local is not None:
+        return [*local.operators]
+    first, *others = (f"http://127.0.0.1:{port}" for port in range(ADMIN_PORT, ADMIN_PORT + MOST_REPLICAS))
+    return [first, *takewhile(listens, others)]
 
 
 def models_of(options: argparse.Namespace) -> list[str]:
@@ -123,8 +139,8 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
             file.unlink(missing_ok=True)
 
 
-def _listens(url: str) -> bool:
-    """Whether a process of this machine takes connections at this address."""
+def listens(url: str) -> bool:
+    """Whether a process takes connections at this address."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()

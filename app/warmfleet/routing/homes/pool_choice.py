@@ -63,8 +63,8 @@ class PoolChoice:
             return job, await self._queue.admit(job, attempt, self.decider.decide)
         choosing = _Choosing(self, job)
         decision = await self._queue.admit(job, attempt, choosing.decide)
-        if attempt.span is not None:
-            attempt.span.pool = attempt.pool.tag
+        if attempt.noted is not None:
+            attempt.noted.pool = attempt.pool.tag
         return choosing.job, decision
 
     async def decide(self, job: Job, attempt: Attempt) -> tuple[Job, Decision | Queued]:
@@ -73,8 +73,8 @@ class PoolChoice:
             return job, await self.decider.decide(job, attempt, may_wait=False)
         choosing = _Choosing(self, job, must=False)
         answer = await choosing.decide(job, attempt, may_wait=False)
-        if attempt.span is not None:
-            attempt.span.pool = attempt.pool.tag
+        if attempt.noted is not None:
+            attempt.noted.pool = attempt.pool.tag
         return choosing.job, answer
 
 
@@ -297,9 +297,10 @@ class _Choosing:
             attempt.explanation = with_pools(attempt.explanation, attempt.pool.tag, map(_told, asked))
         if isinstance(best.answer, Decision):
             return self._stands(attempt, best.answer)
-        if attempt.span is not None:
-            attempt.span.queued()
-        return cast("Queued", best.answer)
+        ticket = cast("Queued", best.answer)
+        if attempt.noted is not None:
+            attempt.noted.queued(ticket.waiting, ticket.work_s)
+        return ticket
 
     def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
         if attempt.counted is not None:
@@ -341,8 +342,7 @@ class _Choosing:
         self.job = job
         if attempt.counted is not None:
             decision.use = attempt.counted.use
-        if attempt.span is not None:
-            attempt.span.decided(decision, "", reason)
+        self._choice.decider.noted(attempt, decision, "", reason)
         return decision
 
     async def _worker_of_pool_away(self, attempt: Attempt, busy: Pool, line: Queued | None) -> Decision | None:

@@ -117,9 +117,9 @@ class Continuation:
 
         The attempt at the worker that failed was released before.
         """
-        result, error, trace = "failed", cut.error, job.call.trace
-        if trace is not None:
-            trace.event("continuation", **{"warmfleet.worker": cut.worker_id, "error.type": error.code})
+        result, error, record = "failed", cut.error, job.call.record
+        if record is not None:
+            record.event("continuation", **{"warmfleet.worker": cut.worker_id, "error.type": error.code})
         try:
             result = await self._try(job, cut.worker_id, cut.followed)
         except UpstreamError as second:

@@ -2,7 +2,7 @@
 
 import { bytes, count, el, number, percent, say, seconds, write } from "./dom.js";
 import { draw } from "./plots.js";
-import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, replicasTable, span, workersTable } from "./tables.js";
+import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, replicasTable, slowTable, span, workersTable } from "./tables.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000; // between two tries while the replica does not answer
@@ -23,6 +23,7 @@ const $ = (id) => document.getElementById(id);
 const workers = workersTable($("workers"));
 const decisions = decisionsTable($("decisions"));
 const replicas = replicasTable($("replicas"));
+const slow = slowTable($("slow"));
 const models = modelsTable($("models"), choose);
 
 let last = null; // what is shown
@@ -168,7 +169,8 @@ function show() {
   showHead(model);
   showPlots(model);
   showWorkers();
-  if (last.hidden) decisions.empty = last.hidden;
+  if (last.hidden) decisions.empty = slow.empty = last.hidden;
+  slow.show(last.slow);
   decisions.show(model.decisions);
   replicas.show(model.replicas);
   announce(model);

@@ -214,10 +214,30 @@ export function replicasTable(table) {
   });
 }
 
+export function slowTable(table) {
+  return new Table(table, {
+    caption: "The slowest requests of the last hour, each with what took its time",
+    keyOf: (request) => `${request.at} ${request.request_id}`,
+    empty: "No request was served here yet.",
+    columns: [
+      { name: "Time", cell: (request) => [clock(request.at), small(request.request_id)] },
+      { name: "Waited", number: true, cell: waited },
+      { name: "Why", words: true, cell: (request) => [...prose(request.because), request.remedy ? small(`→ ${request.remedy}`) : null].filter(Boolean) },
+      { name: "Worker", cell: (request) => el("span", { class: "name" }, request.worker ?? "none") },
+    ],
+  });
+}
+
 /** How long something has run, in the largest unit that tells it well. */
 export function span(up) {
   if (up < 120) return `${up} s`;
   return up < 7200 ? `${Math.floor(up / 60)} min` : `${Math.floor(up / 3600)} h`;
+}
+
+/** How long the client waited for the first byte, or has waited so far, or did in vain. */
+function waited(request) {
+  const until = request.first_ms ?? request.ms;
+  return [seconds(until / 1000), small(request.running ? "under way" : `status ${request.status ?? "none"}`)];
 }
 
 export function modelsTable(table, choose) {

@@ -1,0 +1,174 @@
+"""``warmfleet why``: why a request was slow, from the records of the replica that served it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from warmfleet.cli.client import ask
+from warmfleet.cli.command_error import CommandError
+from warmfleet.cli.local.running_stack import listens, replicas_to_ask
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+
+if TYPE_CHECKING:
+    import argparse
+
+HEADER = ("TIME", "REQUEST", "WAITED", "WORKER", "STATUS", "WHY")
+MAX_WHY = 90  # characters of the sentences in a row of the table; with an id they are told whole
+#: The facts that are told below the sentences, by their names in the answer.
+FACTS = {
+    "model": "model",
+    "identity": "identified",
+    "identify_ms": "to identify",
+    "queue_ms": "in the queue",
+    "decide_ms": "to decide",
+    "predicted_ms": "predicted, in the engine",
+    "engine_ms": "real, in the engine",
+    "first_ms": "first byte after",
+    "ms": "whole",
+    "prompt_tokens": "prompt tokens",
+    "matched_tokens": "predicted in cache",
+    "cached_tokens": "found in cache",
+    "tokens": "tokens of the answer",
+    "chunks": "chunks",
+    "gap_ms": "longest silence within",
+    "policy": "policy",
+    "why": "rule",
+}
+ELSEWHERE = """\
+Each replica keeps its own requests: the last 2,048, and of each minute of the last hour the slowest. Those that
+`warmfleet replicas` lists were asked as far as they can be reached from here. Name others with --url, by the port for
+operators (WARMFLEET_ADMIN_PORT), more than once if need be. On Kubernetes, where pods of routers do not reach each
+other, run it in each of them:
+  for pod in $(kubectl -n warmfleet get pods -l app.kubernetes.io/name=router -o name); do
+    kubectl -n warmfleet exec $pod -- warmfleet why ID; done
+"""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print why the request was slow, or a table of requests; returns 1 if no replica that answers has any."""
+    query = {"id": options.id} if options.id else {"order": options.order, "count": options.count}
+    path = f"/why?{urlencode(query)}"
+    answers = _answers(replicas_to_ask(options.url), path, named=bool(options.url))
+    if not any(answer["requests"] for answer in answers.values()) or not (options.id or options.url):
+        _ask_the_others(answers, path)
+    if options.json:
+        print(json.dumps(answers, indent=2))
+    elif options.id:
+        show(sys.stdout, about_one(options.id, answers))
+    else:
+        show(sys.stdout, table(answers, options.order, options.count))
+    return 0 if any(answer["requests"] for answer in answers.values()) else 1
+
+
+def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
+    """What each replica answers, by its URL. named: by the user, so that each of them must answer; else one must.
+
+    Raises CommandError.
+    """
+    answers: dict[str, Any] = {}
+    for url in urls:
+        try:
+            answers[url] = ask("GET", url, path)
+        except CommandError:
+            if named or (url == urls[-1] and not answers):
+                raise
+    return answers
+
+
+def _ask_the_others(answers: dict[str, Any], path: str) -> None:
+    """Add the answers of the fleet's other replicas, as far as they can be reached from here."""
+    with suppress(CommandError):
+        listed = ask("GET", next(iter(answers)), "/replicas")["replicas"]
+        names = {answer["replica"] for answer in answers.values()}
+        for url in [row["url"] for row in listed if row["url"] and row["replica"] not in names]:
+            with suppress(CommandError):
+                if listens(url):
+                    answers[url] = ask("GET", url, path)
+
+
+def about_one(asked: str, answers: dict[str, Any]) -> list[Part]:
+    """Everything about the requests with this id, the newest first."""
+    found = [(answer["replica"], one) for answer in answers.values() for one in answer["requests"]]
+    if not found:
+        kept = [
+            f"{answer['replica']} at {url} keeps {answer['kept']} requests{_since(answer['since'])}"
+            for url, answer in answers.items()
+        ]
+        return [f"No request with the id {asked} is known:", *kept, ELSEWHERE]
+    parts: list[Part] = []
+    for replica, one in sorted(found, key=lambda pair: -float(pair[1]["at"])):
+        head = f"  {one['method']} {one['path']} at {_clock(one['at'])}, by {replica}"
+        parts += [(Toned(one["request_id"], Tone.HEAD), head), one["because"]]
+        if one["remedy"]:
+            parts.append(f"-> {one['remedy']}")
+        rows = [(words, _fact(name, one[name])) for name, words in FACTS.items() if one.get(name) not in (None, "")]
+        parts.append(Table(("FACT", ""), rows))
+        parts.append(Table(("TRY", "WORKER", "QUEUE", "IN THE ENGINE", "OUTCOME", "RESERVATION"), _tries(one)))
+    return parts
+
+
+def _tries(one: dict[str, Any]) -> list[tuple[object, ...]]:
+    return [
+        (
+            number,
+            row["worker"] or "none",
+            _fact("queue_ms", row["queue_ms"]),
+            _fact("engine_ms", row["engine_ms"]),
+            row["error"] or row["outcome"] or "under way",
+            row["reservation"],
+        )
+        for number, row in enumerate(one["attempts"], 1)
+    ]
+
+
+def table(answers: dict[str, Any], order: str, count: int) -> list[Part]:
+    """The requests of all replicas that answered, in this order."""
+    found = [one for answer in answers.values() for one in answer["requests"]]
+    found.sort(key=(lambda one: -_waited_ms(one)) if order == "slowest" else (lambda one: -float(one["at"])))
+    if not found:
+        return [f"No {'request has failed' if order == 'failed' else 'request is known'}: {_asked(answers)}."]
+    rows = []
+    for one in found[:count]:
+        why = one["because"].partition(": ")[2] or one["because"]  # how long it waited stands in its own column
+        status = "under way" if one["running"] else one["status"] or "none"
+        rows.append(
+            (
+                _clock(one["at"]),
+                one["request_id"],
+                _fact("ms", _waited_ms(one)),
+                one.get("worker") or "none",
+                status,
+                why if len(why) <= MAX_WHY else why[: MAX_WHY - 3] + "...",
+            )
+        )
+    return [Table(HEADER, rows), f"`warmfleet why REQUEST` tells more of one. Asked: {_asked(answers)}."]
+
+
+def _waited_ms(one: dict[str, Any]) -> float:
+    """For the first byte, or in the middle of the answer, as a replica orders them."""
+    return max(float(one["ms"] if one.get("first_ms") is None else one["first_ms"]), float(one.get("gap_ms") or 0))
+
+
+def _asked(answers: dict[str, Any]) -> str:
+    return ", ".join(f"{answer['replica']} at {url}" for url, answer in answers.items())
+
+
+def _since(at: float | None) -> str:
+    return "" if at is None else f", back to {_clock(at)}"
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _fact(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if name == "ms" or name.endswith("_ms"):
+        return f"{float(str(value)):,.1f} ms"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,223 @@
+"""What happened to one request, from when its body was complete until its answer ended, and in each try at a worker.
+
+Every request has a record, so what is noted on its way is a time or a reference, and no more. The words for people are
+made when somebody asks (``api/request_reasons``) or in the thread of the log. Of a prompt and an answer a record holds
+the sizes and nothing else. All times are by ``time.perf_counter``, 0 = it did not happen.
+
+A field that was not set has the value of its class, which costs nothing: most requests need few of them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from warmfleet.errors import UpstreamGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.fleet import Decision
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.prompt.engine_paths import EnginePath
+
+    #: Tells a step of the request in the log; None unless the log is at debug level.
+    Tell = Callable[[str], None]
+
+MAX_ERROR_CHARACTERS = 300
+MAX_MODEL_CHARACTERS = 200  # of its name, as the client wrote it
+MAX_EVENTS = 16  # of a request: it has at most four tries, one second worker and one continuation
+TAIL_BYTES = 2_048  # of an answer: the usage, and the fields that engines write behind it
+HUNG_UP = "client_hung_up"
+USAGE = b'"usage"'
+LONGEST_OPENING = len(USAGE) + len(" : {")
+
+Value = str | bool | int | float
+Attributes = dict[str, Value]
+
+
+class Event(NamedTuple):
+    """Something that happened at one moment of a request."""
+
+    at: float
+    name: str
+    attributes: Attributes
+
+
+class Failure(NamedTuple):
+    """Why a request or a try failed. word: of few, for queries, such as the code of an error."""
+
+    word: str
+    message: str
+
+
+def _failure(error: WarmfleetError) -> Failure:
+    """Without the words of an engine that answered, which stand behind a colon: they may repeat what it was asked."""
+    answered = isinstance(error, UpstreamGone) and error.answered
+    message = error.message.partition(": ")[0] if answered else error.message
+    return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
+
+
+class TryRecord:
+    """One try at a worker, from before the decision until everything is given back.
+
+    ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and seconds
+    of prefill in the queue when this one got its ticket. ``policy``: that chose; empty if Redis did not choose, and
+    then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no speed is known.
+    ``pool``: the tag of the chosen one; empty where the model has one pool. ``engine_request_id``: the X-Request-Id
+    that the engine got last. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence
+    between two of them. ``usage``: the engine's count of tokens in its own words, without anything behind it.
+    ``cached_tokens``: of the prompt, as the plugin reported them, None while nobody has. ``client_s``: how long the
+    client was too slow.
+    """
+
+    asked_at = queued_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
+    decision: Decision | None = None
+    policy = fallback = pool = engine_request_id = ""
+    token_s = work_s = gap_s = client_s = 0.0
+    waiting = status = chunks = 0
+    sent_ids = False
+    usage = b""
+    cached_tokens: int | None = None
+    outcome: Outcome | None = None
+    failure: Failure | None = None
+    tell: Tell | None = None
+
+    def __init__(self, reservation: str = "") -> None:
+        self.reservation = reservation
+        self.began_at = time.perf_counter()
+
+    def queued(self, waiting: int, work_s: float) -> None:
+        """The request waits for its worker. The first time counts: a decision is asked for again and again."""
+        if not self.queued_at:
+            self.queued_at = time.perf_counter()
+            self.waiting, self.work_s = waiting, work_s
+            if self.tell is not None:
+                self.tell(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
+
+    def decided(self, decision: Decision, policy: str, asked_at: float, token_s: float, fallback: str = "") -> None:
+        """A worker was chosen. fallback: why Redis did not choose it."""
+        self.decided_at = time.perf_counter()
+        self.decision, self.policy, self.asked_at, self.token_s = decision, policy, asked_at, token_s
+        if fallback:
+            self.fallback = fallback
+        if self.tell is not None:
+            by = f"by {policy}, {decision.why}" if policy else f"without Redis ({fallback})"
+            held = f"{decision.matched_tokens} of {decision.prompt_tokens} tokens held"
+            self.tell(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
+
+    def sent(self, request_id: str, *, ids: bool) -> bytes:
+        """The request is sent to the worker; returns lines of headers that belong to this try.
+
+        ids: token ids in place of text.
+        """
+        self.sent_at = time.perf_counter()
+        self.engine_request_id, self.sent_ids = request_id, ids
+        if self.tell is not None:
+            self.tell(f"sent as {request_id}" + (", with token ids" if ids else ""))
+        return b""
+
+    def first_byte(self, status: int) -> None:
+        """The first byte of the worker's answer came, and will be passed on."""
+        self.first_byte_at, self.status = time.perf_counter(), status
+        if self.tell is not None:
+            self.tell(
+                f"first byte, status {status}, {1_000 * (self.first_byte_at - self.sent_at):.1f} ms after it was sent"
+            )
+
+    def came(self, answer: EngineResponse) -> None:
+        """All of the answer came that will."""
+        self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
+        tail = answer.tail
+        begins = tail.rfind(USAGE, -TAIL_BYTES)
+        if begins >= 0 and tail.find(b"{", begins, begins + LONGEST_OPENING) > 0:  # else null, as in most events
+            ends = tail.find(b"}", begins) + 1
+            if tail[ends : ends + 1] == b"," and tail.count(b"{", begins, ends) > 1:  # that was an object within it
+                ends = tail.find(b"}", ends) + 1
+            self.usage = tail[begins:ends]
+
+    def failed(self, error: WarmfleetError) -> None:
+        """The worker failed, or its answer broke off."""
+        self.failure = _failure(error)
+        if self.tell is not None:
+            self.tell(f"failed: {self.failure.message}")
+
+    def end(self, outcome: Outcome) -> None:
+        """Everything was given back."""
+        self.ended_at, self.outcome = time.perf_counter(), outcome
+        if self.decision is not None and self.decision.seen is not None:
+            self.decision = replace(self.decision, seen=None)  # a record lives long, and this is the whole fleet
+        if self.tell is not None:
+            self.tell(f"settled: {outcome}")
+
+
+class RequestRecord:
+    """One request of a client, from when its body was complete until its answer ended.
+
+    ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: that the client got, 0 if
+    it got none. ``error_status``: of the error that ended the request, also if the answer had begun with another one.
+    ``complete``: the answer did not break off. ``placed``: a gateway sends the request by itself.
+    ``kept``: among the last requests.
+    """
+
+    model = kind = reason = trace_id = ""
+    prompt_tokens = status = error_status = 0
+    streams = complete = placed = kept = False
+    identified_at = ended_at = 0.0
+    failure: Failure | None = None
+    tell: Tell | None = None
+    happened: tuple[Event, ...] = ()
+
+    def __init__(self, request_id: str, path: EnginePath, method: str, began_at: float) -> None:
+        self.request_id, self.path, self.method, self.began_at = request_id, path, method, began_at
+        self.tries: list[TryRecord] = []
+
+    def begin_try(self, reservation: str) -> TryRecord:
+        """The record of a new try at a worker."""
+        return self._begun(TryRecord(reservation))
+
+    def _begun(self, made: TryRecord) -> TryRecord:
+        tries = self.tries
+        tries.append(made)
+        if self.tell is not None:
+            made.tell = self.tell
+            self.tell(f"try {len(tries)}, reservation {made.reservation}")
+        return made
+
+    def identified(self, model: str, kind: str, reason: str, tokens: int, *, streams: bool) -> None:
+        """The prompt was identified."""
+        self.identified_at = time.perf_counter()
+        self.model = model if len(model) <= MAX_MODEL_CHARACTERS else model[:MAX_MODEL_CHARACTERS]
+        self.kind, self.reason, self.prompt_tokens, self.streams = kind, reason, tokens, streams
+        if self.tell is not None:
+            why = f" ({reason})" if reason else ""
+            self.tell(f"identified: {kind}{why}, {tokens} tokens for {self.model}")
+
+    def event(self, name: str, **attributes: Value) -> None:
+        """Something that happened between two tries. The first MAX_EVENTS are kept."""
+        if len(self.happened) < MAX_EVENTS:
+            self.happened = (*self.happened, Event(time.perf_counter(), name, attributes))
+        if self.tell is not None:
+            self.tell(f"{name}: " + ", ".join(f"{key.rpartition('.')[2]} {told}" for key, told in attributes.items()))
+
+    def refused(self, error: WarmfleetError) -> None:
+        """The client got this error as its answer, or as the end of its answer."""
+        self.failure, self.error_status = _failure(error), error.status
+        if self.tell is not None:
+            self.tell(f"refused: {error.status} {error.code}")
+
+    def hung_up(self) -> None:
+        """The client hung up before its answer was complete."""
+        self.failure = Failure(HUNG_UP, "The client hung up before its answer was complete.")
+
+    def end(self, status: int, *, complete: bool) -> None:
+        """The answer is complete, or will never be."""
+        self.ended_at, self.status, self.complete = time.perf_counter(), status, complete
+
+    @property
+    def first_byte_at(self) -> float:
+        """When the first byte of the answer came from a worker."""
+        return min([one.first_byte_at for one in self.tries if one.first_byte_at], default=0.0)
