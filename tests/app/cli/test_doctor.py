@@ -887,12 +887,33 @@ async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model
     async with stock(Served((model,))) as url, replica(valkey_url, model, url):
         other = "http://127.0.0.1:9"
         told = await doctor(valkey_url, model, static_workers=(url, other, "http+dns://no-such-host.invalid:80"))
-        detail = f"WARMFLEET_STATIC_WORKERS lists {other}, but no router has registered it"
-        told.names("listed", detail, f"answer /v1/models with {model}")
+        told.names("listed", f"{other}: no connection (connection refused)", "start the engine on this machine")
         told.names("listed", "no-such-host.invalid cannot be resolved", "mend that entry")
         assert [one.detail.partition(" is ")[0] for one in told.of("listed", State.OK)] == [url]
         told = await doctor(valkey_url, model, url)
         assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
+
+
+async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: str) -> None:
+    """Of engines that no router has: wrong name, a key, none there, no engine at all, and one that is well."""
+    async with (
+        applied(valkey_url, model),
+        simulated(valkey_url, model),
+        stock(Served(("other",))) as misnamed,
+        stock(Served((model,), SECRET)) as locked,
+        stock(Served((model,))) as well,
+    ):
+        with (
+            answering.replica({"/health": (200, "")}) as (page, _),
+            answering.replica({"/health": (503, "")}) as (ill, _),
+        ):
+            told = await doctor(valkey_url, model, static_workers=(misnamed, locked, well, page, ill))
+    told.names("listed", f"{misnamed}: it serves other, but the fleet is of {model}", "--served-model-name")
+    told.names("listed", f"{locked}: the engine wants an API key (401), and none is set here", "WORKER_API_KEY")
+    told.names("listed", f"{page}: /v1/models names no model", "OpenAI's API")
+    told.names("listed", f"{ill}: /health answers 503", "its core may be dead")
+    told.names("listed", f"{well} answers, but no router has registered it", "give every router this list")
+    assert len(told.of("listed", State.FAULT)) == 5, told.printed
 
 
 async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: str, model: str) -> None:

@@ -458,10 +458,20 @@ async def _listed(plan: Plan, known: Known) -> list[Finding]:
     remedy = "mend that entry of WARMFLEET_STATIC_WORKERS; see app/docs/connect.md"
     found = [Finding("listed", State.FAULT, problem, remedy) for problem in known.listed.problems]
     keys = await _keys(plan, known, urls)
-    for url in urls:
-        booked = same_engine_checks.worker_of(url, known.everybody, keys)
-        found.append(booked or engine_checks.listed(url, known.everybody, list(known.workers)))
-    return found
+    wanted = {tag: [name for one in workers for name in one.models] for tag, workers in known.workers.items()}
+    room = asyncio.Semaphore(URLS_AT_ONCE)
+    async with _client(Addresses(ANYWHERE, urls), plan) as (client, tls):
+
+        async def one(url: str) -> list[Finding]:
+            if booked := same_engine_checks.worker_of(url, known.everybody, keys):
+                return [booked]
+            worker = next(iter(engine_checks.same_engine(url, known.everybody, ())), None)
+            engine = Engine(url, client, tls, plan.settings.worker_api_key)
+            async with room:
+                return await engine_checks.listed(engine, worker, wanted)
+
+        groups = await asyncio.gather(*map(one, urls))
+    return [*found, *(finding for group in groups for finding in group)]
 
 
 def _of_url(found: Finding, names: str, url: str) -> Finding:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.doctor.finding import Finding, State, fault, note, ok
 from warmfleet.cli.doctor.fleet_checks import JOIN_HELP, shown
 from warmfleet.cli.doctor.reach import is_loopback, place_of, reach
 from warmfleet.errors import UpstreamError
@@ -201,17 +201,28 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
     )
 
 
-def listed(url: str, workers: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
-    """An engine of WARMFLEET_STATIC_WORKERS: whether some router has registered it."""
-    found = same_engine(url, workers, ())
-    if found:
-        return ok("listed", f"{shown(url)} is the worker {found[0].worker_id} ({found[0].state})")
-    return fault(
-        "listed",
-        f"WARMFLEET_STATIC_WORKERS lists {shown(url)}, but no router has registered it",
-        f"give every router this list; the engine must answer /v1/models with {' or '.join(tags)}: let the doctor"
-        " examine its URL, and see the routers' log",
-    )
+async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """An engine of WARMFLEET_STATIC_WORKERS: which worker it is, or by its own word why it is none, or gets nothing.
+
+    wanted: as in ``served``. Raises UpstreamError.
+    """
+    url = shown(engine.url)
+    if worker is not None and worker.routable:
+        return [ok("listed", f"{url} is the worker {worker.worker_id} ({worker.state})")]
+    found = await reachable(engine)
+    if all(one.state is State.OK for one in found):
+        found = (await served(engine, wanted)).findings
+    if faults := [one for one in found if one.state is not State.OK]:
+        return [replace(one, check="listed", detail=f"{url}: {one.detail.removeprefix(f'{url}: ')}") for one in faults]
+    if worker is not None:
+        return [ok("listed", f"{url} answers, and is the worker {worker.worker_id} ({worker.state})")]
+    return [
+        fault(
+            "listed",
+            f"{url} answers, but no router has registered it",
+            "give every router this list, and see the routers' log; one that has just begun is registered in 5 s",
+        )
+    ]
 
 
 def _json(body: bytes) -> Any:
