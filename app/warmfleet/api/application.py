@@ -42,7 +42,7 @@ class ServiceApplication:
             if ours is not error:
                 logger.exception("%s %s failed", request.method.decode(), request.target[:200])
             if not answer.started:
-                await send_error(answer, ours, request_id(request.headers))
+                await send_error(answer, ours, request.target, request_id(request.headers))
 
 
 class Application(ServiceApplication):
@@ -73,4 +73,4 @@ class Application(ServiceApplication):
                 return proxy.serve(request, answer)
             raise TooManyConnections("This replica has as many connections as it takes: ask again.")
         except WarmfleetError as error:
-            return send_error(answer, error, request_id(request.headers))
+            return send_error(answer, error, request.target, request_id(request.headers))

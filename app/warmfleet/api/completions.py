@@ -174,4 +174,4 @@ class CompletionsProxy:
             trace.refused(error)
         self._metrics.requests.labels(self._path.name, str(error.status), "none", answer.model).inc()
         if not answer.started:
-            await send_error(answer, error, request_id)
+            await send_error(answer, error, self._path.path.encode(), request_id)
