@@ -77,7 +77,7 @@ local function join(data, time, nonce, batch, id)
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0,
     0 }
   record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
-  record.nonce, truth.cause = nonce, truth.cause or "join"
+  record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
   call("ZADD", ALIVE, time, WORKER_ID)
   call("ZREM", RESYNC, WORKER_ID)

@@ -1,5 +1,7 @@
 """All errors of the router. Each class has the HTTP status and the OpenAI error type of its answer.
 
+Clients of Anthropic's API get that API's type of the status.
+
 WarmfleetError
 ├── BadRequest            400
 ├── Unauthorized          401  without the client's key, or the operator's where it is needed
@@ -29,10 +31,22 @@ WarmfleetError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+#: The error types of Anthropic's API by status; of any other status see ``as_anthropic``.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class WarmfleetError(Exception):
@@ -51,6 +65,12 @@ class WarmfleetError(Exception):
     def as_dict(self) -> dict[str, dict[str, str | None]]:
         """The body of the answer, in the form of OpenAI's API."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def as_anthropic(self, request_id: str = "") -> dict[str, Any]:
+        """The body of the answer, in the form of Anthropic's API. Without an id it names none."""
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        told = {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, usual), "message": self.message}}
+        return told | {"request_id": request_id} if request_id else told
 
 
 class BadRequest(WarmfleetError):

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from warmfleet.api import fleet_status as status
+from warmfleet.api.model_listing import entries
 from warmfleet.background.index_health import IndexHealthWatch
 from warmfleet.background.prober import Prober
 from warmfleet.background.view_reader import ViewReader
@@ -64,7 +65,7 @@ class Replica:
         for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
             self.prober._first_seen["x"] = 0.0
             self.prober._due("x", view, worker)
-        status.models(self.pools)
+        entries(self.pools, 0)
         shown = json.dumps(await status.workers(self.pool, self.pools), ensure_ascii=False, allow_nan=False).encode()
         return cast("dict[str, Any]", json.loads(shown))
 

@@ -65,7 +65,7 @@ class ServiceApplication:
                 await self._refuse(request, answer, ours)
 
     async def _refuse(self, request: HttpRequest, answer: ClientAnswer, error: WarmfleetError) -> None:
-        await send_error(answer, error, request_id(request.headers))
+        await send_error(answer, error, request.target, request_id(request.headers))
 
 
 class Application(ServiceApplication):

@@ -202,7 +202,7 @@ class CompletionsProxy:
         record.refused(error)
         self._metrics.requests.labels(self._path.name, str(error.status), "none", answer.model).inc()
         if not answer.started:
-            await send_error(answer, error, record.request_id)
+            await send_error(answer, error, self._path.path.encode(), record.request_id)
 
 
 def _tell(request_id: str, step: str) -> None:

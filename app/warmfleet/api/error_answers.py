@@ -1,20 +1,19 @@
-"""Errors as answers: the shape that OpenAI's clients understand."""
+"""Errors as answers, in the shape that the clients of each path understand: OpenAI's, or Anthropic's."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
 import orjson
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from warmfleet.errors import MethodNotAllowed, NotFound, RateLimited, TooLarge, Unauthorized, WarmfleetError
-from warmfleet.prompt.engine_paths import NEVER, NEVER_BELOW, OPERATORS
+from warmfleet.prompt.engine_paths import NEVER, NEVER_BELOW, OPERATORS, is_anthropic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from starlette.requests import Request as HTTPRequest
-    from starlette.responses import Response
 
     from warmfleet.routing.client_answer import ClientAnswer
 
@@ -40,19 +39,31 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
     return headers
 
 
-async def send_error(answer: ClientAnswer, error: WarmfleetError, request_id: str = "") -> None:
-    """Answer with the error."""
-    headers = [(b"content-type", b"application/json")]
-    if request_id:
-        headers.append((b"x-request-id", request_id.encode()))
+def error_body(error: WarmfleetError, target: bytes, request_id: str = "") -> bytes:
+    """The body of an error's answer. target: of the request, as it stands in the request line."""
+    return orjson.dumps(error.as_anthropic(request_id) if is_anthropic(target) else error.as_dict())
+
+
+async def send_error(answer: ClientAnswer, error: WarmfleetError, target: bytes, request_id: str) -> None:
+    """Answer with the error. target: of the request, as it stands in the request line."""
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
-    await answer.whole(error.status, headers, orjson.dumps(error.as_dict()))
+    await answer.whole(error.status, headers, error_body(error, target, request_id))
 
 
-async def error_response(_request: HTTPRequest, error: Exception) -> Response:
+async def error_response(request: HTTPRequest, error: Exception) -> Response:
     """Starlette's handler for a WarmfleetError that a route raised."""
-    ours = cast("WarmfleetError", error)
-    return JSONResponse(ours.as_dict(), status_code=ours.status, headers=error_headers(ours))
+    return _response(request, cast("WarmfleetError", error))
+
+
+async def internal_error(request: HTTPRequest, _error: Exception) -> Response:
+    """Starlette's handler for a bug of ours; Starlette raises the error again, and the log tells it."""
+    return _response(request, WarmfleetError(OUR_BUG))
+
+
+def _response(request: HTTPRequest, error: WarmfleetError) -> Response:
+    body = error_body(error, request.scope["path"].encode())
+    return Response(body, error.status, error_headers(error), "application/json")
 
 
 class UnknownPath:
@@ -64,16 +75,16 @@ class UnknownPath:
 
     async def handle(self, request: HTTPRequest, error: Exception) -> Response:
         """Starlette's handler for its own 404 and 405."""
-        headers: Mapping[str, str] | None = getattr(error, "headers", None)
         path = request.scope["path"]
         told = f"{request.method} {path[:MAX_PATH]} is not served here."
         ours: WarmfleetError
         if getattr(error, "status_code", 404) == 405:
-            ours = MethodNotAllowed(f"{told} It takes {(headers or {}).get('Allow', 'another method')}.")
+            allow = (getattr(error, "headers", None) or {}).get("Allow", "")
+            ours = MethodNotAllowed(f"{told} It takes {allow or 'another method'}.", allow)
         else:
             said = (told, self._hint(path), "GET /openapi.json lists every path.")
             ours = NotFound(" ".join(filter(None, said)))
-        return JSONResponse(ours.as_dict(), status_code=ours.status, headers=headers)
+        return _response(request, ours)
 
     def _hint(self, path: str) -> str:
         if path in OPERATORS or path == "/status":
@@ -101,8 +112,3 @@ def _alike(one: str, other: str) -> int:
     """How many characters both have in common at their beginning."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))
-
-
-async def internal_error(_request: HTTPRequest, _error: Exception) -> Response:
-    """Starlette's handler for a bug of ours; Starlette raises the error again, and the log tells it."""
-    return JSONResponse(WarmfleetError(OUR_BUG).as_dict(), 500)

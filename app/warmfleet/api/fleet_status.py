@@ -1,4 +1,4 @@
-"""Answers about the fleet, as values for JSON: models, workers, and where a request would go and why."""
+"""Answers about the fleet, as values for JSON: workers, and where a request would go and why."""
 
 from __future__ import annotations
 
@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
 #: Of an answer about a model with a single pool.
 ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
-
-
-def models(pools: Pools) -> list[dict[str, Any]]:
-    """Entries of /v1/models: every name that a routable worker serves; a model without workers by its own name."""
-    return [
-        {"id": name, "object": "model", "created": 0, "owned_by": "warmfleet", "root": pool.name}
-        for name, pool in pools.names().items()
-    ]
 
 
 def versions(pools: Pools) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httptools
-import orjson
 
-from warmfleet.api.error_answers import OUR_BUG, error_headers
+from warmfleet.api.error_answers import OUR_BUG, error_body, error_headers
 from warmfleet.api.http_request import HttpRequest, framing, request_id
 from warmfleet.errors import BadRequest, HeadersTooLarge, TooLarge, UploadsFull, WarmfleetError
-from warmfleet.routing.client_answer import STATUS_LINES, ClientAnswer
+from warmfleet.routing.client_answer import ClientAnswer, first_lines
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -170,6 +169,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._feed(data)
         except WarmfleetError as error:
+            self._target = self._target or data.partition(b" ")[2]  # the parser tells no target with a wrong byte
             self.refuse(error, _reason(error))
             return
         if self._answer is not None or self._deaf:
@@ -414,11 +414,12 @@ class HttpConnection(asyncio.Protocol):
             self._refusal = error
 
     def _send_refusal(self, error: WarmfleetError) -> None:
-        body = orjson.dumps(error.as_dict())
+        its_id = request_id(self._headers)
+        body = error_body(error, self._target, its_id)
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        headers |= {"x-request-id": request_id(self._headers)} | error_headers(error)
+        headers |= {"x-request-id": its_id} | error_headers(error)
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._transport.write(STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body)
+        self._transport.write(first_lines(error.status) + lines.encode() + b"\r\n" + body)
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self._lingering = True

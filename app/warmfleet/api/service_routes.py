@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -11,6 +12,7 @@ from starlette.routing import Route
 from warmfleet.api import fleet_status
 from warmfleet.api.access.operators import without_requests
 from warmfleet.api.client_hints import operators_hints
+from warmfleet.api.model_listing import entries
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import Place
 from warmfleet.prompt import request as requests
@@ -53,6 +55,7 @@ class ServiceRoutes:
         self._settings = settings
         self._metrics = metrics
         self._health = health
+        self._since = int(time.time())
 
     def for_clients(self) -> list[Route]:
         """The paths that clients use, with their handlers."""
@@ -93,7 +96,7 @@ class ServiceRoutes:
     def _models(self, request: HTTPRequest) -> list[dict[str, Any]]:
         """Raises Unauthorized."""
         client = self._keys.client(request.headers.raw)
-        return [entry for entry in fleet_status.models(self._pools) if client.may_use(entry["id"])]
+        return [entry for entry in entries(self._pools, self._since) if client.may_use(entry["id"])]
 
     async def version(self, _request: HTTPRequest) -> Response:
         """The version of most engines, where vLLM's own server has its version, and all versions there are."""

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 #: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
 #: engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
+#: What a good answer in JSON is: one object; one value, which is whole only at its end; or anything, such as a value in
+#: pieces that a client reads as they come.
+Answer = Literal["object", "value", "any"]
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePath:
     """One path. name: its label in the metrics. generates: the engine answers with tokens that it generates.
 
-    takes_salt: the engine reads the body's ``cache_salt``.
+    takes_salt: the engine reads the body's ``cache_salt``. answer: with status 200, if its type is JSON.
     """
 
     path: str
@@ -33,17 +36,18 @@ class EnginePath:
     generates: bool = False
     takes_salt: bool = True
     methods: tuple[str, ...] = ("POST",)
+    answer: Answer = "value"
 
 
 _KNOWN = (
-    EnginePath("/v1/completions", "completions", "completions", generates=True),
-    EnginePath("/v1/chat/completions", "chat", "chat", generates=True),
-    EnginePath("/v1/chat/completions/batch", "chat_batch", generates=True),
-    EnginePath("/v1/responses", "responses", "responses", generates=True),
-    EnginePath("/v1/messages", "messages", "messages", generates=True),
+    EnginePath("/v1/completions", "completions", "completions", generates=True, answer="object"),
+    EnginePath("/v1/chat/completions", "chat", "chat", generates=True, answer="object"),
+    EnginePath("/v1/chat/completions/batch", "chat_batch", generates=True, answer="object"),
+    EnginePath("/v1/responses", "responses", "responses", generates=True, answer="object"),
+    EnginePath("/v1/messages", "messages", "messages", generates=True, answer="object"),
     EnginePath("/v1/messages/count_tokens", "count_tokens", "none", takes_salt=False),
-    EnginePath("/inference/v1/generate", "generate", generates=True),
-    EnginePath("/invocations", "invocations", generates=True),
+    EnginePath("/inference/v1/generate", "generate", generates=True, answer="object"),
+    EnginePath("/invocations", "invocations", generates=True, answer="any"),
     EnginePath("/v1/audio/transcriptions", "audio", generates=True, takes_salt=False),
     EnginePath("/v1/audio/translations", "audio", generates=True, takes_salt=False),
     EnginePath("/v1/embeddings", "embeddings"),
@@ -67,6 +71,8 @@ _KNOWN = (
     EnginePath("/v1/responses/render", "render", "none", takes_salt=False),
 )
 KNOWN: dict[str, EnginePath] = {known.path: known for known in _KNOWN}
+#: A request's target, as it was sent, on a path of Anthropic's API.
+_ANTHROPIC = re.compile(rb"(?:https?://[^/?#]*)?/v1/messages(?=[/?#]|$)", re.IGNORECASE)
 #: Paths that the router answers itself (``api/service_routes``, ``why_routes``, ``gateway_routes``, ``status_page``).
 OWN = frozenset(
     {
@@ -105,6 +111,11 @@ SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"
 _PLAIN = re.compile(rf"(?:/{SEGMENT})+")
 
 
+def is_anthropic(target: bytes) -> bool:
+    """Whether clients of this path, as it stands in a request line, speak Anthropic's API; else they speak OpenAI's."""
+    return _ANTHROPIC.match(target) is not None
+
+
 class EnginePaths:
     """The paths of one replica: the known ones, and those that the operator's patterns add."""
 
@@ -136,4 +147,4 @@ class EnginePaths:
 
 
 def _other(path: str) -> EnginePath:
-    return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"))
+    return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"), answer="any")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import http
+import time
+from email.utils import formatdate
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
-
-import orjson
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
-
-    from warmfleet.errors import WarmfleetError
 
 BODILESS = (204, 304)  # an answer with this status has no body, and tells no length
 
@@ -26,6 +25,16 @@ def _status_line(status: int) -> bytes:
 
 
 STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
+
+
+@lru_cache(maxsize=1)
+def _date_line(second: int) -> bytes:
+    return f"date: {formatdate(second, usegmt=True)}\r\n".encode()
+
+
+def first_lines(status: int) -> bytes:
+    """The begin of the head of every answer: its status, and when it was made."""
+    return STATUS_LINES[status] + _date_line(int(time.time()))
 
 
 class Connection(Protocol):
@@ -102,7 +111,7 @@ class ClientAnswer:
         self._keep = self._connection.keeps_open()
         self._bodiless = self._bodiless or status in BODILESS
         self._has_length = self._bodiless
-        lines = [STATUS_LINES[status]]
+        lines = [first_lines(status)]
         for name, value in chain(headers, self.added) if self.added else headers:
             if name == b"content-length":
                 self._has_length = True
@@ -153,16 +162,6 @@ class ClientAnswer:
         """Send an answer that is complete from the beginning."""
         self._set_head(status, headers)
         self._finish(self._first(body, more=False))
-
-    async def end_stream(self, error: WarmfleetError, *, named: bool = False) -> None:
-        """End a stream of events with an event that tells the error.
-
-        An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
-        named: as Anthropic's API has it, whose clients overlook an event without a name.
-        """
-        told, name = error.as_dict(), b"event: error\n" if named else b""
-        data = orjson.dumps({"type": "error", **told} if named else told)
-        await self.body(b"\n\n" + name + b"data: " + data + b"\n\n", more=False)
 
     def _first(self, data: bytes, *, more: bool) -> bytes:
         """The head with the first piece. The piece decides how the client is told where the body ends."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-import orjson
-
+from warmfleet.engines import first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
@@ -17,6 +17,7 @@ from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGon
 from warmfleet.fleet import Shortfall
 from warmfleet.metrics import PLAIN, STREAM
 from warmfleet.pools.cache_reports import CacheReports
+from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
@@ -31,14 +32,25 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.settings import Settings
 
-#: Headers of an engine's answer that reach the client. All others are about the connection, or are the router's own.
-PASSED_BACK = frozenset({b"content-type", b"content-encoding", b"retry-after", b"cache-control"})
-#: So much of a plain answer is read before its headers go to the client. If the engine dies while that is read, the
+#: Headers of an engine's answer that reach the client. All others are about the connection, are the router's own, or
+#: tell about the engine. ``metadata``: without it nobody can read vLLM's embeddings as bytes.
+PASSED_BACK = frozenset(
+    {
+        *(b"content-type", b"content-encoding", b"content-language", b"content-disposition", b"metadata"),
+        *(b"cache-control", b"vary", b"expires", b"etag", b"last-modified", b"x-accel-buffering"),
+        *(b"retry-after", b"www-authenticate", b"allow"),
+    }
+)
+#: nginx and balancers of its kind then pass each piece on as it comes.
+UNBUFFERED = (b"x-accel-buffering", b"no")
+#: So much of an answer in JSON is read before its headers go to the client. If the engine dies while that is read, the
 #: client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
+#: A stream that begins with a comment, a ping or half an event waits for its first event, which may be an error, but no
+#: more seconds and pieces than these. A comment tells the client to go on waiting, so it must come in time.
+FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
 UNKNOWN_TOKEN_S = 1e-4  # of prefill, where no worker's speed is known; as lua/parts/shared/alive_workers.lua has it
 EVENTS, JSON = b"text/event-stream", b"application/json"
-ERROR_EVENT = b'data: {"error":'
 
 Ended = Literal["finished", "failed"]
 
@@ -77,7 +89,7 @@ class Relay:
             if response.status in tried_elsewhere:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
-            ended = await self._relay(job, attempt, decision, response, answer)
+            ended = await self._relay(job, attempt, decision, response, answer, tried_elsewhere)
             if attempt.tail is not None:
                 attempt.shortfall = self._shortfall(job, decision, attempt.tail)
             return ended  # noqa: TRY300  an else would part the steps
@@ -109,54 +121,76 @@ class Relay:
         return response
 
     async def _relay(
-        self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, client: ClientAnswer
+        self,
+        job: Job,
+        attempt: Attempt,
+        decision: Decision,
+        response: EngineResponse,
+        client: ClientAnswer,
+        tried_elsewhere: frozenset[int],
     ) -> Ended:
         """Pass the engine's answer on to the client; returns how the answer ended.
 
-        Raises UpstreamGone if the engine died before the first byte of its body: nothing was sent, another worker may
-        be tried. Raises UpstreamError if a plain answer broke off before any of it was sent.
+        Raises UpstreamGone if the engine died before the first byte of its body, or began its stream with an error:
+        nothing was sent, another worker may be tried. Raises UpstreamError if an answer in JSON broke off before any of
+        it was sent.
         """
-        streams = response.content_type == EVENTS
-        if streams:
-            piece, whole = await _first_piece(response), False
-        else:
+        if response.content_type == EVENTS:
+            piece, whole = await _opening(response, tried_elsewhere), False
+        elif _must_be_whole(job, response):
             piece, whole = await _read(response)
-        _check(job, response, piece, streams=streams)
+        else:
+            piece = await _first_piece(response)
+            whole = response.at_eof
+        _check(job, response, piece, whole=whole)
         self._first_byte(job, attempt, decision, response, piece if whole else None)
-        headers = [field for field in response.headers if field[0] in PASSED_BACK]
+        headers = _passed_back(response, whole=whole)
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
         if job.call.limits is not None:
             headers += job.call.limits.headers(decision.use)
             attempt.output = OutputTokens(piece if whole else b"")
-        if whole:
-            headers.append((b"content-length", b"%d" % len(piece)))
-            await client.whole(response.status, headers, piece)
-        else:
+        if not whole:
             await client.start(response.status, headers)
-            followed = None
-            if job.continuable is not None and streams and response.status == 200:
-                able = job.pool.view.handoff.get(decision.worker_id)
-                followed = job.continuable.follow(client, able.identity_key if able else "")
-            try:
-                await _stream(response, _watched(attempt, followed or client), piece)
-            except UpstreamError as error:
-                attempt.failed(error)
-                if not isinstance(error, EngineTimeout):
-                    job.pool.outliers.failed(decision)
-                if followed is not None:
-                    raise StreamCut(followed, error, decision.worker_id) from error
-                self._metrics.stream_errors.labels(job.pool.tag).inc()
-                if not streams:
-                    raise  # part of a plain answer was sent: closing the connection tells the client that it is cut off
-                await client.end_stream(error, named=job.call.path.form == "messages")
-                return "failed"
-            except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
-                if streams:
-                    await client.end_stream(Stopping(), named=job.call.path.form == "messages")
-                raise
-            finally:
-                if followed is not None:
-                    followed.close()
+            return await self._pass_on(job, attempt, decision, response, client, piece)
+        await client.whole(response.status, headers, piece)
+        return "finished" if response.status < 400 else "failed"
+
+    async def _pass_on(
+        self,
+        job: Job,
+        attempt: Attempt,
+        decision: Decision,
+        response: EngineResponse,
+        client: ClientAnswer,
+        piece: bytes,
+    ) -> Ended:
+        """Pass on an answer from its first ``piece`` as it comes; returns how it ended."""
+        errors = ErrorEvents(job.call.path.form) if response.content_type == EVENTS else None
+        followed = None
+        if job.continuable is not None and errors is not None and response.status == 200:
+            able = job.pool.view.handoff.get(decision.worker_id)
+            followed = job.continuable.follow(client, able.identity_key if able else "")
+        watched = _watched(attempt, followed or client)
+        try:
+            await _stream(response, watched if errors is None else errors.watching(watched), piece)
+        except UpstreamError as error:
+            attempt.failed(error)
+            if not isinstance(error, EngineTimeout):
+                job.pool.outliers.failed(decision)
+            if followed is not None:
+                raise StreamCut(followed, error, decision.worker_id) from error
+            self._metrics.stream_errors.labels(job.pool.tag).inc()
+            if errors is None:
+                raise  # closing the connection tells the client that its answer is cut off
+            await client.body(errors.event(error), more=False)
+            return "failed"
+        except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
+            if errors is not None:
+                await client.body(errors.event(Stopping()), more=False)
+            raise
+        finally:
+            if followed is not None:
+                followed.close()
         return "finished" if response.status < 400 else "failed"
 
     def _shortfall(self, job: Job, decision: Decision, tail: AnswerTail) -> Shortfall | None:
@@ -226,35 +260,71 @@ async def _head(response: EngineResponse) -> None:
         raise UpstreamGone(error.message) from error
 
 
-def _check(job: Job, response: EngineResponse, piece: bytes, *, streams: bool) -> None:
-    """Raise UpstreamGone if the first piece of a good answer shows that the engine is out of order.
+def _must_be_whole(job: Job, response: EngineResponse) -> bool:
+    """Whether the client gets an answer only once all of it is here: JSON that nobody reads piece by piece."""
+    if response.content_type != JSON:
+        return False
+    length = _length(response)
+    return length <= BUFFER_MAX_BYTES and (length >= 0 or job.call.path.answer != "any")
 
-    An engine that generates answers with JSON or with events, and never with nothing.
+
+def _length(response: EngineResponse) -> int:
+    """The bytes of the body, as the head tells them; -1 if it does not."""
+    return next((int(value) for name, value in response.headers if name == b"content-length"), -1)
+
+
+def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, bytes]]:
+    """The headers of the engine's answer that the client gets. whole: its end is here, so the client's is told anew."""
+    hop = {
+        name.strip().lower() for key, value in response.headers if key == b"connection" for name in value.split(b",")
+    }
+    headers = [field for field in response.headers if field[0] in PASSED_BACK and field[0] not in hop]
+    if whole:
+        return headers
+    length = _length(response)
+    if length >= 0 and response.content_type != EVENTS:  # an error may be added to events
+        headers.append((b"content-length", b"%d" % length))
+    elif not any(name == b"x-accel-buffering" for name, _ in headers):
+        headers.append(UNBUFFERED)
+    return headers
+
+
+def _check(job: Job, response: EngineResponse, piece: bytes, *, whole: bool) -> None:
+    """Raise UpstreamGone if a good answer shows that the engine is out of order: it lacks the object that it must be.
+
+    piece: its first, or all of it if it is ``whole``.
     """
-    if response.status != 200 or not job.call.path.generates:
+    if response.status != 200 or job.call.path.answer != "object":
         return
     if not piece:
         raise UpstreamGone("The worker's answer is empty.")
-    if piece.startswith(ERROR_EVENT) and streams:
-        _check_error(piece)
-    if not streams and response.content_type == JSON and piece.lstrip()[:1] not in (b"{", b"["):
-        if any(name == b"content-encoding" for name, _ in response.headers):
-            return  # JSON that was compressed
-        raise UpstreamGone("The worker's answer is no JSON.")
-
-
-def _check_error(piece: bytes) -> None:
-    """Raise UpstreamGone if a stream begins with an error of the engine, as where its core has died under a request.
-
-    An error that is the client's goes to the client.
-    """
-    try:
-        error = orjson.loads(piece.partition(b"\n")[0].removeprefix(b"data:"))["error"]
-        code, message = int(error["code"]), str(error["message"])
-    except (ValueError, TypeError, KeyError):
+    if response.content_type != JSON or any(name == b"content-encoding" for name, _ in response.headers):
         return
-    if code >= 500:
-        raise UpstreamGone(f"The worker's stream began with an error: {message[:200]}", answered=True)
+    if not piece.lstrip().startswith(b"{") or (whole and not piece.rstrip().endswith(b"}")):
+        raise UpstreamGone("The worker's answer is no JSON object.")
+
+
+async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) -> bytes:
+    """The beginning of a stream of events, with its first event if that comes soon.
+
+    Raises UpstreamGone if that is an error of the engine, as where its core has died under a request, and as
+    ``_first_piece``. An error that is the client's goes to the client.
+    """
+    piece = await _first_piece(response)
+    if first_event.is_plain(piece) or response.status != 200:
+        return piece
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_EVENT_S):
+            for _ in range(FIRST_EVENT_PIECES):
+                if response.at_eof or not first_event.is_open(piece):
+                    break
+                piece += await _first_piece(response)
+    event = first_event.read(piece[: first_event.MAX_BYTES], ended=response.at_eof)
+    error = None if event is None else first_event.error_of(event)
+    if error is not None and error.status in first_event.FAILED | tried_elsewhere:
+        refused = error.status not in (500, 504)
+        raise UpstreamGone(f"The worker's stream began with an error: {error.message}", refused=refused, answered=True)
+    return piece
 
 
 async def _first_piece(response: EngineResponse) -> bytes:

@@ -19,7 +19,7 @@ from warmfleet.api import http_connection
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-LARGE = b"[" + b"y" * 300_000  # begins as JSON does
+LARGE = b'{"choices":"' + b"y" * 300_000 + b'"}'
 BODY = {"prompt": "hello " * 100}
 
 

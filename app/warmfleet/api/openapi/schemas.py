@@ -25,8 +25,14 @@ ANY_OBJECT: Json = {"type": "object"}
 STATUS: Json = {"type": "object", "required": ["status"], "properties": {"status": TEXT}}
 MODEL: Json = {
     "type": "object",
-    "required": ["id", "object", "created", "owned_by"],
-    "properties": {"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT},
+    "required": ["id", "object", "created", "owned_by", "root", "parent", "max_model_len"],
+    "properties": {
+        **dict.fromkeys(("id", "owned_by", "root"), TEXT),
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "parent": {"type": ["string", "null"]},
+        "max_model_len": {"type": ["integer", "null"]},
+    },
 }
 #: By path: what the router's own answer is, with status 200.
 OWN_ANSWERS: dict[str, Json] = {

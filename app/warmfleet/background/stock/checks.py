@@ -36,7 +36,7 @@ from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from warmfleet.background.stock.engine_list import EngineList, ListedEngine
     from warmfleet.background.stock.readiness import Ready
@@ -62,6 +62,7 @@ NAME_CHARACTERS = 64
 #: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
 #: 16 tokens these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
+MAX_COUNT = 2**31  # tokens that an engine may say its context has, as in the announcement of a plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,8 @@ class StockEngines:
         status, body = await self._client.get(url, "/v1/models", self._headers, CHECK_TIMEOUT_S)
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
-        models = [str(entry["id"]) for entry in orjson.loads(body)["data"]]
+        listed_models = orjson.loads(body)["data"]
+        models = [str(entry["id"]) for entry in listed_models]
         pool = self._pool_of(url, models)
         facts, facts_at = (EngineFacts(), 0.0) if last is None else (last.facts, last.facts_at)
         if last is None or last.failing_since is not None or time.monotonic() - facts_at >= FACTS_INTERVAL_S:
@@ -259,6 +261,7 @@ class StockEngines:
             "server_id": worker_id(url),
             "started": facts.started,
             "identity": facts.identity,
+            **_told_of(listed_models),
         }
         return CheckedEngine(pool, record, blocks, facts, facts_at)
 
@@ -295,6 +298,20 @@ class StockEngines:
                 raise
             return known
         return facts
+
+
+def _told_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What an engine's /v1/models tells besides names: the longest context, and the models of adapters."""
+    told: dict[str, Any] = {}
+    limit = max((_count(entry.get("max_model_len")) for entry in entries), default=0)
+    if limit:
+        told["max_model_len"] = limit
+    parents = {str(entry["id"]): str(entry["parent"]) for entry in entries if entry.get("parent")}
+    return told | {"parents": parents} if parents else told
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 < value < MAX_COUNT else 0
 
 
 def worker_id(url: str) -> str:

@@ -128,9 +128,8 @@ WORKER: dict[str, Check] = {
     "models": _models,
     "proof": _any_of("pending", "proven", "identity", "url", "warming"),
     "warming": _fields(owner=_text, ends=_time),
-    "probed": _time,
-    "vouched": _time,
-    "told": _time,
+    "parents": _object_of(_text),
+    **dict.fromkeys(("started", "joined", "probed", "vouched", "told"), _time),
     "scheme": _fields(
         algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text, hash_block_tokens=_count
     ),

@@ -23,6 +23,7 @@ from warmfleet.errors import NoWorker, Stopping, UpstreamError, WarmfleetError
 from warmfleet.pools.identified_prompt import identify_ids
 from warmfleet.prompt.json_splice import spliced, with_key
 from warmfleet.prompt.request import decoded
+from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.token_handoff import Offer
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Continuation:
         The attempt at the worker that failed was released before.
         """
         result, error, record = "failed", cut.error, job.call.record
+        errors = ErrorEvents(job.call.path.form)
         if record is not None:
             record.event("continuation", **{"warmfleet.worker": cut.worker_id, "error.type": error.code})
         try:
@@ -127,13 +129,13 @@ class Continuation:
         except WarmfleetError as why:
             logger.info("no worker goes on with a stream: %s", why)
         except asyncio.CancelledError:
-            await answer.end_stream(Stopping())
+            await answer.body(errors.event(Stopping()), more=False)
             raise
         self._metrics.continued.labels(result).inc()
         self._log(cut, result)
         if result != "continued":
             self._metrics.stream_errors.labels(job.pool.tag).inc()
-            await answer.end_stream(error)
+            await answer.body(errors.event(error), more=False)
 
     def _log(self, cut: StreamCut, result: str) -> None:
         """Tell of a stream that broke off."""

@@ -1,0 +1,74 @@
+"""The entries of /v1/models, with the fields that engines tell in theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.fleet import WorkerView
+    from warmfleet.pools.pool import Pool, Pools
+
+
+class ListedPool:
+    """What the entries of one pool's models have in common, by its routable workers.
+
+    ``names``: that they serve. ``created``: when the first of them started, or joined, as Unix time; 0 if none tells.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._name = pool.name
+        self._view = pool.view
+        self.names = frozenset(pool.view.models)
+        workers = [worker for worker in pool.view.workers if worker.routable]
+        self._limits = {one.worker_id: limit for one in workers if (limit := one.record.get("max_model_len"))}
+        self._longest = max(self._limits.values(), default=None)
+        self._parents = dict[str, str]()
+        for worker in workers:
+            self._parents |= worker.record.get("parents") or {}
+        self.created = min(filter(None, map(_since, workers)), default=0)
+
+    def max_model_len(self, name: str) -> int | None:
+        """The longest context of a worker that serves this name, in tokens: longer requests go nowhere else."""
+        adapter = self._view.adapters.get(name)
+        if adapter is None or not adapter.lacking or not self._view.limits:
+            return self._longest
+        lacking = frozenset(adapter.lacking)
+        return max((limit for worker, limit in self._limits.items() if worker not in lacking), default=None)
+
+    def parent(self, name: str) -> str | None:
+        """The model that the adapter of this name belongs to; None if the name is no adapter's."""
+        if name not in self._view.adapters:
+            return self._parents.get(name)
+        names = [one for one in self._view.models if one not in self._view.adapters]
+        return self._name if self._name in names or not names else names[0]
+
+
+def entries(pools: Pools, since: int) -> list[dict[str, Any]]:
+    """An entry for every name that a routable worker serves; a model without workers has its own name.
+
+    since: the Unix time of entries for which no worker tells one.
+    """
+    listed: Mapping[str, list[ListedPool]] = {
+        model.name: [ListedPool(pool) for pool in model.pools] for model in pools.served.values()
+    }
+    return [_entry(name, pool.name, listed[pool.name], since) for name, pool in pools.names().items()]
+
+
+def _entry(name: str, root: str, of_model: list[ListedPool], since: int) -> dict[str, Any]:
+    pools = [pool for pool in of_model if name in pool.names]
+    return {
+        "id": name,
+        "object": "model",
+        "created": min((pool.created for pool in pools if pool.created), default=since),
+        "owned_by": "warmfleet",
+        "root": root,
+        "parent": next((parent for pool in pools if (parent := pool.parent(name))), None),
+        "max_model_len": max((limit for pool in pools if (limit := pool.max_model_len(name))), default=None),
+    }
+
+
+def _since(worker: WorkerView) -> int:
+    record = worker.record
+    return int(record.get("started") or record.get("joined", 0) / 1_000)

@@ -1,0 +1,138 @@
+"""The first event of a stream, which may be an error: an engine sends its status before it knows how a request ends.
+
+Engines and APIs tell an error in several forms. All are recognized, on every path: an ``error`` with something in it
+(vLLM, SGLang, OpenAI), ``"type": "error"`` (Anthropic, Responses), ``"object": "error"`` (older vLLM and SGLang),
+``response.failed``, and an event with the name ``error``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import orjson
+
+#: Of the beginning of a stream: what comes later is not looked at, and a longer event is no error.
+MAX_BYTES = 16_384
+FAILED = frozenset({500, 502, 503, 504})  # what the status of an error of an engine may be
+OVERLOADED = 529  # of Anthropic's API
+#: So many bytes of an event show that it is no error, unless they have a word of one.
+TELLING_BYTES = 256
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
+_BOM = b"\xef\xbb\xbf"
+#: Statuses by the words of an error's type or code, where it tells no number. The first word that occurs counts.
+_WORDS = {
+    "rate_limit": 429,
+    "overloaded": 503,
+    "unavailable": 503,
+    "timeout": 504,
+    "invalid": 400,
+    "context_length": 400,
+    "badrequest": 400,
+    "bad_request": 400,
+    "unprocessable": 422,
+    "too_large": 413,
+    "not_found": 404,
+    "notfound": 404,
+    "permission": 403,
+    "authentication": 401,
+}
+
+
+class Event(NamedTuple):
+    """One event of a stream: its name, empty if it has none, and its data."""
+
+    name: bytes
+    data: bytes
+
+
+class StreamError(NamedTuple):
+    """An error by which an engine begins a stream. status: that the answer would have had."""
+
+    status: int
+    message: str
+
+
+def is_plain(piece: bytes) -> bool:
+    """Whether this first piece of a stream begins with a whole event that is no error. False: look closer."""
+    begins = piece.startswith((b"data: {", b"event: ")) and not piece.startswith(b"event: ping")
+    return begins and b"\n\n" in piece and not _has_word(piece)
+
+
+def is_open(piece: bytes) -> bool:
+    """Whether more of a stream that begins with this piece would tell whether its first event is an error."""
+    if len(piece) > MAX_BYTES or read(piece) is not None:
+        return False
+    begun = _EVENT_END.split(piece)[-1]
+    return len(begun) < TELLING_BYTES or _has_word(begun)
+
+
+def read(piece: bytes, *, ended: bool = False) -> Event | None:
+    """The first event of a stream that tells something; None while it is not whole.
+
+    Comments and pings tell nothing. ended: nothing follows the piece, so an event without an empty line is whole.
+    """
+    name, data = b"", list[bytes]()
+    *lines, rest = _LINE_END.split(piece.removeprefix(_BOM))
+    for line in [*lines, rest, b""] if ended else lines:
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"event":
+            name = value
+        elif field == b"data":
+            data.append(value)
+        elif not line:
+            if (data or name == b"error") and name != b"ping":
+                return Event(name, b"\n".join(data))
+            name, data = b"", []
+    return None
+
+
+def _has_word(piece: bytes) -> bool:
+    return b"rror" in piece or b"failed" in piece
+
+
+def error_of(event: Event) -> StreamError | None:
+    """The error that an event tells; None if it tells none."""
+    try:
+        told = orjson.loads(event.data)
+    except ValueError:
+        told = None
+    error = _error_in(told) if isinstance(told, dict) else None
+    if error is None and event.name == b"error":
+        error = told or event.data.decode("utf-8", "replace")
+    if error is None:
+        return None
+    fields = error if isinstance(error, dict) else {"message": error}
+    message = fields.get("message") or error or "it does not say which"
+    return StreamError(_status(fields), str(message)[:200])
+
+
+def _error_in(told: dict[str, Any]) -> Any:
+    if told.get("error"):
+        return told["error"]
+    if told.get("type") == "error" or told.get("object") == "error":
+        return told
+    if told.get("type") != "response.failed":
+        return None
+    response = told.get("response")
+    return (response.get("error") if isinstance(response, dict) else None) or told
+
+
+def _status(fields: dict[str, Any]) -> int:
+    """The status of an error with these fields; 500 if they tell none."""
+    for name in ("code", "status", "status_code"):
+        value = fields.get(name)
+        if isinstance(value, str) and value.isascii() and value.isdigit():
+            value = int(value[:4])
+        if isinstance(value, int) and 400 <= value < 600:
+            return _known(value)
+    words = f"{fields.get('code')} {fields.get('type')}".lower()
+    return next((status for word, status in _WORDS.items() if word in words), 500)
+
+
+def _known(status: int) -> int:
+    if status == OVERLOADED:
+        return 503
+    return status if status < 500 or status == 501 or status in FAILED else 500

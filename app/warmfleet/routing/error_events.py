@@ -1,0 +1,58 @@
+"""The event by which the router ends a stream that was cut, in the words of the API that its client speaks.
+
+The official clients raise an error for each of these events; without it a client would take half an answer for a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import orjson
+
+from warmfleet.engines.output_tokens import Watched
+
+if TYPE_CHECKING:
+    from warmfleet.engines.followed_stream import Sink
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.prompt.engine_paths import Form
+
+_NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
+_TOLD = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
+_KEPT = 40  # bytes of a piece that are looked at again with the next one: as long as the longest of both
+
+
+class ErrorEvents:
+    """The errors of one stream. form: of its path."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._number = -1
+        self._tail = b""
+
+    def see(self, piece: bytes) -> None:
+        """Remember the number of the last event in this piece of the stream."""
+        seen = self._tail + piece
+        at = seen.rfind(_NUMBER)
+        if at >= 0 and (told := _TOLD.match(seen, at)):
+            self._number = int(told[1])
+        self._tail = seen[-_KEPT:]
+
+    def watching(self, client: Sink) -> Sink:
+        """``client``; where events have numbers, with every piece that it gets seen here first."""
+        return Watched(self.see, client) if self._form == "responses" else client
+
+    def event(self, error: WarmfleetError) -> bytes:
+        """The last event of the stream.
+
+        An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
+        """
+        if self._form == "messages":
+            return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(error.as_anthropic())
+        told = error.as_dict()
+        if self._form != "responses":
+            return b"\n\ndata: %b\n\n" % orjson.dumps(told)
+        # OpenAI's reference has the fields beside the type; its own server and clients have them in ``error``.
+        fields = {name: told["error"][name] for name in ("code", "message", "param")}
+        event = {"type": "error", "sequence_number": self._number + 1, **fields, **told}
+        return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(event)
