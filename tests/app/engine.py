@@ -83,10 +83,10 @@ class Engine:
         return b'vllm:cache_config_info{block_size="16",num_gpu_blocks="8000"} 1.0\n' if path == "/metrics" else b"{}"
 
     async def die(self) -> None:
-        """Stop listening and reset every connection: what SIGKILL looks like from outside."""
+        """Stop listening and close every connection as SIGKILL does: with FIN where all bytes were read, else RST."""
         await self._listen_no_more()
         for writer in list(self.writers):
-            reset(writer)
+            writer.transport.abort()
         await asyncio.sleep(0)
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import orjson
 
+from warmfleet.engines import engine_death
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
@@ -74,6 +75,8 @@ class Relay:
                 await _head(response)
                 if response.status < 400:
                     self._handoff.refused(decision.worker_id, refused.status)
+            if response.status == 500 and engine_death.told_in(await _seen_piece(response)):
+                raise UpstreamGone("The worker says that its engine has died.")
             if response.status in tried_elsewhere:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
@@ -250,7 +253,8 @@ def _check_error(piece: bytes) -> None:
     except (ValueError, TypeError, KeyError):
         return
     if code >= 500:
-        raise UpstreamGone(f"The worker's stream began with an error: {message[:200]}", answered=True)
+        died = engine_death.told_in(piece)
+        raise UpstreamGone(f"The worker's stream began with an error: {message[:200]}", answered=not died)
 
 
 async def _first_piece(response: EngineResponse) -> bytes:
@@ -261,6 +265,15 @@ async def _first_piece(response: EngineResponse) -> bytes:
         raise
     except UpstreamError as error:  # the body broke off before it began
         raise UpstreamGone(error.message) from error
+
+
+async def _seen_piece(response: EngineResponse) -> bytes:
+    """The first piece of the body, which is left for the next reader."""
+    piece = await _first_piece(response)
+    if piece:
+        response.pieces.insert(0, piece)
+        response.unread += len(piece)
+    return piece
 
 
 async def _read(response: EngineResponse) -> tuple[bytes, bool]:
