@@ -128,6 +128,11 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+def hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close as the kernel does for a process that dies: with FIN, because all bytes were read."""
+    writer.transport.abort()
+
+
 def freezing(head: bytes, *events: bytes) -> Answer:
     """An answer that begins with these pieces and then neither goes on nor ends."""
 

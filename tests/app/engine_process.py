@@ -93,9 +93,7 @@ async def engine_processes(model: str, folder: Path, count: int, way: Way = "sil
             own = folder / str(number)
             own.mkdir()
             (own / "got").touch()
-            argv = [sys.executable, "-m", __name__, model, str(own), way]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            engines.append(EngineProcess(subprocess.Popen(argv, env=environment), own))
+            engines.append(EngineProcess(started(model, own, way), own))
         for one in engines:
             await poll((one.folder / "url").exists, 60, "the engine listens")
             one.url = (one.folder / "url").read_text()
@@ -103,6 +101,11 @@ async def engine_processes(model: str, folder: Path, count: int, way: Way = "sil
     finally:
         for one in engines:
             one.kill()
+
+
+def started(model: str, folder: Path, way: Way) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", __name__, model, str(folder), way]
+    return subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 async def main(model: str, folder: Path, way: Way) -> None:

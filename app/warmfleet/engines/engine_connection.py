@@ -44,7 +44,8 @@ class EngineResponse:
 
     __slots__ = (
         "_connection", "_error", "_loop", "_take", "_waiter", "began", "complete", "connecting", "content_type",
-        "headers", "may_have_been_read", "on_stale", "pieces", "received", "request", "status", "unread", "without_body",
+        "headers", "may_have_been_read", "on_stale", "pieces", "received", "request", "status", "unread",
+        "without_body",
     )  # fmt: skip
 
     def __init__(

@@ -399,8 +399,10 @@ class _Retries:
         """Whether the request may have been too much for the workers that had it, as one is that no engine survives."""
         most = MAX_DEATHS + (self._job.worker_count >= LARGE_FLEET)
         # A request that is too long for every engine may have been too much for the first one.
-        return self._deaths >= most or not self._gone_left or (
-            bool(self._deaths) and self._job.prompt.reason == "too_long"
+        return (
+            self._deaths >= most
+            or not self._gone_left
+            or (bool(self._deaths) and self._job.prompt.reason == "too_long")
         )
 
     async def moment(self) -> None:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import aiohttp
 import pytest
 from tests.app.engine_process import EngineProcess, EngineProcesses, Way, engine_processes
 from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.conftest import poll, server, valkey_binary
+
+from warmfleet.pools import fleet_view as view
+from warmfleet.prompt.request import TOKEN_BYTES
+from warmfleet.routing.rescue.retry_budget import BUDGET_MOST
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +47,7 @@ class Case(NamedTuple):
     way: Way = "silent"
     stream: bool = True
     settings: tuple[tuple[str, Any], ...] = ()
+    redis: bool = True  # False: Redis is away
 
 
 SERVED = [
@@ -59,18 +66,19 @@ SERVED = [
     Case("a core and a process", ("core", "reads"), way="core"),
     Case("with hedging", ("reads", "unread"), settings=(("hedge_after_s", 0.3),)),
     Case("with continuation", ("reads", "unread"), settings=(("continue_greedy", True),)),
+    Case("without Redis", ("reads", "unread"), redis=False),
+    Case("without Redis, 50 ms apart", ("reads", "reads"), apart_s=0.05, redis=False),
     Case("eight of ten, which nobody knows", ("refuses",) * 8, engines=10, kept=True),
 ]
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name.replace(" ", "-"))
-async def test_a_request_is_served_while_an_engine_can(
-    valkey_url: str, model: str, tmp_path: Path, case: Case
-) -> None:
+async def test_a_request_is_served_while_an_engine_can(valkey_url: str, model: str, tmp_path: Path, case: Case) -> None:
     async with fleet_of(valkey_url, model, tmp_path, case) as (router, engines):
         status, _, answer = await under_deaths(router, engines, model, case)
         assert status == 200, answer
-        await router.unloaded()
+        if case.redis:
+            await router.unloaded()
 
 
 @pytest.mark.parametrize(("count", "deaths"), [(2, 2), (3, 2), (4, 3), (6, 3)])
@@ -82,6 +90,40 @@ async def test_a_request_that_kills_the_engines_that_read_it_is_stopped(
         status, _, answer = await under_deaths(router, engines, model, case)
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
         assert sum(one.alive and one.got == 0 for one in engines) == count - deaths
+
+
+async def test_all_that_is_under_way_at_half_of_a_fleet_is_served_elsewhere(
+    valkey_url: str, model: str, tmp_path: Path
+) -> None:
+    """More requests than a replica's budget of further tries has saved up."""
+    body = {"model": model, "prompt": PROMPT, "stream": True}
+    async with fleet_of(valkey_url, model, tmp_path, Case("", ())) as (router, engines):
+        engines.hold()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+            async def ask() -> int:
+                async with http.post(f"{router.url}/v1/completions", json=body) as answer:
+                    await answer.read()
+                    return answer.status
+
+            asked = [asyncio.create_task(ask()) for _ in range(4 * int(BUDGET_MOST))]
+            await poll(lambda: sum(one.got for one in engines) == len(asked), 60, "all are under way")
+            assert sum(one.got for one in engines[:2]) > 1.2 * BUDGET_MOST
+            for one in engines[:2]:
+                one.kill()
+            engines.answer()
+            assert Counter(await asyncio.gather(*asked)) == {200: len(asked)}
+
+
+async def test_a_prompt_too_long_for_every_engine_passes_over_dead_ones(
+    valkey_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "MAX_MODEL_LEN", 1_000)
+    async with fleet_of(valkey_url, model, tmp_path, Case("", ())) as (router, engines):
+        for one in engines[1:]:
+            one.kill()
+        status, _, _ = await router.post({"model": model, "prompt": "x" * (1_000 * TOKEN_BYTES + 1)})
+        assert status == 200
 
 
 async def under_deaths(
@@ -137,9 +179,11 @@ async def fleet_of(
     valkey_url: str, model: str, folder: Path, case: Case
 ) -> AsyncIterator[tuple[Replica, EngineProcesses]]:
     async with AsyncExitStack() as stack:
+        store = AsyncExitStack()
+        if not case.redis:
+            valkey_url = store.enter_context(server(valkey_binary()))
         engines = await stack.enter_async_context(engine_processes(model, folder, case.engines, case.way))
         settings = {"policy": "round_robin", "health_interval_s": 60.0, **dict(case.settings)}
-        router = await stack.enter_async_context(
-            replica(valkey_url, model, *(one.url for one in engines), **settings)
-        )
+        router = await stack.enter_async_context(replica(valkey_url, model, *(one.url for one in engines), **settings))
+        await store.aclose()
         yield router, engines
