@@ -77,10 +77,10 @@ class Killer:
         # An engine that was killed is routable until its heartbeat is old.
         await poll(lambda: asyncio.to_thread(lambda: all(map(healthy, self.stack.engines))), 60, "all engines answer")
         victims = self.rng.sample(self.stack.engines, count)
-        self.clients.engine_deaths.append(time.monotonic())
         for number, victim in enumerate(victims):
             if number and apart_s:
                 await asyncio.sleep(apart_s)
+            self.clients.engine_deaths.append(time.monotonic())
             assert victim.child is not None
             victim.child.process.send_signal(signal.SIGKILL)
             self.killed.append(victim.name)

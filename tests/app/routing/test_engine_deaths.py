@@ -85,7 +85,7 @@ async def test_a_request_is_served_while_an_engine_can(valkey_url: str, model: s
 async def test_a_request_that_kills_the_engines_that_read_it_is_stopped(
     valkey_url: str, model: str, tmp_path: Path, count: int, deaths: int
 ) -> None:
-    case = Case("", ("reads",) * deaths, engines=count)
+    case = Case("", tuple[Death, ...](["reads"] * deaths), engines=count)
     async with fleet_of(valkey_url, model, tmp_path, case) as (router, engines):
         status, _, answer = await under_deaths(router, engines, model, case)
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
