@@ -43,15 +43,14 @@ class Watchdog:
         os.environ[run_watchdog.RUNS] = f"{os.environ.get(run_watchdog.RUNS, '')} {name}"
         argv = [sys.executable, run_watchdog.__file__, name, str(os.getpid())]
         quiet = subprocess.DEVNULL
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            argv, stdin=pipe, bufsize=0, stdout=quiet, stderr=quiet, start_new_session=True
-        )
+        # A number, which is closed with the process and not before: a file would be closed while Python exits.
+        reads, self._pipe = os.pipe()
+        self._process = subprocess.Popen(argv, stdin=reads, stdout=quiet, stderr=quiet, start_new_session=True)
+        os.close(reads)
 
     def run_is_ending(self) -> None:
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.write(b"e")
+        with suppress(BrokenPipeError):
+            os.write(self._pipe, b"e")
 
 
 class Ending:

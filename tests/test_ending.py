@@ -59,6 +59,20 @@ DOING = {
 }
 
 
+LEAVES = """
+import atexit, pathlib, subprocess, time
+
+LEFT = []
+atexit.register(time.sleep, 1)
+
+def test_it():
+    LEFT.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    pathlib.Path(__file__).with_name("it.started").touch()
+    while not pathlib.Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
+"""
+
+
 class Case(NamedTuple):
     """``to``: one process, or its group, as a terminal and the command timeout do."""
 
@@ -95,6 +109,20 @@ def test_a_run_that_is_ended_leaves_no_process(case: Case, tmp_path: Path) -> No
         kill(left)
     assert len(processes) >= 1 + 3 * files
     assert not told
+
+
+def test_a_run_that_ends_by_itself_leaves_no_process_and_has_its_own_status(tmp_path: Path) -> None:
+    """What a test leaves behind is killed; the run is not, also if it takes a while to exit."""
+    (tmp_path / "test_it.py").write_text(LEAVES)
+    with run_of(Case("waiting", 0, signal.SIGTERM), tmp_path) as run:
+        until(lambda: [*tmp_path.glob("*.started")] or not run.is_running(), "the run is in its middle", 60)
+        processes = run.children(recursive=True)
+        (tmp_path / "go").touch()
+        assert run.wait(60) == pytest.ExitCode.OK
+        assert len(processes) == 2, "the watchdog and what the test leaves"
+        _, left = psutil.wait_procs(processes, LEFT_S)
+        kill(left)
+    assert not left
 
 
 @contextmanager
