@@ -44,6 +44,7 @@ PATIENT = Timeouts(request_s=10, upkeep_s=10)  # a test machine may be busy; a t
 POLL_S = 0.01
 
 SERVERS = ("valkey", "redis7")
+KEEPS_ENVIRONMENT = ("--set-proc-title", "no")  # a title is written over it, and tests/run_watchdog.py reads it
 
 OTHER_SERVER = pytest.mark.long(
     minutes=25,
@@ -89,7 +90,7 @@ def server(binary: str, *options: str) -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="wf-redis-"))  # short: a socket path may have 107 bytes
     socket = folder / "s"
     settings = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    settings += ["--maxmemory-policy", "noeviction", "--lazyfree-lazy-expire", "yes"]
+    settings += ["--maxmemory-policy", "noeviction", "--lazyfree-lazy-expire", "yes", *KEEPS_ENVIRONMENT]
     process = subprocess.Popen([binary, *settings, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for_server(f"unix://{socket}", process)

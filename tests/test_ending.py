@@ -1,4 +1,4 @@
-"""A test run that is ended leaves no process behind."""
+"""A test run that is ended leaves no process behind, whichever signal comes and whatever the run does then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import pytest
@@ -14,33 +15,136 @@ from tests.catalogue import ROOT
 from tests.topology import until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-WAITS = """
-import asyncio, pathlib, subprocess, pytest
+LEFT_S = 10.0  # within this time of the signal every process is gone
 
-@pytest.fixture(scope="session")
+# Each of the files that a run gets begins with this. A file "*.started" says that the run is in its middle.
+HEAD = """
+import asyncio, os, pathlib, subprocess, sys, time, pytest
+from tests.conftest import valkey_url
+
+PARENT = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+
 def engine():
-    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    yield process
-    process.kill()
-    process.wait()
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    return process
 
-async def test_that_waits(engine):
-    pathlib.Path("started").write_text(str(engine.pid))
-    await asyncio.sleep(600)
+def started():
+    pathlib.Path(__file__).with_name(f"{os.getpid()}.started").touch()
+
+@pytest.fixture(scope="module")
+def engines():
+    running = [engine() for _ in range(3)]
+    yield running
+    for process in running:
+        time.sleep(STOP_S)
+        os.killpg(process.pid, 9)
+        process.wait()
+
+STOP_S = 0
+"""
+TEST = "async def test_it(engines, valkey_url):\n    started()\n"
+#: What a run does when the signal comes -> its tests.
+DOING = {
+    "waiting": HEAD + TEST + "    await asyncio.sleep(600)\n",
+    "computing": HEAD + TEST + "    while True: pass\n",
+    "deaf": HEAD + TEST + "    while True:\n        try: time.sleep(600)\n        except BaseException: pass\n",
+    "slow-to-stop": HEAD + "STOP_S = 3\n" + TEST + "    await asyncio.sleep(600)\n",
+    "starting-servers": HEAD + "@pytest.fixture\ndef slow():\n    engine()\n    started()\n    time.sleep(600)\n"
+    "def test_it(slow): pass\n",
+    "collecting": HEAD + "engine()\nstarted()\ntime.sleep(600)\n",
+}
+
+
+LEAVES = """
+import atexit, pathlib, subprocess, time
+
+LEFT = []
+atexit.register(time.sleep, 1)
+
+def test_it():
+    LEFT.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+    pathlib.Path(__file__).with_name("it.started").touch()
+    while not pathlib.Path(__file__).with_name("go").exists():
+        time.sleep(0.01)
 """
 
 
-def test_sigterm_stops_what_fixtures_started(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(WAITS)
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ending", "-p", "no:cacheprovider"]
-    argv += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=function", "--rootdir", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as run:
-        started = tmp_path / "started"
-        until(lambda: started.exists() and started.read_text(), "the test runs", 60)
-        engine = psutil.Process(int(started.read_text()))
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == pytest.ExitCode.INTERRUPTED
-    assert not engine.is_running()
+class Case(NamedTuple):
+    """``to``: one process, or its group, as a terminal and the command timeout do."""
+
+    doing: str
+    processes: int
+    number: signal.Signals
+    to: str = "process"
+    by: str = "pytest"
+
+
+CASES = [
+    *[Case("waiting", 2, one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)],
+    *[Case("waiting", 2, one, to="group") for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+    Case("waiting", 2, signal.SIGTERM, by="make"),
+    *[Case(doing, 2, signal.SIGTERM) for doing in DOING if doing != "waiting"],
+    *[Case(doing, 0, signal.SIGTERM) for doing in DOING],
+    Case("waiting", 0, signal.SIGKILL),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, [*case[:2], case.number.name, *case[3:]])))
+def test_a_run_that_is_ended_leaves_no_process(case: Case, tmp_path: Path) -> None:
+    files = case.processes or 1
+    for number in range(files):
+        (tmp_path / f"test_{number}.py").write_text(DOING[case.doing])
+    with run_of(case, tmp_path) as run:
+        until(
+            lambda: len([*tmp_path.glob("*.started")]) == files or not run.is_running(), "the run is in its middle", 60
+        )
+        processes = [run, *run.children(recursive=True)]
+        (os.killpg if case.to == "group" else os.kill)(run.pid, case.number)
+        _, left = psutil.wait_procs(processes, LEFT_S)
+        told = [f"{process.pid} {process.name()}" for process in left]
+        kill(left)
+    assert len(processes) >= 1 + 3 * files
+    assert not told
+
+
+def test_a_run_that_ends_by_itself_leaves_no_process_and_has_its_own_status(tmp_path: Path) -> None:
+    """What a test leaves behind is killed; the run is not, also if it takes a while to exit."""
+    (tmp_path / "test_it.py").write_text(LEAVES)
+    with run_of(Case("waiting", 0, signal.SIGTERM), tmp_path) as run:
+        until(lambda: [*tmp_path.glob("*.started")] or not run.is_running(), "the run is in its middle", 60)
+        processes = run.children(recursive=True)
+        (tmp_path / "go").touch()
+        assert run.wait(60) == pytest.ExitCode.OK
+        assert len(processes) == 2, "the watchdog and what the test leaves"
+        _, left = psutil.wait_procs(processes, LEFT_S)
+        kill(left)
+    assert not left
+
+
+@contextmanager
+def run_of(case: Case, folder: Path) -> Iterator[psutil.Process]:
+    """A run of the tests in ``folder`` that leads a process group. Its output is shown if the test fails."""
+    pytest_options = ["-q", "-n", str(case.processes), "-p", "tests.ending", "-p", "no:cacheprovider"]
+    pytest_options += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)]
+    argv = [sys.executable, "-m", "pytest", *pytest_options]
+    if case.by == "make":
+        ready = ("-o", "deps", "-o", ".venv/.dev-ready")
+        pytest_options += ["tests/test_catalogue.py", "--deselect", "tests/test_catalogue.py"]  # needs no environment
+        argv = ["make", "-C", str(ROOT), *ready, "test", f"ARGS={' '.join(pytest_options)}", f"PYTHON={sys.executable}"]
+    with subprocess.Popen(argv, cwd=folder, process_group=0) as process:
+        run = psutil.Process(process.pid)
+        try:
+            yield run
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                kill([*run.children(recursive=True), run])
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

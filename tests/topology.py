@@ -19,7 +19,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.retry import Retry
-from tests.conftest import POLL_S, redis7_binary
+from tests.conftest import KEEPS_ENVIRONMENT, POLL_S, redis7_binary
 from tests.tools import require
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from warmfleet.protocol.redis_address import SlotRange
 
-QUIET = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1")
+IN_MEMORY = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction")
+QUIET = (*IN_MEMORY, "--bind", "127.0.0.1", *KEEPS_ENVIRONMENT)
 PORTS = range(10_000, 20_000)  # below those of outgoing connections, and so are the ports of a bus
 
 

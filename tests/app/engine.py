@@ -88,10 +88,10 @@ class Engine:
         return b'vllm:cache_config_info{block_size="16",num_gpu_blocks="8000"} 1.0\n' if path == "/metrics" else b"{}"
 
     async def die(self) -> None:
-        """Stop listening and reset every connection: what SIGKILL looks like from outside."""
+        """Stop listening and close every connection as SIGKILL does: with FIN where all bytes were read, else RST."""
         await self._listen_no_more()
         for writer in list(self.writers):
-            reset(writer)
+            writer.transport.abort()
         await asyncio.sleep(0)
 
     async def close(self) -> None:
@@ -130,6 +130,11 @@ def reset(writer: asyncio.StreamWriter) -> None:
     raw = writer.get_extra_info("socket")
     if raw is not None and raw.fileno() >= 0:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close as the kernel does for a process that dies: with FIN, because all bytes were read."""
     writer.transport.abort()
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, engine, reply, reset
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, engine, hang_up, reply
 from tests.app.replica import Replica, replica
 from tests.conftest import poll, server, valkey_binary
 
@@ -35,7 +35,7 @@ def poisoned(way: str) -> Answer:
             await writer.drain()
             await asyncio.sleep(0.02)
         if way == "connection":
-            reset(writer)
+            hang_up(writer)
         else:
             await one.die()
 
@@ -60,7 +60,7 @@ def had_poison(engines: list[Engine]) -> int:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
 @pytest.mark.parametrize("way", ["process", "headers", "connection"])
-async def test_a_request_that_killed_two_workers_is_sent_to_no_third(
+async def test_a_request_that_killed_three_workers_is_sent_to_no_fourth(
     valkey_url: str, model: str, way: str, kept: bool
 ) -> None:
     async with fleet_of(valkey_url, model, *[poisoned(way)] * 4) as (router, engines):
@@ -69,17 +69,17 @@ async def test_a_request_that_killed_two_workers_is_sent_to_no_third(
                 await router.post({"model": model, "prompt": PROMPT})
         status, _, answer = await router.post({"model": model, "prompt": POISON, "stream": True})
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
-        assert had_poison(engines) == 2
+        assert had_poison(engines) == 3
         ids = [
             s.headers["x-request-id"].partition(".")[0]
             for one in engines
             for s in one.seen
             if s.json["prompt"] == POISON
         ]
-        assert len(set(ids)) == 2
-        assert await router.metric('warmfleet_retries_total{where="another"}') == 1
+        assert len(set(ids)) == 3
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 2
         status, _, _ = await router.post({"model": model, "prompt": PROMPT})
-        assert status == 200, "the others serve on"
+        assert status == 200, "the other serves on"
 
 
 async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) -> None:
@@ -103,12 +103,12 @@ async def test_three_refused_connections_do_not_fail_a_request(valkey_url: str, 
         assert (status, len(engines[3].seen)) == (200, 1)
 
 
-async def test_refused_then_two_deaths_end_it(valkey_url: str, model: str) -> None:
+async def test_refused_then_three_deaths_end_it(valkey_url: str, model: str) -> None:
     async with fleet_of(valkey_url, model, *[poisoned("process")] * 4) as (router, engines):
         await engines[0].die()
         status, _, answer = await router.post({"model": model, "prompt": POISON})
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
-        assert had_poison(engines) == 2
+        assert had_poison(engines) == 3
 
 
 async def test_half_of_the_fleet_dies_and_no_request_fails(valkey_url: str, model: str) -> None:

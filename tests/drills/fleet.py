@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import redis.asyncio as aioredis
 from redis.exceptions import RedisError
-from tests.conftest import poll, valkey_binary
+from tests.conftest import KEEPS_ENVIRONMENT, poll, valkey_binary
 from tests.drills.toxic import Toxic
 
 from warmfleet.fleet import Fleet as Scripts
@@ -79,6 +79,7 @@ class Fleet:
     async def start_redis(self) -> None:
         argv = [valkey_binary(), "--port", str(self.redis_port), "--bind", "127.0.0.1", "--save", ""]
         argv += ["--appendonly", "no", "--maxmemory-policy", "noeviction", "--dir", str(self.processes.folder)]
+        argv += KEEPS_ENVIRONMENT
         self.processes.spawn("store", "redis", argv)
 
         async def answers() -> bool:

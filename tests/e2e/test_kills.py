@@ -8,6 +8,7 @@ import asyncio
 import random
 import signal
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.children import Child
 
 KILLS, CLIENTS, ENGINES, REPLICAS = 30, 12, 4, 4
+TOGETHER = 6  # times that several engines are killed together
 FEWEST = 2  # replicas that serve at any time
 
 
@@ -66,21 +68,30 @@ class Killer:
 
     async def _engine(self) -> None:
         """Kill one engine, once the engine that was killed before is back."""
+        await self.engines(1, 0.0)
+
+    async def engines(self, count: int, apart_s: float) -> None:
+        """Kill so many engines, this time apart, once all are there; start them again."""
         replica = self.clients.replicas[0]
         await poll(lambda: asyncio.to_thread(lambda: len(routable(self.stack, replica)) == ENGINES), 60, "all engines")
-        at = self.rng.randrange(ENGINES)
-        victim = self.stack.engines[at]
-        self.clients.engine_deaths.append(time.monotonic())
-        kill(victim.child)
-        self.killed.append(victim.name)
-        argv, environment = engine_command(
-            self.stack.plan.engines, victim.name, int(victim.url.rsplit(":", 1)[1]), self.stack.redis_url
-        )
-        child = await asyncio.to_thread(self.stack.children.start, victim.name, argv, environment)
-        self.stack.engines[at] = Member(victim.name, victim.url, child)
-        await asyncio.sleep(
-            1
-        )  # until the replicas have noticed: the answers that the kill cut began before this moment
+        # An engine that was killed is routable until its heartbeat is old.
+        await poll(lambda: asyncio.to_thread(lambda: all(map(healthy, self.stack.engines))), 60, "all engines answer")
+        victims = self.rng.sample(self.stack.engines, count)
+        for number, victim in enumerate(victims):
+            if number and apart_s:
+                await asyncio.sleep(apart_s)
+            self.clients.engine_deaths.append(time.monotonic())
+            assert victim.child is not None
+            victim.child.process.send_signal(signal.SIGKILL)
+            self.killed.append(victim.name)
+        for victim in victims:
+            kill(victim.child)
+            argv, environment = engine_command(
+                self.stack.plan.engines, victim.name, int(victim.url.rsplit(":", 1)[1]), self.stack.redis_url
+            )
+            child = await asyncio.to_thread(self.stack.children.start, victim.name, argv, environment)
+            self.stack.engines[self.stack.engines.index(victim)] = Member(victim.name, victim.url, child)
+        await asyncio.sleep(1)  # until replicas have noticed: the answers that a kill cut began before this moment
         self.clients.engine_deaths[-1] = time.monotonic()
 
 
@@ -92,6 +103,14 @@ def kill(child: Child | None) -> None:
 
 def routable(stack: Stack, replica: Member) -> list[str]:
     return [worker["worker_id"] for worker in stack.workers(replica) if worker["routable"]]
+
+
+def healthy(engine: Member) -> bool:
+    try:
+        with urllib.request.urlopen(f"{engine.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -131,3 +150,23 @@ async def test_kills_at_random(many: Stack, seed: int) -> None:
     assert clients.failures == []
     assert clients.outcomes["whole"] > 200
     assert clients.outcomes["its replica was killed"] > 0
+
+
+@pytest.mark.long(
+    minutes=3,
+    shows="two and three of four engines are killed together, or half a second apart, under load: no request fails",
+)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("count", "apart_s"), [(2, 0.0), (2, 0.05), (2, 0.5), (3, 0.0), (3, 0.5)])
+async def test_engines_are_killed_together(many: Stack, count: int, apart_s: float) -> None:
+    clients = Clients(list(many.replicas))
+    killer = Killer(many, clients, random.Random(1))
+    running = asyncio.create_task(clients.run(2 * CLIENTS))
+    try:
+        for _ in range(TOGETHER):
+            await killer.engines(count, apart_s)
+    finally:
+        clients.over = True
+        await running
+    print(f"{killer.killed}\n{dict(clients.outcomes)}")
+    assert clients.failures == []

@@ -30,6 +30,9 @@ UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its an
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
+#: How a connection ends if its engine died without having read all of the request: the kernel sends RST then. If the
+#: engine had read it, the kernel sends FIN, and the engine may have died of the request.
+UNREAD = (ConnectionResetError, BrokenPipeError)
 HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: the system does not tell
 
 
@@ -47,8 +50,8 @@ class EngineResponse:
 
     __slots__ = (
         "_connection", "_error", "_loop", "_take", "_waiter", "began", "came_at", "chunks", "client_s", "complete",
-        "connecting", "content_type", "gap_s", "headers", "on_stale", "pieces", "received", "request", "sent_before",
-        "status", "tail", "unread", "without_body",
+        "connecting", "content_type", "gap_s", "headers", "may_have_been_read", "on_stale", "pieces", "received",
+        "request", "status", "tail", "unread", "without_body",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +61,8 @@ class EngineResponse:
         self.request = request
         self.without_body = without_body
         self.on_stale: Callable[[EngineResponse], None] | None = None
-        self.sent_before = False
+        #: Whether the engine had the whole request, over any connection that was lost: it may have died of it.
+        self.may_have_been_read = False
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.content_type = b""
@@ -357,10 +361,14 @@ class Connection(asyncio.Protocol):
         if self._until_close and exc is None:  # the engine says by closing that this was all
             answer.finish()
             answer.wake()
-        elif self._reused and not answer.received and answer.on_stale is not None:
+            return
+        if answer.received or not isinstance(exc, UNREAD):
+            answer.may_have_been_read = True
+        if self._reused and not answer.received and answer.on_stale is not None:
             answer.on_stale(answer)
         else:
-            answer.fail(UpstreamGone(f"The worker closed the connection ({_word(exc)})."))
+            why = f"The worker closed the connection ({_word(exc)})."
+            answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
 
     def _give_back(self) -> None:
         """The answer is whole: keep the connection for another request if that is safe, else close it."""

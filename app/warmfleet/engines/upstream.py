@@ -82,7 +82,7 @@ class Upstream:
     async def send(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
         """As ``start``; returns when the answer's headers came. Raises UpstreamGone if no byte came back.
 
-        The error is not ``refused`` if the first connection was dead, because the engine may have died of the request.
+        The error is not ``refused`` if the engine had read the request, because it may have died of it.
         """
         answer = self.start(method, base, path, body, headers)
         try:
@@ -107,7 +107,6 @@ class Upstream:
     def _replace(self, engine: Engine, answer: EngineResponse) -> None:
         """The kept connection of ``answer`` was dead: send the request once more, on a new connection."""
         self._on_stale()
-        answer.sent_before = True
         self._connect(engine, answer)
 
     def _connect(self, engine: Engine, answer: EngineResponse) -> None:
@@ -120,7 +119,7 @@ class Upstream:
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
             answer.connecting = None  # it is this task, which needs no cancelling
             why = f"The worker does not answer: {type(error).__name__}"
-            answer.fail(UpstreamGone(why, refused=not answer.sent_before))
+            answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
         else:
             connection.send(answer)
 

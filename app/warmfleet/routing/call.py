@@ -158,9 +158,14 @@ class Job(NamedTuple):
     @property
     def has_another_worker(self) -> bool:
         """Whether the model had more than one worker when its pools were last read."""
+        return self.worker_count > 1
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers the model had when its pools were last read; those that were known last, if it had none."""
         if self.homes:
-            return sum([len(pool.view.workers) for pool in self.homes]) > 1
-        return len(self.pool.view.workers) > 1
+            return sum([len(pool.view.workers or pool.last_known.workers) for pool in self.homes])
+        return len(self.pool.view.workers or self.pool.last_known.workers)
 
     def engine_priority(self, decision: Decision) -> int | None:
         """The request's priority for the engine of the chosen worker; None if that does not go by priorities."""

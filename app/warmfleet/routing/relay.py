@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
-from warmfleet.engines import first_event
+from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
@@ -86,6 +86,8 @@ class Relay:
                 await _head(response)
                 if response.status < 400:
                     self._handoff.refused(decision.worker_id, refused.status)
+            if response.status == 500 and engine_death.told_in(await _seen_piece(response)):
+                raise UpstreamGone("The worker says that its engine has died.")
             if response.status in tried_elsewhere:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
@@ -322,8 +324,9 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
     event = first_event.read(piece[: first_event.MAX_BYTES], ended=response.at_eof)
     error = None if event is None else first_event.error_of(event)
     if error is not None and error.status in first_event.FAILED | tried_elsewhere:
-        refused = error.status not in (500, 504)
-        raise UpstreamGone(f"The worker's stream began with an error: {error.message}", refused=refused, answered=True)
+        refused, died = error.status not in (500, 504), engine_death.told_in(piece)
+        text = f"The worker's stream began with an error: {error.message}"
+        raise UpstreamGone(text, refused=refused and not died, answered=not died)
     return piece
 
 
@@ -335,6 +338,15 @@ async def _first_piece(response: EngineResponse) -> bytes:
         raise
     except UpstreamError as error:  # the body broke off before it began
         raise UpstreamGone(error.message) from error
+
+
+async def _seen_piece(response: EngineResponse) -> bytes:
+    """The first piece of the body, which is left for the next reader."""
+    piece = await _first_piece(response)
+    if piece:
+        response.pieces.insert(0, piece)
+        response.unread += len(piece)
+    return piece
 
 
 async def _read(response: EngineResponse) -> tuple[bytes, bool]:

@@ -45,8 +45,12 @@ if TYPE_CHECKING:
     from warmfleet.routing.identifier import Identifier
     from warmfleet.settings import Settings
 
-MAX_ATTEMPTS = 4  # at different workers, before the first byte of an answer: half of a fleet may die at once
-MAX_DEATHS = 2  # of workers that had the request: the request may have killed them, so no third worker gets it
+MAX_ATTEMPTS = 4  # at different workers that take the request, before the first byte of an answer
+MAX_GONE = 16  # workers that are found dead on the way: half of a large fleet may die at once
+MAX_DEATHS = 2  # of workers that had read the request: the request may have killed them
+#: Where other workers are left then, a third one gets the request, but only after a moment: engines that die of a
+#: common cause have died by then, and hardly any request meets three of them. One that kills engines gets no fourth.
+LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
 NO_ANSWER = BUSY | FAILED
@@ -101,6 +105,7 @@ class Router:
         job = self._continuation.prepared(await self._prepare(call))
         retries = _Retries(job, self._retry_budget)
         while True:
+            await retries.moment()
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
@@ -350,7 +355,9 @@ class _Retries:
         self._job = job
         self._budget = budget
         self._attempts_left = MAX_ATTEMPTS
+        self._gone_left = MAX_GONE
         self._deaths = 0
+        self._pause_s = 0.0
         self._failure: UpstreamGone | None = None
         budget.earn()
 
@@ -359,7 +366,7 @@ class _Retries:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
         if self._last or self._budget.empty or not self._job.has_another_worker:
             return NO_STATUS
-        return BUSY if self._deaths + 1 == MAX_DEATHS else NO_ANSWER
+        return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
 
     def blame(self) -> None:
         """Another worker has served the job, so those that failed it are to blame."""
@@ -369,27 +376,47 @@ class _Retries:
     def worker_failed(self, pool: Pool, decision: Decision, error: UpstreamGone) -> None:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
         self._failure = error
+        gone = error.refused and not error.answered
         self._deaths += not error.refused
-        costs = error.answered or not error.refused
-        # A request that is too long for every engine may have been too much for this one.
-        too_much = self._deaths == MAX_DEATHS or self._job.prompt.reason == "too_long"
-        if self._last or too_much or (costs and self._budget.empty):
+        # What was under way at a worker that died is asked again once, however much that is.
+        costs = error.answered or (not gone and self._deaths > 1)
+        if (self._last and not gone) or self._too_much or (costs and self._budget.empty):
             raise error
         if costs:
             self._budget.spend()
+        if gone:
+            self._gone_left -= 1
+        else:
             self.to_blame = (*self.to_blame, (pool, decision))
+            self._next()
+            self._pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
         self.failed_workers = (*self.failed_workers, decision.worker_id)
-        self._next()
+
+    @property
+    def _too_much(self) -> bool:
+        """Whether the request may have been too much for the workers that had it, as one is that no engine survives."""
+        most = MAX_DEATHS + (self._job.worker_count >= LARGE_FLEET)
+        # A request that is too long for every engine may have been too much for the first one.
+        return (
+            self._deaths >= most
+            or not self._gone_left
+            or (bool(self._deaths) and self._job.prompt.reason == "too_long")
+        )
+
+    async def moment(self) -> None:
+        """Wait before another worker is risked, if two have died under the request."""
+        pause_s, self._pause_s = self._pause_s, 0.0
+        if pause_s:
+            await asyncio.sleep(pause_s)
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
         """Let the next attempt choose the avoided workers, too, but none that failed this job.
 
-        Raises if this attempt avoided none, or was the last.
+        Raises if this attempt avoided none.
         """
-        if not avoided_some or self._last:
+        if not avoided_some:
             raise self._failure or error  # no worker is left: the client gets the last worker's failure
         self.avoids_failing = False
-        self._next()
 
     def _next(self) -> None:
         self._attempts_left -= 1

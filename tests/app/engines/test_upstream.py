@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import Engine, Seen, engine, reply, reset
+from tests.app.engine import Engine, Seen, engine, hang_up, reply, reset
 from tests.app.replica import replica
 from tests.conftest import poll
 from tests.topology import issue, make_ca
@@ -164,12 +164,14 @@ async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
         await poll(lambda: one.connections["hung_up"], what="closing the answer closes the connection at once")
 
 
-async def test_a_dead_kept_connection_is_replaced_once() -> None:
+@pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
+async def test_a_dead_kept_connection_is_replaced_once(read: bool) -> None:
+    """A connection ends with RST if the engine had not read the request: then it did not die of that."""
     stale: list[bool] = []
 
     async def once_each(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         if len(one.seen) in (2, 4, 5):
-            reset(writer)
+            hang_up(writer) if read else reset(writer)
         else:
             reply(writer, b"ok")
 
@@ -180,7 +182,7 @@ async def test_a_dead_kept_connection_is_replaced_once() -> None:
         with pytest.raises(UpstreamGone) as raised:
             await exchange(upstream, one.url)
         assert (len(one.seen), len(stale)) == (5, 2)
-        assert not raised.value.refused
+        assert raised.value.refused != read
 
 
 async def test_an_engine_that_died_between_two_requests_may_have_died_of_the_second(model: str) -> None:
@@ -370,7 +372,7 @@ async def test_a_prompt_too_long_for_every_engine_is_tried_once(
     monkeypatch.setattr(view, "MAX_MODEL_LEN", 1_000)
 
     async def fails(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        reset(writer)
+        hang_up(writer)
 
     async with (
         engine(model, fails) as one,

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, reset
+from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, hang_up
 from tests.app.replica import Replica, replica
 from tests.app.simulated import simulated
 from tests.conftest import poll
@@ -188,7 +188,7 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
     async def poisoned(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         asked.append(one)
         if one is not asked[0] and second == "dies":
-            reset(writer)
+            hang_up(writer)
         else:
             await freezing(b"")(one, seen, writer)
 

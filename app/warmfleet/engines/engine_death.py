@@ -1,0 +1,14 @@
+"""The words by which vLLM's API server says that its engine core has died, until the server ends, too.
+
+Such an answer looks like one of a request that fails by its own fault: both have status 500, or begin a stream with an
+error of that code.
+"""
+
+from __future__ import annotations
+
+WORDS = b"EngineCore encountered an issue"  # of vLLM's EngineDeadError, which cannot be told by the type of the error
+
+
+def told_in(piece: bytes) -> bool:
+    """Whether this first piece of an answer that is an error says so."""
+    return WORDS in piece
