@@ -10,6 +10,7 @@ WarmfleetError
 │   └── ModelNotFound     404  no worker of this replica serves this model
 ├── MethodNotAllowed      405
 ├── TooLarge              413
+├── UnsupportedCoding     415  the body is compressed in a way that is not read here
 ├── HeadersTooLarge       431  more headers or trailers than a request may have
 ├── Overloaded            429  the workers that suit the request are busy, and it finds no room in the queue
 ├── RateLimited           429  the client's key has as many requests in flight as it may have
@@ -105,6 +106,16 @@ class MethodNotAllowed(WarmfleetError):
 
 class TooLarge(WarmfleetError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
+
+
+class UnsupportedCoding(WarmfleetError):
+    """``accepted``: the codings that are read, as the header Accept-Encoding lists them."""
+
+    status, type, code = 415, "invalid_request_error", "unsupported_coding"
+
+    def __init__(self, message: str, accepted: str) -> None:
+        super().__init__(message, "Content-Encoding")
+        self.accepted = accepted
 
 
 class HeadersTooLarge(WarmfleetError):

@@ -124,12 +124,13 @@ async def test_every_error_that_clients_can_cause_is_in_the_document() -> None:
     [
         ({}, {"prompt": "x"}, True),
         ({}, {"prompt": [[1, 2], "x"]}, True),
-        ({}, {"prompt": []}, False),
-        ({}, {"prompt": "x", "n": 0}, False),
+        ({}, {"prompt": {}}, False),
+        ({}, {"prompt": "x", "n": "1", "stream": 0}, True),
+        ({}, {"prompt": "x", "n": [1]}, False),
         ({}, {"prompt": "x", "chat_template": "x"}, False),
         ({"allowed_fields": ("chat_template",)}, {"prompt": "x", "chat_template": "x"}, True),
         ({}, {"prompt": "x", "priority": "high"}, True),
-        ({"queue_priority": True}, {"prompt": "x", "priority": "high"}, False),
+        ({"queue_priority": True}, {"prompt": "x", "priority": ["high"]}, False),
     ],
 )
 def test_a_body_fits_the_schema_as_the_settings_say(chosen: dict[str, Any], body: dict[str, Any], fits: bool) -> None:

@@ -228,8 +228,8 @@ NOT_DECLARED = {
     "vllm": "the plugin's host, and the engine of tests/vllm",
     "xxhash": "the plugin asks for it only where vLLM hashes with it; the router declares it",
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",
-    "fastapi": "tests/vllm/list_routes.py runs where vLLM is installed",
-    "annotationlib": "a part of Python from 3.14 on",
+    "fastapi": "tests/vllm/list_routes.py and read_bodies.py run where vLLM is installed",
+    **dict.fromkeys(("annotationlib", "compression"), "a part of Python from 3.14 on"),
     **dict.fromkeys(
         ("anthropic", "langchain-openai", "openai", "pydantic"),
         "tests/vllm/official_clients.py runs in an environment that its test makes",

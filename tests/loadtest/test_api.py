@@ -12,6 +12,7 @@ from tests.conftest import poll
 from tests.loadtest.engines import config, identity, running
 
 from warmfleet_loadtest.simulator.api import Served
+from warmfleet_loadtest.simulator.openai_request import parse
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 if TYPE_CHECKING:
@@ -152,6 +153,17 @@ async def test_what_asks_for_nothing_is_not_refused() -> None:
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         for more in (nothing, {"tools": [tool], "tool_choice": "none"}, {"echo": True}):
             assert (await http.post("/v1/chat/completions", json=chat | more)).status_code == 200
+
+
+async def test_numbers_and_booleans_are_read_as_vllm_reads_them() -> None:
+    wanted = {"max_tokens": 3, "n": 1, "stream": False, "echo": False, "ignore_eos": True}
+    written: list[dict[str, Any]] = [
+        {"max_tokens": "3", "n": "1", "stream": "false", "echo": "no", "ignore_eos": "true"},
+        {"max_tokens": 3.0, "n": 1.0, "stream": 0, "echo": 0.0, "ignore_eos": 1},
+        {"max_tokens": " 3.0 ", "n": True, "stream": "F", "echo": "off", "ignore_eos": "on", "odd": float("nan")},
+    ]
+    read = [parse("cmpl", json.dumps({"prompt": [5, 6]} | one).encode(), "x", identity()) for one in [wanted, *written]]
+    assert read == [read[0]] * 4
 
 
 async def test_an_answer_ends_before_a_stop_text() -> None:

@@ -10,8 +10,6 @@ import importlib
 import json
 import os
 import pkgutil
-import sys
-import types
 from typing import Any
 
 SWITCHES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API")
@@ -21,9 +19,6 @@ OPTIONS = ("enable_fault_tolerance", "enable_scale_out", "enable_tokenizer_info_
 
 def routes() -> list[Any]:
     """The routes of an application with every option on, and those of every router of vLLM's modules."""
-    forms = types.ModuleType("python_multipart")  # FastAPI only looks whether it is there
-    forms.__dict__["__version__"] = "1.0"
-    sys.modules["python_multipart"] = forms
     import vllm.entrypoints
     from fastapi import APIRouter
     from vllm.entrypoints.launchers.app import build_app

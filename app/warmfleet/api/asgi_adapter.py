@@ -33,11 +33,14 @@ async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer
         "client": (answer.peer(), 0),  # nobody reads the port
         "server": None,
     }
-    unread = [request.body]
+    unread = True
 
     async def receive() -> Message:
+        nonlocal unread
         if unread:
-            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            unread = False
+            await request.decode(request)
+            return {"type": "http.request", "body": request.body, "more_body": False}
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # it never ends
 
     async def send(message: Message) -> None:

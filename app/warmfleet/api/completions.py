@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import OUR_BUG, send_error
-from warmfleet.api.http_request import cleaned_request_id
-from warmfleet.engines.request_headers import header_lines, header_value
+from warmfleet.engines.request_headers import header_lines, header_value, safe_request_id
 from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
 from warmfleet.logs.lines import tell_request
 from warmfleet.routing.call import Call
@@ -83,7 +82,7 @@ class CompletionsProxy:
     async def serve(self, request: HttpRequest, answer: ClientAnswer) -> None:
         """Answer one request; an error becomes an answer, too."""
         passed_on, for_router = self._read_headers(request.headers)
-        request_id = cleaned_request_id(for_router.get(b"x-request-id", b""))
+        request_id = safe_request_id(for_router.get(b"x-request-id", b""))
         record = self._record(request, request_id, passed_on)
         tell_request(request_id, record.trace_id)
         self._metrics.in_flight.inc()
@@ -93,6 +92,8 @@ class CompletionsProxy:
                 takes = ", ".join(self._path.methods)
                 raise MethodNotAllowed(f"This endpoint takes {takes}.", takes)  # noqa: TRY301  one place answers errors
             self._last.begun(record)
+            if request.coding:
+                await request.decode(request)
             call = self._call(request, record, client, passed_on, for_router)
             await self._router.serve(call, answer)
         except asyncio.CancelledError:
@@ -177,6 +178,8 @@ class CompletionsProxy:
             client.models,
             client.limits,
             record,
+            passed_on[b"content-type"][1],
+            b"x-request-id" in for_router,
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:

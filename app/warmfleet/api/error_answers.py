@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, cast
 import orjson
 from starlette.responses import Response
 
-from warmfleet.errors import MethodNotAllowed, NotFound, RateLimited, TooLarge, Unauthorized, WarmfleetError
+from warmfleet.errors import (
+    MethodNotAllowed,
+    NotFound,
+    RateLimited,
+    TooLarge,
+    Unauthorized,
+    UnsupportedCoding,
+    WarmfleetError,
+)
 from warmfleet.prompt.engine_paths import NEVER, NEVER_BELOW, OPERATORS, is_anthropic
 
 if TYPE_CHECKING:
@@ -32,6 +40,8 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
         headers["connection"] = "close"  # the rest of the body is not read
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allow
+    if isinstance(error, UnsupportedCoding):
+        headers["accept-encoding"] = error.accepted
     if isinstance(error, RateLimited):
         headers |= error.headers
     if isinstance(error, Unauthorized):

@@ -96,6 +96,8 @@ class GatewayRoutes:
             operators_hints(raw),
             limits=self._keys.limits_of(client),
             record=record,
+            content_type=given.get(b"content-type", b""),
+            named=b"x-request-id" in given,
         )
         handover = Handover(b"%d:%b%b" % (len(tenant), tenant, key) if key else b"", _excluded(request))
         return JSONResponse((await self._place(call, handover, record))._asdict())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 
+from warmfleet.api.content_coding import decode
 from warmfleet.api.error_answers import OUR_BUG, error_body, error_headers
 from warmfleet.api.http_request import HttpRequest, framing, request_id
 from warmfleet.errors import BadRequest, HeadersTooLarge, TooLarge, UploadsFull, WarmfleetError
@@ -119,6 +120,7 @@ class HttpConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._parser = None  # type: ignore[assignment]  # else the two hold each other until a full collection
+        self._serving = None
         if self._answer is not None and self._task is not None:
             self._cancel(self._task)
         self.resume_writing()
@@ -247,6 +249,9 @@ class HttpConnection(asyncio.Protocol):
             raise TooLarge(f"The body has {told.length} bytes; {self._shared.max_body_bytes} are allowed.")
         keeps_open = version == "1.1" and parser.should_keep_alive()
         self._request = HttpRequest(parser.get_method(), self._target, version, headers, keeps_open=keeps_open)
+        if told.coding:
+            self._request.coding = told.coding
+            self._request.decode = partial(decode, self._shared, self)
         self._in_head, self._in_body = False, True
         self._pieces = []
         self.body_bytes = self._chunks = self._framing_bytes = self._trailers = self._trailer_bytes = 0

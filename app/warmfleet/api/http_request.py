@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import httptools
 
+from warmfleet.engines.request_headers import safe_request_id
 from warmfleet.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-MAX_REQUEST_ID = 64
 MODELS_BELOW = b"/v1/models/"  # below it the path is the name of a model, which may have a slash written as %2F
 _ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 _MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM names a model by its folder unless told otherwise
@@ -26,26 +25,40 @@ _AMBIGUOUS = re.compile(
     rb"%(?:2[def]|3[0-9]|4[1-9a-f]|5[0-9acf]|6[1-9a-f]|7[0-9aef]|[01][0-9a-f]|(?![0-9a-f]{2}))",
     re.IGNORECASE,
 )
-_UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._-]")
-#: Headers that say where a request ends and where it goes, and one that asks for an answer before the body is sent.
-_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"expect"))
+#: Headers that say where a request ends and where it goes, how its body is compressed, and one that asks for an answer
+#: before the body is sent.
+_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
 
 
 class Framing:
-    """How the body of a request is told. ``length`` in bytes, 0 if it is not known; ``chunked``; ``expects`` a 100."""
+    """How the body of a request is told. ``length`` in bytes, 0 if it is not known; ``chunked``; ``expects`` a 100.
 
-    __slots__ = ("chunked", "expects", "length")
+    ``coding``: the values of Content-Encoding.
+    """
 
-    def __init__(self, length: int, *, chunked: bool, expects: bool) -> None:
+    __slots__ = ("chunked", "coding", "expects", "length")
+
+    def __init__(self, length: int, coding: bytes, *, chunked: bool, expects: bool) -> None:
         self.length = length
+        self.coding = coding
         self.chunked = chunked
         self.expects = expects
 
 
-class HttpRequest:
-    """A whole request. Names of headers are lower case; ``received_at`` is by ``time.perf_counter``."""
+async def as_it_is(_request: HttpRequest) -> None:
+    """Decode a body that is not compressed."""
 
-    __slots__ = ("body", "headers", "keeps_open", "method", "received_at", "target", "version")
+
+class HttpRequest:
+    """A whole request. Names of headers are lower case; ``received_at`` is by ``time.perf_counter``.
+
+    ``coding``: by which the body is still compressed; ``decode`` of the request then makes the body that was meant.
+    """
+
+    __slots__ = (
+        *("body", "coding", "decode", "headers", "keeps_open", "method", "received_at", "target"),
+        "version",
+    )
 
     def __init__(
         self, method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]], *, keeps_open: bool
@@ -56,7 +69,8 @@ class HttpRequest:
         self.version = version
         self.headers = headers
         self.keeps_open = keeps_open
-        self.body = b""
+        self.body = self.coding = b""
+        self.decode: Callable[[HttpRequest], Awaitable[None]] = as_it_is
         self.received_at = 0.0
 
     def url(self) -> tuple[str, bytes, bytes]:
@@ -83,7 +97,7 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
     The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
     line ends, folded lines, spaces before a colon, control characters.
     """
-    hosts, length, chunked, expects = 0, 0, False, False
+    hosts, length, chunked, expects, coding = 0, 0, False, False, b""
     for name, value in headers:
         if name not in _FRAMING:
             continue
@@ -95,19 +109,15 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
             if chunked or value.lower() != b"chunked" or version != "1.1":
                 raise BadRequest("Transfer-Encoding must be chunked, once, in HTTP/1.1.", "Transfer-Encoding")
             chunked = True
+        elif name == b"content-encoding":
+            coding = coding + b"," + value if coding else value
         else:
             expects = value.lower() == b"100-continue"
     if hosts > 1 or (not hosts and version == "1.1"):
         raise BadRequest(f"A request must have one Host header; this one has {hosts}.", "Host")
-    return Framing(length, chunked=chunked, expects=expects)
-
-
-def cleaned_request_id(given: bytes) -> str:
-    """The client's X-Request-Id without unsafe characters and not too long; a new one if nothing is left."""
-    kept = _UNSAFE_ID.sub(b"", given)[:MAX_REQUEST_ID].decode() if given else ""
-    return kept or os.urandom(12).hex()
+    return Framing(length, coding, chunked=chunked, expects=expects)
 
 
 def request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
     """The id of a request by its headers, or a new one."""
-    return cleaned_request_id(next((value for name, value in headers if name == b"x-request-id"), b""))
+    return safe_request_id(next((value for name, value in headers if name == b"x-request-id"), b""))

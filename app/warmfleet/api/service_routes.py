@@ -142,7 +142,7 @@ class ServiceRoutes:
         header.
         """
         self._operators.may_act(request)
-        body = await request.body()
+        body = requests.in_utf8(await request.body())
         data = requests.decoded(body)
         tenant = data.pop("tenant", None)
         if not isinstance(tenant, str | None):
@@ -153,6 +153,7 @@ class ServiceRoutes:
             read = ", ".join(one.path for one in KNOWN.values() if one.form not in ("unknown", "none"))
             raise BadRequest(f"endpoint must be one of {read}.", "endpoint")
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
+        requests.note_inexact(asked, data, body)
         raw = request.headers.raw
         asked.use_salt(self._tenancy.salt(self._tenant(raw, tenant), asked.salt))
         pool = await self._pools.find(asked.model)

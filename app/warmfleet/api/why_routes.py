@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from warmfleet.api.http_request import cleaned_request_id
 from warmfleet.api.request_facts import started_at
 from warmfleet.api.request_reasons import told
+from warmfleet.engines.request_headers import safe_request_id
 from warmfleet.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class WhyRoutes:
             raise BadRequest(f"count must be a number from 1 to {MOST}.", "count")
         kept = self._last.all()
         if asked:
-            found = self._last.found(asked, cleaned_request_id(asked.encode("utf-8", "replace")))
+            found = self._last.found(asked, safe_request_id(asked.encode("utf-8", "replace")))
         else:
             found = {"slowest": self._last.slowest, "last": lambda: kept, "failed": self._last.failed}[order]()
         now = time.perf_counter()

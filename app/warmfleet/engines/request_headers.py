@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import UpstreamError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+MAX_REQUEST_ID = 128
+#: A space ends a word of a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
+_UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
+
+
+def safe_request_id(given: bytes) -> str:
+    """A client's id for its request without unsafe characters and not too long; a new one if nothing is left."""
+    kept = _UNSAFE_ID.sub(b"", given)[:MAX_REQUEST_ID].decode() if given else ""
+    return kept or os.urandom(12).hex()
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

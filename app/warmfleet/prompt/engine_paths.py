@@ -28,6 +28,7 @@ class EnginePath:
     """One path. name: its label in the metrics. generates: the engine answers with tokens that it generates.
 
     takes_salt: the engine reads the body's ``cache_salt``. answer: with status 200, if its type is JSON.
+    takes_all_types: its body may be a form, or anything else.
     """
 
     path: str
@@ -37,6 +38,7 @@ class EnginePath:
     takes_salt: bool = True
     methods: tuple[str, ...] = ("POST",)
     answer: Answer = "value"
+    takes_all_types: bool = False
 
 
 _KNOWN = (
@@ -48,8 +50,8 @@ _KNOWN = (
     EnginePath("/v1/messages/count_tokens", "count_tokens", "none", takes_salt=False),
     EnginePath("/inference/v1/generate", "generate", generates=True, answer="object"),
     EnginePath("/invocations", "invocations", generates=True, answer="any"),
-    EnginePath("/v1/audio/transcriptions", "audio", generates=True, takes_salt=False),
-    EnginePath("/v1/audio/translations", "audio", generates=True, takes_salt=False),
+    EnginePath("/v1/audio/transcriptions", "audio", generates=True, takes_salt=False, takes_all_types=True),
+    EnginePath("/v1/audio/translations", "audio", generates=True, takes_salt=False, takes_all_types=True),
     EnginePath("/v1/embeddings", "embeddings"),
     EnginePath("/v2/embed", "embeddings", takes_salt=False),
     EnginePath("/pooling", "pooling"),
@@ -147,4 +149,12 @@ class EnginePaths:
 
 
 def _other(path: str) -> EnginePath:
-    return EnginePath(path, "other", generates=True, takes_salt=False, methods=("GET", "POST"), answer="any")
+    return EnginePath(
+        path,
+        "other",
+        generates=True,
+        takes_salt=False,
+        methods=("GET", "POST"),
+        answer="any",
+        takes_all_types=True,
+    )

@@ -1,4 +1,8 @@
-"""Parses the body of a request, once. Only the fields that routing needs are checked; the engine checks the rest."""
+"""Parses the body of a request, once. Only the fields that routing needs are read; the engine judges the rest.
+
+Values are read as vLLM's server reads them (``lax_values``). A value that routing cannot read, but some engine may, is
+passed on, and the request is routed without it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 
 from warmfleet.errors import BadRequest, TooLarge
+from warmfleet.prompt.lax_values import flag, whole
 from warmfleet.prompt.messages import is_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
 #: How a request names its prompt; an ``unread`` one is not identified (``unread_request``).
 Endpoint = Literal["completions", "chat", "unread"]
@@ -62,7 +67,7 @@ _ASKS_FOR_MORE = (
     | _ARGUMENTS
     | {
         *("n", "max_completion_tokens", "cache_salt", "add_special_tokens", "priority", "prompt_cache_key"),
-        *("tools", "tool_choice"),
+        *("tools", "tool_choice", "request_id"),
     }
 )
 MAX_SALT = 1_024  # characters; newer engines take 128
@@ -70,6 +75,8 @@ MAX_SALT = 1_024  # characters; newer engines take 128
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 _LONG_NUMBER = re.compile(rb"[\[:,]\s*-?\d{19}")
 MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the exact parser is slow
+#: Half of a surrogate pair, escaped or not. Python's json reads it, and no text with it can be encoded.
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 
 
 @dataclass(slots=True)
@@ -80,7 +87,9 @@ class Request:
     prompt to answer. prompts: of a completion, each a text or token ids. arguments: of a chat, for its template.
     size_bytes: of the body. takes_salt: the body may be given a ``cache_salt``. estimated: tokens that are booked for a
     prompt that is not read; 0 for one that is. thinks_not: a client of Anthropic's API has switched thinking off.
-    cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning.
+    cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning. request_id: the
+    client's name for the request, as vLLM reads it where no header names it. from_json: the body is a JSON object, so
+    every engine reads the same model in it.
     """
 
     endpoint: Endpoint
@@ -104,6 +113,8 @@ class Request:
     estimated: int = 0
     dialect: Dialect = "chat"
     thinks_not: bool = False
+    request_id: str = ""
+    from_json: bool = True
 
     def use_salt(self, salt: str | None) -> None:
         """Hash the prompt's blocks with this salt in place of the client's own."""
@@ -117,14 +128,20 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
     """
     data = decoded(body)
     request = from_dict(endpoint, data, allowed, len(body))
-    if len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and rounded(data, body):
-        request.unforeseen = "numbers"
+    note_inexact(request, data, body)
     return request
 
 
-def rounded(data: dict[str, Any], body: bytes) -> bool:
-    """Whether ``decoded`` may have changed a number that reaches the prompt."""
-    return len(body) > MAX_LONG_NUMBERS_BYTES and _may_be_rounded(data, body)
+def note_inexact(request: Request, data: dict[str, Any], body: bytes) -> None:
+    """Let no prompt be made of ``data`` if ``decoded`` may have changed a text or number that reaches the prompt."""
+    if type(data) is not dict:
+        request.unforeseen = request.unforeseen or "unicode"
+    elif len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
+        request.unforeseen = "numbers"
+
+
+class Approximate(dict[str, Any]):
+    """A body that only Python's json reads. Its texts, or numbers such as NaN, may be others than those of engines."""
 
 
 def decoded(body: bytes) -> dict[str, Any]:
@@ -138,11 +155,41 @@ def decoded(body: bytes) -> dict[str, Any]:
         data = orjson.loads(body)
         if isinstance(data, dict) and len(body) <= MAX_LONG_NUMBERS_BYTES and _may_be_rounded(data, body):
             data = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except ValueError:
+        data = _as_python_reads(body)
+    except RecursionError as error:
         raise BadRequest(f"The body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise BadRequest("The body must be a JSON object.")
     return data
+
+
+def _as_python_reads(body: bytes) -> Any:
+    """The value of a body that orjson does not take: vLLM's server reads it by ``json.loads`` of its bytes.
+
+    Halves of surrogate pairs become question marks, because nothing could be written with them. Raises BadRequest.
+    """
+    try:
+        data = json.loads(body)
+        if _HALF_PAIR.search(body if json.detect_encoding(body) == "utf-8" else in_utf8(body)):
+            data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}") from error
+    return Approximate(data) if isinstance(data, dict) else data
+
+
+def in_utf8(body: bytes) -> bytes:
+    """A JSON object in UTF-8, without a mark before it; it may have come in UTF-16 or UTF-32. Other bodies as they are.
+
+    vLLM's server reads all of these. Only in UTF-8 can a key be put into the body (``json_splice``).
+    """
+    if body[:1] < b"\xef" and b"\0" not in body[:4]:
+        return body
+    try:
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+    except UnicodeDecodeError:
+        return body
+    return text.encode("utf-8", "surrogatepass") if text.lstrip().startswith("{") else body
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
@@ -153,23 +200,24 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
     request = Request(
         endpoint=endpoint,
         model=_typed(data, "model", str, ""),
-        stream=_typed(data, "stream", bool, False),
-        samples=_whole(data, "n", 1, MAX_SAMPLES) or 1,
-        max_tokens=_whole(data, "max_completion_tokens", 0) or _whole(data, "max_tokens", 0),
+        stream=_flag(data, "stream"),
+        samples=samples_to_book(_whole(data, "n")),
+        max_tokens=_limit(data, "max_tokens") if endpoint == "completions" else _chats_limit(data),
         salt=salt_of(data),
-        add_special_tokens=_typed(data, "add_special_tokens", bool, endpoint == "completions"),
+        add_special_tokens=_flag(data, "add_special_tokens", default=endpoint == "completions"),
         unforeseen=_unforeseen(endpoint, data),
         size_bytes=size_bytes,
-        priority=data.get("priority"),
-        text_only=not _MAY_BE_TEXT_ONLY.isdisjoint(data)
-        and any(data.get(name) not in (None, False) for name in TEXT_ONLY),
+        priority=priority_of(data),
+        text_only=not _MAY_BE_TEXT_ONLY.isdisjoint(data) and any(_may_be_set(data, name) for name in TEXT_ONLY),
+        request_id=request_id_of(data),
     )
     if type(key := data.get("prompt_cache_key")) is str:
         request.cache_key = key
     if endpoint == "completions":
-        request.prompts = [] if request.unforeseen == "embeds" else _prompts(data)
+        if request.unforeseen != "embeds":
+            _read_prompts(request, data)
     else:
-        request.messages = _messages(data)
+        _read_messages(request, data)
         request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
         request.arguments = _template_arguments(data)
     return request
@@ -180,18 +228,18 @@ def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request
     request = Request(
         endpoint,
         _typed(data, "model", str, ""),
-        _typed(data, "stream", bool, False),
+        _flag(data, "stream"),
         1,
-        _whole(data, "max_tokens", 0),
+        _limit(data, "max_tokens"),
         None,
         endpoint == "completions",
         "",
     )
     request.size_bytes = size_bytes
     if endpoint == "completions":
-        request.prompts = _prompts(data)
+        _read_prompts(request, data)
     else:
-        request.messages = _messages(data)
+        _read_messages(request, data)
         request.arguments = {"add_generation_prompt": True, "continue_final_message": False}
     return request
 
@@ -286,7 +334,7 @@ def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) ->
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 
-def salt_of(data: dict[str, Any]) -> str | None:
+def salt_of(data: Mapping[str, Any]) -> str | None:
     """The body's ``cache_salt``; None if it has none. Raises BadRequest."""
     salt: str | None = _typed(data, "cache_salt", str, None)
     if salt is not None and len(salt) > MAX_SALT:
@@ -303,7 +351,7 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
     for name in REFUSED:
         if data.get(name) is not None:
             return name
-    if data.get("echo") and (endpoint == "chat" or data.get("logprobs") is not None):
+    if _may_be_set(data, "echo") and (endpoint == "chat" or data.get("logprobs") is not None):
         return (
             "prompt_logprobs"  # for echoed logprobs the engine computes prompt logprobs; a chat with echo always does
         )
@@ -313,16 +361,24 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
     return ""
 
 
-def _prompts(data: dict[str, Any]) -> list[str | list[int]]:
+def _read_prompts(request: Request, data: dict[str, Any]) -> None:
+    """Raises BadRequest. Ids in a form that only an engine reads, such as 5.0, are routed by load."""
     prompt = data.get("prompt")
     if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if is_ids(prompt):
-            return [prompt]
-        if len(prompt) <= MAX_PROMPTS and all(isinstance(item, str) or is_ids(item) for item in prompt):
-            return prompt
-    raise BadRequest(f"prompt must be a string, token ids, or a list of up to {MAX_PROMPTS} of these.", "prompt")
+        request.prompts = [prompt]
+        return
+    if not isinstance(prompt, list):
+        raise BadRequest("prompt must be a string, token ids, or a list of these.", "prompt")
+    if is_ids(prompt):
+        request.prompts = [prompt]
+        return
+    if prompt and all(isinstance(item, str) or is_ids(item) for item in prompt):
+        if len(prompt) > MAX_PROMPTS:
+            raise BadRequest(f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed.", "prompt")
+        request.prompts = prompt
+        return
+    request.unforeseen = request.unforeseen or "content"
+    request.estimated = max(1, sum(len(item) if isinstance(item, list) else 1 for item in prompt))
 
 
 def is_ids(value: Any) -> bool:
@@ -336,16 +392,19 @@ def is_ids(value: Any) -> bool:
     return True
 
 
-def _messages(data: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_messages(request: Request, data: dict[str, Any]) -> None:
+    """Raises BadRequest."""
     messages = data.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message.", "messages")
+    if not isinstance(messages, list):
+        raise BadRequest("messages must be a list.", "messages")
     if len(messages) > MAX_MESSAGES:
         raise BadRequest(f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequest("A message must be an object with a role.", f"messages[{index}].role")
-    return messages
+    request.messages = messages
+    if not messages:
+        request.unforeseen = request.unforeseen or "content"
 
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
@@ -355,8 +414,8 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     given = _typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {
-        "add_generation_prompt": _typed(data, "add_generation_prompt", bool, True),
-        "continue_final_message": _typed(data, "continue_final_message", bool, False),
+        "add_generation_prompt": _flag(data, "add_generation_prompt", default=True),
+        "continue_final_message": _flag(data, "continue_final_message"),
         "documents": data.get("documents"),
         "reasoning_effort": effort,
     }
@@ -370,21 +429,67 @@ def _set(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
-def _typed(data: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def _typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = data.get(name)
     if value is None:
         return default
     if not isinstance(value, kind):
-        words = {str: "a string", bool: "true or false", dict: "an object"}
-        raise BadRequest(f"{name} must be {words[kind]}.", name)
+        raise BadRequest(f"{name} must be {'a string' if kind is str else 'an object'}.", name)
     return value
 
 
-def _whole(data: dict[str, Any], name: str, low: int, high: int | None = None) -> int | None:
+def _flag(data: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    """Raises BadRequest."""
     value = data.get(name)
     if value is None:
-        return None
-    if type(value) is not int or value < low or (high is not None and value > high):
-        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise BadRequest(f"{name} must be a whole number {bounds}.", name)
-    return value
+        return default
+    if value is True or value is False:
+        return value
+    read = flag(value)
+    if read is None:
+        raise BadRequest(f"{name} must be true or false.", name)
+    return read
+
+
+def _may_be_set(data: dict[str, Any], name: str) -> bool:
+    return data.get(name) is not None and flag(data[name]) is not False
+
+
+def _whole(data: dict[str, Any], name: str) -> int | None:
+    """Raises BadRequest."""
+    value = data.get(name)
+    if value is None or type(value) is int:
+        return value
+    read = whole(value)
+    if read is None:
+        raise BadRequest(f"{name} must be a whole number.", name)
+    return read
+
+
+def _limit(data: dict[str, Any], name: str) -> int | None:
+    """A limit of tokens; None if the body has none, or one that an engine refuses. Raises BadRequest."""
+    limit = _whole(data, name)
+    return None if limit is None or limit < 0 else limit
+
+
+def _chats_limit(data: dict[str, Any]) -> int | None:
+    newer = _limit(data, "max_completion_tokens")
+    older = _limit(data, "max_tokens")
+    return older if newer is None else newer
+
+
+def samples_to_book(given: int | None) -> int:
+    """The answers that a request asks for by its ``n``, as they are booked; an engine refuses fewer than one."""
+    return min(max(given or 1, 1), MAX_SAMPLES)
+
+
+def priority_of(data: Mapping[str, Any]) -> Any:
+    """The body's ``priority``, as a whole number if it can be read as one."""
+    given = data.get("priority")
+    return given if given is None or type(given) is int or (read := whole(given)) is None else read
+
+
+def request_id_of(data: Mapping[str, Any]) -> str:
+    """The body's ``request_id``; empty if it has none."""
+    given = data.get("request_id")
+    return given if isinstance(given, str) else ""

@@ -53,7 +53,8 @@ class Call(NamedTuple):
     patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
     ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
     None for all. limits: of the client's key, None if it has none. record: of what happens to the request; None: nobody
-    keeps one.
+    keeps one. content_type: of the body. named: the client gave the request's id in a header, which counts before one
+    in the body.
     """
 
     path: EnginePath
@@ -70,6 +71,8 @@ class Call(NamedTuple):
     models: frozenset[str] | None = None
     limits: ClientLimits | None = None
     record: RequestRecord | None = None
+    content_type: bytes = b""
+    named: bool = True
 
     @property
     def target(self) -> str:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
+from warmfleet.engines.request_headers import safe_request_id
 from warmfleet.errors import CancelledReservation, FleetUnavailable, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Flag, Renewal
+from warmfleet.logs.lines import tell_request
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
@@ -146,7 +148,14 @@ class Router:
 
     async def _prepare(self, call: Call) -> Job:
         """Raises BadRequest, TooLarge, ModelNotFound, FleetUnavailable."""
-        request = bodies.parse(call.path, call.body, self._allowed_fields)  # 1 parse
+        if (in_utf8 := requests.in_utf8(call.body)) is not call.body:
+            call = call._replace(body=in_utf8)
+        request = bodies.parse(call.path, call.body, self._allowed_fields, call.content_type)  # 1 parse
+        if request.request_id and not call.named:
+            call = call._replace(request_id=safe_request_id(request.request_id.encode("ascii", "ignore")))
+            if call.record is not None:
+                call.record.request_id = call.request_id
+                tell_request(call.request_id, call.record.trace_id)
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model, call.models)
@@ -168,7 +177,7 @@ class Router:
         if call.models is None:
             return
         named = request.model or pool.name
-        reachable = {named} if call.body.lstrip().startswith(b"{") else {named, *self.pools.served[pool.name].names}
+        reachable = {named} if request.from_json else {named, *self.pools.served[pool.name].names}
         if not reachable <= call.models:
             raise self.pools.not_found(named, call.models)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 import zlib
 from dataclasses import dataclass, replace
@@ -30,6 +32,9 @@ NOT_IMITATED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "suffix"), NOTHING),
     **dict.fromkeys(("top_logprobs", "return_tokens_as_token_ids"), NOTHING),
 }
+
+_WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")  # a number in a text, as vLLM's request models take it
+_FALSE = ("0", "f", "false", "n", "no", "off")
 
 
 class RefusedError(Exception):
@@ -126,8 +131,8 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
     """Read a body. Raises RefusedError."""
     try:
         body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise RefusedError(f"the body is not JSON: {error}") from error
+    except orjson.JSONDecodeError:
+        body = _as_python_reads(raw)
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
     _check_imitated(kind, body)
@@ -146,21 +151,29 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         str(body.get("model") or ""),
         tuple(prompt[-keep:] for prompt in prompts),
         max_tokens=_max_tokens(kind, body),
-        exact=bool(body.get("ignore_eos")),
+        exact=_flag(body, "ignore_eos"),
         min_tokens=_number(body, "min_tokens", 0),
         n=_number(body, "n", 1) or 1,
         salt=salt,
         stop=_stop(body),
-        stream=bool(body.get("stream")),
+        stream=_flag(body, "stream"),
         usage=bool(options.get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
-        echo=kind == "cmpl" and bool(body.get("echo")),
+        echo=kind == "cmpl" and _flag(body, "echo"),
         logprobs=_asked(body, "logprobs"),
         prompt_logprobs=body.get("prompt_logprobs") is not None,
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
         raise RefusedError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
     return ask
+
+
+def _as_python_reads(raw: bytes) -> Any:
+    """JSON that orjson does not take, such as NaN: vLLM's server reads it by Python's json. Raises RefusedError."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body is not JSON: {error}") from error
 
 
 def _check_imitated(kind: str, body: dict[str, Any]) -> None:
@@ -176,12 +189,12 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
         raise _not_imitated("stream_options")
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
-    if kind == "chatcmpl" and body.get("echo") and isinstance(last, dict) and last.get("role") == "assistant":
+    if kind == "chatcmpl" and _flag(body, "echo") and isinstance(last, dict) and last.get("role") == "assistant":
         raise _not_imitated("echo")
     if kind == "chatcmpl" and body.get("logprobs"):
         raise _not_imitated("logprobs")
     for name in ("echo", "logprobs", "prompt_logprobs"):
-        if kind == "cmpl" and body.get("stream") and _asked(body, name):
+        if kind == "cmpl" and _flag(body, "stream") and _asked(body, name):
             raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
 
 
@@ -194,7 +207,9 @@ def _stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _asked(body: dict[str, Any], name: str) -> bool:
-    return body.get(name) is not None and body[name] is not False  # 0 logprobs are those of the token itself
+    return body.get(name) is not None and (
+        type(body[name]) is int or _flag(body, name)
+    )  # 0 logprobs are those of the token itself
 
 
 def _not_imitated(name: str) -> RefusedError:
@@ -242,9 +257,19 @@ def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
 def _number(body: dict[str, Any], name: str, default: int) -> int:
     value = body.get(name, default)
     value = default if value is None else value
-    if type(value) is not int or value < 0:
+    if isinstance(value, str) and _WHOLE.fullmatch(value.strip()):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or value < 0:
         raise RefusedError(f"{name} must be a non-negative integer", param=name)
-    return value
+    return int(value)
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    """A boolean, also as one of the words and numbers that vLLM takes for it."""
+    value = body.get(name)
+    return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
 
 
 def for_model(ask: OpenAIRequest, models: tuple[str, ...]) -> OpenAIRequest:

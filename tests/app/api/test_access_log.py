@@ -130,7 +130,7 @@ async def test_text_has_the_same_facts(valkey_url: str, model: str) -> None:
     told = (
         r"[-\d]+ [\d:,]+ INFO warmfleet.access POST /v1/completions 200 in [\d.]+ ms by \S+: queue [\d.]+ ms, decide "
         r"[\d.]+ ms, engine [\d.]+ ms \(predicted (None|[\d.]+)\), first byte [\d.]+ ms, cached None of \d+ "
-        r"expected of \d+, None tokens in 1 chunks, longest gap [\d.]+ ms \[request minexy+\]"
+        r"expected of \d+, None tokens in 1 chunks, longest gap [\d.]+ ms \[request mine;xy+\]"
     )
     assert re.fullmatch(told, line)
     assert len(line) < 500, "an id of a client is capped"

@@ -137,7 +137,12 @@ async def test_a_form_needs_the_right_to_every_name_of_its_pool(valkey_url: str,
         await poll(both, 30, "both names are known")
         assert (await router.post({"model": "adapter", "prompt": "hi"}, **{"x-api-key": "wf-one"}))[0] == 200
         assert (await router.post(form("adapter"), AUDIO, **{"x-api-key": "wf-one"}))[0] == 404
+        sent_as = {"x-api-key": "wf-one", "Content-Type": "multipart/form-data; boundary=b"}
+        assert (await router.post(form("adapter"), AUDIO, **sent_as))[0] == 404
         assert (await router.post(b"", AUDIO, **{"x-api-key": "wf-one"}))[0] == 404
+        both_ways = json.dumps({"x": f"&model={model}&", "model": "adapter"}).encode()
+        sent_as = {"x-api-key": "wf-one", "Content-Type": "application/x-www-form-urlencoded"}
+        assert (await router.post(both_ways, AUDIO, **sent_as))[0] == 404
 
 
 async def test_a_key_ends(valkey_url: str, model: str, keys: Path) -> None:

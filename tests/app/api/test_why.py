@@ -64,9 +64,9 @@ async def test_a_slow_engine_is_told_by_every_id_of_the_request(valkey_url: str,
 
     async with engine(model, slowly) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, headers, _ = await router.post(STREAM | {"model": model}, **{"X-Request-Id": "mine; 1"})
-        assert (status, headers["x-request-id"]) == (200, "mine1")
+        assert (status, headers["x-request-id"]) == (200, "mine;1")
         at_engine = upstream.seen[0].headers["x-request-id"]
-        found = await one(router, "mine1")
+        found = await one(router, "mine;1")
         for asked in ("mine; 1", at_engine, f"cmpl-{at_engine}-0-ab12cd34", at_engine.partition(".")[0]):
             assert await one(router, asked) == found, asked
         assert await why(router, "mine") == await why(router, "mine12") == []
@@ -213,7 +213,7 @@ async def test_without_redis_the_reason_is_told(valkey_url: str, model: str, mon
 
 async def test_refusals_and_placements_are_told(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
-        await router.post(b'{"prompt": ["%b", {}]}' % SECRET.encode(), **{"X-Request-Id": "bad"})
+        await router.post(b'{"prompt": {"x": "%b"}}' % SECRET.encode(), **{"X-Request-Id": "bad"})
         await router.post({"model": "no/" + SECRET, "prompt": "x"}, **{"X-Request-Id": "unknown"})
         status, _, answer = await router.post({"model": model, "prompt": PROMPT}, "/route?endpoint=/v1/completions")
         assert status == 200

@@ -10,29 +10,33 @@ import orjson
 import pytest
 
 from warmfleet.errors import BadRequest, TooLarge
-from warmfleet.prompt.request import MAX_VALUES, Endpoint, decode_tokens, estimated_tokens, parse, too_long
+from warmfleet.prompt.request import (
+    MAX_SAMPLES,
+    MAX_VALUES,
+    Endpoint,
+    decode_tokens,
+    estimated_tokens,
+    in_utf8,
+    parse,
+    too_long,
+)
 
 USER = {"role": "user", "content": "hello there"}
 
 WRONG: list[tuple[str, Endpoint, Any, str | None]] = [
     ("not json", "chat", b"{", None),
-    ("lone surrogate", "completions", b'{"prompt": "\\ud800"}', None),
     ("not an object", "chat", b"[]", None),
     ("no messages", "chat", {}, "messages"),
-    ("empty messages", "chat", {"messages": []}, "messages"),
     ("message without role", "chat", {"messages": [USER, {"content": "x"}]}, "messages[1].role"),
     ("no prompt", "completions", {"model": "m"}, "prompt"),
-    ("mixed prompt", "completions", {"prompt": ["a", 1]}, "prompt"),
-    ("negative id", "completions", {"prompt": [-1]}, "prompt"),
-    ("boolean id", "completions", {"prompt": [1, True]}, "prompt"),
-    ("id of 33 bits", "completions", {"prompt": [2**32]}, "prompt"),
-    ("id of 65 bits", "completions", {"prompt": [2**64]}, "prompt"),
-    ("half an id", "completions", {"prompt": [1, 0.5]}, "prompt"),
     ("too many prompts", "completions", {"prompt": ["a"] * 257}, "prompt"),
     ("model is a number", "chat", {"model": 1, "messages": [USER]}, "model"),
-    ("stream is a word", "chat", {"stream": "yes", "messages": [USER]}, "stream"),
-    ("n is 0", "chat", {"n": 0, "messages": [USER]}, "n"),
-    ("max_tokens is negative", "chat", {"max_tokens": -1, "messages": [USER]}, "max_tokens"),
+    ("bytes of no text", "chat", b'{"odd": "\xff", "messages": []}', None),
+    ("prompt is a number", "completions", {"prompt": 5}, "prompt"),
+    ("stream is a word", "chat", {"stream": "maybe", "messages": [USER]}, "stream"),
+    ("stream is 2", "chat", {"stream": 2, "messages": [USER]}, "stream"),
+    ("n is a word", "chat", {"n": "two", "messages": [USER]}, "n"),
+    ("max_tokens is half a token", "chat", {"max_tokens": 0.5, "messages": [USER]}, "max_tokens"),
     ("own template", "chat", {"chat_template": "x", "messages": [USER]}, "chat_template"),
     ("own transfer", "chat", {"kv_transfer_params": {}, "messages": [USER]}, "kv_transfer_params"),
     ("kwargs is a list", "chat", {"chat_template_kwargs": [], "messages": [USER]}, "chat_template_kwargs"),
@@ -45,6 +49,54 @@ def test_wrong_bodies_name_the_field(endpoint: Endpoint, body: Any, param: str |
         parse(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
     assert caught.value.param == param
     assert caught.value.as_dict()["error"]["type"] == "invalid_request_error"
+
+
+#: Read otherwise than by the router, or refused by the engine in its own words; the router passes them on, by load.
+LEFT_TO_THE_ENGINE: list[tuple[str, Endpoint, Any, str]] = [
+    ("no messages", "chat", {"messages": []}, "content"),
+    ("mixed prompt", "completions", {"prompt": ["a", 1]}, "content"),
+    ("negative id", "completions", {"prompt": [-1]}, "content"),
+    ("boolean id", "completions", {"prompt": [1, True]}, "content"),
+    ("id of 33 bits", "completions", {"prompt": [2**32]}, "content"),
+    ("id of 65 bits", "completions", {"prompt": [2**64]}, "content"),
+    ("id as a float", "completions", {"prompt": [1, 5.0]}, "content"),
+    ("no prompt in the list", "completions", {"prompt": []}, "content"),
+    ("half a surrogate pair", "completions", b'{"prompt": "\\ud800", "model": "m"}', "unicode"),
+    ("half a pair in bytes", "chat", b'{"messages": [{"role": "user", "content": "\xed\xb0\x80"}]}', "unicode"),
+    ("NaN", "chat", b'{"temperature": NaN, "messages": [{"role": "user"}]}', "unicode"),
+]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "reason"), [row[1:] for row in LEFT_TO_THE_ENGINE], ids=[row[0] for row in LEFT_TO_THE_ENGINE]
+)
+def test_prompts_that_only_an_engine_reads_are_routed_by_load(endpoint: Endpoint, body: Any, reason: str) -> None:
+    request = parse(endpoint, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert request.unforeseen == reason
+    assert estimated_tokens(request) >= 1
+    orjson.dumps([request.model, request.salt, request.messages, request.prompts])  # no text that cannot be written
+
+
+def test_limits_that_an_engine_refuses_are_not_booked() -> None:
+    request = parse("chat", json.dumps({"messages": [USER], "n": 0, "max_tokens": -1}).encode())
+    assert (request.samples, request.max_tokens) == (1, None)
+    request = parse("chat", json.dumps({"messages": [USER], "n": 10**9, "max_tokens": 10**400}).encode())
+    assert (request.samples, request.max_tokens) == (MAX_SAMPLES, 10**400)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_other_encodings_become_utf_8(encoding: str) -> None:
+    text = json.dumps({"prompt": "Grüße, 世界", "model": "m"}, ensure_ascii=False)
+    body = in_utf8(text.encode(encoding))
+    assert body == text.encode()
+    assert parse("completions", body).prompts == ["Grüße, 世界"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b'{"a": "\xff"}', b"\xff\xfbmp3 frame", b"\x00\x01\x02\x03" * 9, b"--line\r\n"]
+)
+def test_bytes_of_another_kind_stay_as_they_are(body: bytes) -> None:
+    assert in_utf8(body) is body
 
 
 @pytest.mark.parametrize(

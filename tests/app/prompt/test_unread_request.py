@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from warmfleet.errors import BadArgument
-from warmfleet.prompt.dialects.unread_request import MAX_FORM_FIELDS, form_model, parse
+from warmfleet.errors import BadArgument, BadRequest
+from warmfleet.prompt.dialects.unread_request import parse
 from warmfleet.prompt.engine_paths import KNOWN, NEVER, OWN, EnginePaths
 from warmfleet.prompt.request import MAX_BOOKED_TOKENS, decode_tokens, estimated_tokens
 
@@ -15,8 +15,8 @@ EMBED = KNOWN["/v1/embeddings"]
 LINE, END = b"--a-line\r\n", b"--a-line--\r\n"
 
 
-def field(name: str, value: bytes, more: str = "") -> bytes:
-    return LINE + f'Content-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
+def field(name: str, value: bytes) -> bytes:
+    return LINE + f'Content-Disposition: form-data; name="{name}"\r\n\r\n'.encode() + value + b"\r\n"
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,22 @@ def test_a_generating_path_books_its_answer() -> None:
     assert decode_tokens(parse(KNOWN["/v1/responses"], b'{"n": 256}'), MAX_BOOKED_TOKENS, 256) == MAX_BOOKED_TOKENS
 
 
-def test_the_model_of_a_form() -> None:
-    file = field("file", b"\r\n\r\n" + LINE[:-3] + b"audio", '; filename="model"')
-    assert form_model(file + field("model", "wh/isper ü".encode()) + END) == "wh/isper ü"
-    assert form_model(field("model", b"no", '; filename="model"') + field("model", b"yes") + END) == "yes"
-    assert form_model(file) == ""
-    many = [field(f"f{number}", b"") for number in range(MAX_FORM_FIELDS)]
-    assert form_model(b"".join([*many[1:], field("model", b"m"), END])) == "m"
-    assert form_model(b"".join([*many, field("model", b"m"), END])) == ""
+def test_the_fields_of_a_form() -> None:
+    body = field("model", "wh/isper ü".encode()) + field("stream", b"true") + field("n", b"2") + END
+    request = parse(KNOWN["/v1/audio/transcriptions"], body, (), b'multipart/form-data; boundary="a-line"')
+    assert (request.model, request.stream, request.samples, request.from_json) == ("wh/isper ü", True, 2, False)
 
 
-@pytest.mark.parametrize("cut", range(0, 200, 7))
-def test_a_form_that_is_cut_off_anywhere_names_no_model_or_its_model(cut: int) -> None:
-    whole = field("file", b"audio", '; filename="a"') + field("model", b"m") + END
-    assert form_model(whole[:cut]) in ("", "m")
+def test_a_path_that_takes_all_types_judges_none() -> None:
+    images = EnginePaths(["/v1/images/*"]).find("/v1/images/edits")
+    assert images is not None
+    for body in (b"\x89PNG", b"{broken", b"[1]", b"text", b'{"model": "m"'):
+        request = parse(images, body, (), b"image/png")
+        assert (request.model, request.from_json) == ("", False)
+    assert parse(images, b'{"model": "m"}').model == "m"
+    for body in (b"\x89PNG", b"{broken", b"[1]"):
+        with pytest.raises(BadRequest):
+            parse(EMBED, body)
 
 
 def test_patterns_cover_what_lies_below_them_and_nothing_that_steers_an_engine() -> None:

@@ -140,7 +140,7 @@ class Events:
     def __init__(self, name: str, chat: bool, body: dict[str, Any], prompt: list[int]) -> None:
         self.chat, self.prompt, self.said = chat, prompt, 0
         self.ids, self.usage = bool(body.get("return_token_ids")), "stream_options" in body
-        self.count = (body.get("max_completion_tokens") if chat else body.get("max_tokens")) or 3
+        self.count = int(float(body.get("max_completion_tokens" if chat else "max_tokens") or 3))
         self.head = {"id": f"one-of-{name}", "created": hash(name) % 1_000_000, "model": name}
 
     def event(self, *choices: dict[str, Any], **more: Any) -> bytes:
@@ -300,6 +300,19 @@ async def test_the_operator_lets_greedy_streams_go_on(valkey_url: str, model: st
             plan.dies(5)
             assert (await hear(router, CHAT, headers, **more)).error == "upstream_gone"
             assert len(plan.asked) == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_limits_in_every_form_that_vllm_takes_go_on_as_numbers(valkey_url: str, model: str, path: str) -> None:
+    name = "max_completion_tokens" if path == CHAT else "max_tokens"
+    limits = {name: f"{TOKENS}.0", "min_tokens": "2", "temperature": "0", "stream": "true"}
+    async with pair(valkey_url, model, continue_greedy=True) as (router, plan):
+        plan.dies(5)
+        assert (await hear(router, path, {"X-Other": "1"}, **limits)).error == ""
+        first, second = plan.asked
+        assert first[name] == f"{TOKENS}.0"
+        assert TOKENS - 5 <= second[name] <= TOKENS
+        assert second["min_tokens"] in (0, 1, 2)
 
 
 async def test_an_error_of_the_engine_in_its_stream_is_a_break(valkey_url: str, model: str) -> None:

@@ -43,7 +43,7 @@ HEALTH = frozenset({"/health", "/ping", "/readyz"})
 KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of engines
 #: Errors of any request, of one with a body, and of one that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
-BODY_FAULTS = (errors.TooLarge, errors.UploadsFull)
+BODY_FAULTS = (errors.TooLarge, errors.UnsupportedCoding, errors.UploadsFull)
 PLACING = (
     *(errors.ModelNotFound, errors.Overloaded, errors.RateLimited, errors.NoWorker, errors.QueueTimeout),
     errors.FleetUnavailable,
@@ -98,8 +98,8 @@ def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -
     """answers: their statuses."""
     needed = path.form in ("completions", "chat")
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
-    if not needed:
-        content["multipart/form-data"] = {"schema": {"properties": {"model": TEXT}}}
+    if path.takes_all_types:
+        content = {"multipart/form-data": {"schema": {"properties": {"model": TEXT}}}, "*/*": {"schema": {}}}
     below: Json = {"name": "path", "in": "path", "required": True, "schema": IN_PATH}
     operation = {
         "summary": "Answered by an engine",

@@ -8,7 +8,7 @@ from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
 from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, MAX_OUTPUT_TOKENS, OUTCOMES, RESERVATION
 from warmfleet.api.why_routes import MAX_ID, MOST, ORDERS
 from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
-from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SAMPLES, REFUSED
+from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, REFUSED
 
 if TYPE_CHECKING:
     from warmfleet.prompt.engine_paths import EnginePath
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_INTEGER = 2**64 - 1  # a larger number in JSON is read as one with a fraction
-MAX_TOKEN_ID = 2**32 - 1
 
 TEXT: Json = {"type": "string"}
 IN_PATH: Json = {"type": "string", "pattern": f"^{SEGMENT}$"}
@@ -96,17 +94,15 @@ OWN_ANSWERS: dict[str, Json] = {
     "/settle": {"type": "object", "required": ["result"], "properties": {"result": TEXT}},
     "/renew": {"type": "object", "required": ["expires_in_s"], "properties": {"expires_in_s": {"type": "number"}}},
 }
-IDS: Json = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}}
+#: As vLLM's request models read them: a number may be a text or a boolean, and a boolean one of some words or numbers.
+NUMBER: Json = {"type": ["integer", "number", "string", "boolean", "null"]}
+FLAG: Json = {"type": ["boolean", "integer", "number", "string", "null"]}
 PROMPT: Json = {
-    "anyOf": [
-        TEXT,
-        IDS,
-        {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [TEXT, IDS]}},
-    ]
+    "description": f"A text, token ids, or up to {MAX_PROMPTS} of these",
+    "anyOf": [TEXT, {"type": "array"}],
 }
 MESSAGES: Json = {
     "type": "array",
-    "minItems": 1,
     "maxItems": MAX_MESSAGES,
     "items": {"type": "object", "required": ["role"], "properties": {"role": TEXT}},
 }
@@ -190,19 +186,18 @@ def body_schema(path: EnginePath, settings: Settings) -> Json:
     for name in settings.allowed_fields:
         fields.pop(name, None)
     if settings.queue_priority:
-        fields["priority"] = {"type": ["integer", "null"]}
+        fields["priority"] = NUMBER
     if path.takes_salt:
         fields["cache_salt"] = {"type": ["string", "null"], "maxLength": MAX_SALT}
     if path.form not in ("completions", "chat"):
         return {"type": "object", "properties": fields}
-    flag, limit = {"type": ["boolean", "null"]}, {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_INTEGER}
-    fields |= {"stream": flag, "max_tokens": limit, "max_completion_tokens": limit, "add_special_tokens": flag}
-    fields["n"] = {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_SAMPLES}
+    fields |= {"stream": FLAG, "max_tokens": NUMBER, "add_special_tokens": FLAG, "n": NUMBER, "request_id": {}}
     if path.form == "completions":
         return {"type": "object", "required": ["prompt"], "properties": fields | {"prompt": PROMPT}}
     arguments: Json = {"type": ["object", "null"]}
     if "chat_template" in fields:
         arguments["properties"] = {"chat_template": fields["chat_template"]}
-    fields |= {"messages": MESSAGES, "add_generation_prompt": flag, "continue_final_message": flag}
+    fields |= {"messages": MESSAGES, "add_generation_prompt": FLAG, "continue_final_message": FLAG}
+    fields["max_completion_tokens"] = NUMBER
     fields["chat_template_kwargs"] = arguments
     return {"type": "object", "required": ["messages"], "properties": fields}

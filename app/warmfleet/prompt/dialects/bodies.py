@@ -16,19 +16,18 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 
-def parse(path: EnginePath, body: bytes, allowed: Collection[str] = ()) -> Request:
+def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
     """The request of a body that was sent to ``path``. allowed: fields of ``request.REFUSED`` that are let through.
 
-    Raises BadRequest, TooLarge.
+    content_type: the header; it tells forms. Raises BadRequest, TooLarge.
     """
     if path.form == "completions" or path.form == "chat":
         return requests.parse(path.form, body, allowed)
     if path.form == "unknown" or path.form == "none" or not body.lstrip().startswith(b"{"):
-        return unread_request.parse(path, body, allowed)
+        return unread_request.parse(path, body, allowed, content_type)
     data = requests.decoded(body)
     request = from_dict(path, data, allowed, len(body))
-    if not request.unforeseen and requests.rounded(data, body):
-        request.unforeseen = "numbers"
+    requests.note_inexact(request, data, body)
     return request
 
 

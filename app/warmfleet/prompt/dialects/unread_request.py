@@ -6,36 +6,46 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as requests
+from warmfleet.prompt.dialects import form
+from warmfleet.prompt.lax_values import flag, whole
 from warmfleet.prompt.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from warmfleet.prompt.engine_paths import EnginePath
 
 CHARACTERS_PER_TOKEN = 4
 FORM_BYTES_PER_TOKEN = 400  # of audio: some 50 tokens a second, at 16 to 32 kB a second
 MAX_DEPTH = 6  # of lists and objects in which text is counted
-MAX_FORM_FIELDS = 64
-MAX_PART_HEAD_BYTES = 2_048
-MAX_MODEL_BYTES = 1_024
 #: Fields that limit the length of an answer, by the path.
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_MODEL = b'name="model"'
 
 
-def parse(path: EnginePath, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """The request of a body that is empty, a JSON object or a multipart form. allowed: as in ``request.parse``.
+def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
+    """The request of a body that is empty, a JSON object, a form, or of any type if the path takes all types.
 
-    Raises BadRequest, TooLarge.
+    allowed: as in ``request.parse``. content_type: the header. Raises BadRequest, TooLarge.
     """
-    if body.startswith(b"--"):
-        return _request(path, {"model": form_model(body)}, len(body) // FORM_BYTES_PER_TOKEN, takes_salt=False)
     if not body:
-        return _request(path, {}, 0, takes_salt=False)
-    data = requests.decoded(body)
+        return _unjudged(path, {}, 0)
+    if path.takes_all_types and form.is_form(content_type):
+        return _unjudged(path, form.fields(content_type, body), len(body))
+    try:
+        data = requests.decoded(body)
+    except BadRequest:
+        if path.takes_all_types:
+            return _unjudged(path, {}, len(body))
+        raise
     requests.refuse_fields(data, allowed)
     return from_dict(path, data)
+
+
+def _unjudged(path: EnginePath, fields: Mapping[str, Any], size_bytes: int) -> Request:
+    """The request of a body that is no JSON object; whatever cannot be read in it is left to the engine."""
+    request = _request(path, fields, size_bytes // FORM_BYTES_PER_TOKEN, takes_salt=False)
+    request.from_json = False
+    return request
 
 
 def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") -> Request:
@@ -45,25 +55,25 @@ def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") 
     return request
 
 
-def _request(path: EnginePath, data: dict[str, Any], tokens: int, *, takes_salt: bool) -> Request:
-    samples, limit = data.get("n"), next((data[name] for name in LIMITS if data.get(name)), None)
-    many = samples if type(samples) is int and 0 < samples <= requests.MAX_SAMPLES else 1
+def _request(path: EnginePath, data: Mapping[str, Any], tokens: int, *, takes_salt: bool) -> Request:
+    limits = [limit for name in LIMITS if (limit := whole(data.get(name))) is not None and limit >= 0]
     return Request(
         endpoint="unread",
         model=_model(data),
-        stream=data.get("stream") is True,
-        samples=many if path.generates else 0,
-        max_tokens=limit if type(limit) is int and limit >= 0 else None,
+        stream=flag(data.get("stream")) is True,
+        samples=requests.samples_to_book(whole(data.get("n"))) if path.generates else 0,
+        max_tokens=limits[0] if limits else None,
         salt=requests.salt_of(data) if takes_salt else None,
         add_special_tokens=False,
         unforeseen="endpoint",
-        priority=data.get("priority"),
+        priority=requests.priority_of(data),
         takes_salt=takes_salt,
         estimated=1 if path.form == "none" else max(1, tokens),
+        request_id=requests.request_id_of(data),
     )
 
 
-def _model(data: dict[str, Any]) -> str:
+def _model(data: Mapping[str, Any]) -> str:
     model = data.get("model")
     if model is None:
         return ""
@@ -83,22 +93,3 @@ def _characters(value: Any, depth: int = 0) -> int:
             return len(value) * CHARACTERS_PER_TOKEN
         return sum([_characters(item, depth + 1) for item in value])
     return sum([_characters(item, depth + 1) for item in value.values()]) if isinstance(value, dict) else 0
-
-
-def form_model(body: bytes) -> str:
-    """The field ``model`` of a multipart form; empty if there is none among its first MAX_FORM_FIELDS fields.
-
-    The first line of the body is the line that parts the fields.
-    """
-    end = body.find(b"\r\n", 0, MAX_PART_HEAD_BYTES)
-    line, at = b"\r\n" + body[:end], end
-    for _ in range(MAX_FORM_FIELDS):
-        head_end = body.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES) if at >= 0 else -1
-        if head_end < 0:
-            return ""
-        next_line = body.find(line, head_end + 2)
-        head, value = body[at:head_end], body[head_end + 4 : max(next_line, 0)]
-        if _MODEL in head and b"filename" not in head:
-            return value[:MAX_MODEL_BYTES].decode("utf-8", "replace").strip()
-        at = next_line + len(line) if next_line >= 0 else -1
-    return ""

@@ -22,6 +22,7 @@ from warmfleet.engines.followed_stream import MAX_KEPT_TOKENS, Continuable, Cont
 from warmfleet.errors import NoWorker, Stopping, UpstreamError, WarmfleetError
 from warmfleet.pools.identified_prompt import identify_ids
 from warmfleet.prompt.json_splice import spliced, with_key
+from warmfleet.prompt.lax_values import whole
 from warmfleet.prompt.request import decoded
 from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.token_handoff import Offer
@@ -103,14 +104,14 @@ class Continuation:
         if call.path.form not in ("completions", "chat") or job.prompt.kind not in IDENTIFIED:
             return job
         data = decoded(call.body)
-        if not (asked or data.get("temperature") == 0) or not continuable(data):
+        if not (asked or whole(data.get("temperature")) == 0) or not continuable(data):
             return job
         if job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
             return job
-        limit, least = request.max_tokens, data.get("min_tokens")
-        if request.endpoint == "completions":
-            limit = data.get("max_tokens", COMPLETIONS_MAX_TOKENS)
-        wanted = Continuable(limit, least if isinstance(least, int) else 0, self._kept)
+        limit, least = request.max_tokens, whole(data.get("min_tokens")) or 0
+        if request.endpoint == "completions" and limit is None:
+            limit = COMPLETIONS_MAX_TOKENS
+        wanted = Continuable(limit, least, self._kept)
         return job._replace(body=with_key(job.body, "return_token_ids", b"true"), continuable=wanted)
 
     async def go_on(self, job: Job, cut: StreamCut, answer: ClientAnswer) -> None:
