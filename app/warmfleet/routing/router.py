@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
-from warmfleet.errors import CancelledReservation, FleetUnavailable, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import (
+    CancelledReservation,
+    FleetUnavailable,
+    KeyInUse,
+    NameRefused,
+    NoWorker,
+    UpstreamGone,
+    WarmfleetError,
+)
 from warmfleet.fleet import Flag, Renewal
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt import request as requests
@@ -122,7 +130,8 @@ class Router:
                 outcome = "failed"
                 if answer.started:
                     raise
-                if error.refused or not error.answered:  # an answer of 500 may be the request's own fault
+                # An answer of 500 may be the request's own fault, and a worker without the name is well for others.
+                if not error.answered or (error.refused and not isinstance(error, NameRefused)):
                     attempt.worker_failed()
                 retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
@@ -370,15 +379,18 @@ class _Retries:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
         self._failure = error
         self._deaths += not error.refused
-        costs = error.answered or not error.refused
+        by_name = isinstance(error, NameRefused)
+        costs = not by_name and (error.answered or not error.refused)
         # A request that is too long for every engine may have been too much for this one.
         too_much = self._deaths == MAX_DEATHS or self._job.prompt.reason == "too_long"
         if self._last or too_much or (costs and self._budget.empty):
             raise error
         if costs:
             self._budget.spend()
+        if costs or (isinstance(error, NameRefused) and error.counts):
             self.to_blame = (*self.to_blame, (pool, decision))
-        self.failed_workers = (*self.failed_workers, decision.worker_id)
+        lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile
+        self.failed_workers = (*self.failed_workers, decision.worker_id, *lacking)
         self._next()
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
