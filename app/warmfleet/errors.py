@@ -19,6 +19,7 @@ WarmfleetError
 ├── NoWorker              503  no live worker serves this model
 ├── UpstreamError         502
 │   ├── UpstreamGone      502  no byte of an answer came, so another worker may be tried
+│   │   └── NameRefused   404  the worker does not serve the model's name any more, and another one does
 │   └── EngineTimeout     504  the engine went over a time limit of the settings
 ├── FleetUnavailable      503  Redis does not answer, or answers too late
 ├── UploadsFull           503  the bodies of all requests take the memory that bodies may have
@@ -171,6 +172,20 @@ class UpstreamGone(UpstreamError):
         self.late = late
         self.refused = refused
         self.answered = answered
+
+
+class NameRefused(UpstreamGone):
+    """The worker does not serve the request's name any more, and another one does. Its answer cost it nothing.
+
+    counts: this counts against the worker (``Pool.refused``).
+    """
+
+    status, type, code = ModelNotFound.status, ModelNotFound.type, ModelNotFound.code
+    retry_after_s = 0
+
+    def __init__(self, model: str, *, counts: bool) -> None:
+        super().__init__(f"The model `{model[:200]}` is not served any more.", refused=True, answered=True)
+        self.counts = counts
 
 
 class EngineTimeout(UpstreamError):

@@ -357,7 +357,7 @@ class Metrics:
         self.workers = self._gauge(
             "workers",
             "Workers by state, at the last reading: `proven` (or suspected), `identity` (load-only), `approximate`,"
-            " `warming`, `draining`, `paused`, `ejected`, `unheard`, `left`, `unroutable` (all others)",
+            " `warming`, `draining`, `paused`, `ejected`, `misnamed`, `unheard`, `left`, `unroutable` (all others)",
             *("state", "model"),
         )
         self.probes = self._counter(

@@ -39,6 +39,7 @@ class Engine:
     """``answer`` serves completion requests; the rest is there for health checks.
 
     ``hangs``: it answers nothing. ``late``: paths that get no answer. ``statuses``: by path, if not 200.
+    names: those that /v1/models lists, in place of ``model``.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Engine:
     hangs: bool = False
     late: set[str] = field(default_factory=set)
     statuses: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections["opened"] += 1
@@ -84,7 +86,9 @@ class Engine:
 
     def _page(self, path: str) -> bytes:
         if path == "/v1/models":
-            return json.dumps({"object": "list", "data": [{"id": self.model}]}).encode()
+            return json.dumps(
+                {"object": "list", "data": [{"id": name} for name in self.names or [self.model]]}
+            ).encode()
         return b'vllm:cache_config_info{block_size="16",num_gpu_blocks="8000"} 1.0\n' if path == "/metrics" else b"{}"
 
     async def die(self) -> None:
@@ -169,6 +173,21 @@ async def answer_well(_engine: Engine, seen: Seen, writer: asyncio.StreamWriter)
         await asyncio.sleep(0.001)
     chunk(writer, b"data: [DONE]\n\n")
     chunk(writer, b"")
+
+
+def no_model(name: str) -> bytes:
+    """The answer of vLLM to a request for a model that it does not serve."""
+    error = {"message": f"The model `{name}` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
+    return json.dumps({"error": error}).encode()
+
+
+async def answer_by_name(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    """As ``answer_well``, but 404 for a name that the engine does not list."""
+    name = seen.json.get("model", "")
+    if name in engine.names or not name:
+        await answer_well(engine, seen, writer)
+        return
+    reply(writer, no_model(name), "404 Not Found")
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ class Server:
             "schema": wire.SCHEMA,
             "server_id": "s",
             "url": "http://10.0.0.7:8000",
-            "models": ["base", "lora-a"],
+            "models": [self.keys.tag.replace("~", "/"), "lora-a"],
             "artifacts": MANIFEST,
             "facts": {"empty": [], "none": None, "share": 0.25, "text": 'a "quote" 0x10, NaN'},
             "version": "0.33.0",
@@ -97,6 +97,43 @@ async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet:
     assert (await core.record())["proof"] == "pending"
 
 
+@pytest.mark.parametrize(
+    ("models", "adapters", "misnamed"),
+    [
+        (["{pool}"], {}, False),
+        (["other", "{pool}"], {}, False),
+        (["/{pool}/"], {}, False),
+        (["other"], {"{pool}": "/tuned"}, False),
+        (["other"], {}, True),
+        (["other"], {"tuned": "/{pool}"}, True),
+        (["{pool}x"], {}, True),
+    ],
+)
+async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
+    server: Server, core: Core, fleet: Fleet, models: list[str], adapters: dict[str, str], misnamed: bool
+) -> None:
+    pool = fleet.keys.tag.replace("~", "/")
+    await server.join()
+    await server.applied()
+    await fleet.prove("s.0", "n1", Proof("proven", ""))
+    proven = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+    loras = {name.format(pool=pool): path.format(pool=pool) for name, path in adapters.items()}
+    told = {"models": [name.format(pool=pool) for name in models], "facts": {"loras": loras}}
+    await server.join("m1", **told)
+    await server.applied()
+    assert (await core.row()).flags == proven | (Flag.MISNAMED if misnamed else 0)
+    assert (await server.record())["models"] == told["models"]
+    assert (await fleet.counts())["announced"] == 2, "readers are told of the change"
+    await core.join("n2")  # a new incarnation of the core is as its server is
+    await core.applied()
+    assert bool((await core.row()).flags & Flag.MISNAMED) is misnamed
+    await server.join("m1")
+    await server.join("m1")
+    await server.applied()
+    assert not (await core.row()).flags & Flag.MISNAMED
+    assert (await fleet.counts())["announced"] == 3, "a repeated join changes nothing"
+
+
 async def test_a_process_whose_join_was_lost_finds_no_stream(server: Server, core: Core, fleet: Fleet) -> None:
     """A failover, or MAXLEN while no router ran, has taken the join; the predecessor's stream and record are there."""
     await server.join()
@@ -155,7 +192,7 @@ async def test_another_nonce_is_dropped_and_counted(server: Server, fleet: Fleet
     await server.send("leave")
     await server.applied()
     assert await server.alive_ms()
-    assert await fleet.counts() == {"nonce": 1}
+    assert await fleet.counts() == {"announced": 1, "nonce": 1}
 
 
 async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(server: Server, store: aioredis.Redis) -> None:
@@ -247,7 +284,7 @@ async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None
     first = await fleet.apply_server("s")
     assert (first.entries, first.more) == (16, True)
     await server.applied()
-    assert await fleet.counts() == {"malformed": 2}
+    assert await fleet.counts() == {"announced": 1, "malformed": 2}
     assert await server.store.xlen(server.stream) == 0
 
 

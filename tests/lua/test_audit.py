@@ -137,7 +137,7 @@ async def test_a_worker_that_is_forgotten_is_struck_off(core: Core, fleet: Fleet
 
 
 async def test_approximate_workers_have_nothing_to_audit(core: Core, fleet: Fleet) -> None:
-    await fleet.register("plain", {"scheme_id": 1, "url": "http://h:1", "models": []}, 10)
+    await fleet.register("plain", {"scheme_id": 1, "url": "http://h:1"}, 10)
     await make_due(core)
     await core.store.zadd(core.keys.audit, {"plain": 1, "s.0": 5e12})
     assert not (await fleet.audit(3600)).walking

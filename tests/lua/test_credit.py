@@ -14,7 +14,7 @@ from warmfleet.fleet import SCRIPT_ARGS
 if TYPE_CHECKING:
     from warmfleet.fleet import Ask
 
-RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000"}
 
 
 async def matched_blocks(world: World, ask: Ask) -> dict[str, int]:

@@ -14,7 +14,7 @@ from tests.lua.stream import Core, blocks, digest_of, held
 from tests.lua.world import READY, World
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, Proof, Renewal, connect, new_reservation
+from warmfleet.fleet import SCRIPT_KEYS, Announcement, Flag, Fleet, Proof, Renewal, connect, new_reservation
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -96,6 +96,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
         "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10),
         "lag": lambda: fleet.truth([]),
         "audit": lambda: fleet.audit(3600),
+        "announce": lambda: fleet.announce("a:9090", Announcement()),
     }
 
 

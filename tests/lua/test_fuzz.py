@@ -43,8 +43,9 @@ async def victim(fleet: Fleet) -> Core:
     await core.join("honest")
     await core.send("stored", blocks(*range(0, 300, 2)))
     await core.applied()
-    told = {"schema": 1, "server_id": "v", "url": "http://10.0.0.9:1", "models": ["m"], "artifacts": {}, "facts": {}}
-    entry: Any = {"n": "v1", "b": "1", "o": "join", "d": json.dumps(told | {"version": "1"})}
+    told = {"schema": 1, "server_id": "v", "url": "http://10.0.0.9:1", "artifacts": {}, "facts": {}, "version": "1"}
+    told["models"] = [fleet.keys.tag.replace("~", "/")]
+    entry: Any = {"n": "v1", "b": "1", "o": "join", "d": json.dumps(told)}
     await fleet.redis.xadd(fleet.keys.server("v"), entry)
     await fleet.apply_server("v")
     await fleet.prove("v.0", "honest", Proof("proven", ""))

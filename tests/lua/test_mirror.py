@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Registered
 
-RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000"}
 
 
 async def approximate(world: World, capacity: int, name: str = "stock") -> Registered:

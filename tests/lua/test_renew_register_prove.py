@@ -13,7 +13,7 @@ from tests.lua.world import READY, SCHEME, World
 from warmfleet.errors import BadArgument, NoWorker
 from warmfleet.fleet import RENEW_AT_ONCE, Check, Flag, LoadRow, Proof, Renewal, Stage
 
-RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000", "models": ["m"]}
+RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000"}
 
 # ---------------------------------------------------------------- renew
 
@@ -127,7 +127,7 @@ async def test_a_registered_worker_is_routable_and_a_repeat_is_its_heartbeat(wor
     row = await row_of(world, "stock")
     assert (row.in_flight, row.capacity_blocks) == (1, 60)
     (view,) = await world.fleet.workers()
-    assert (view.url, view.models, view.routable, view.proof) == (RECORD["url"], ["m"], True, "approximate")
+    assert (view.url, view.models, view.routable, view.proof) == (RECORD["url"], [], True, "approximate")
     await world.fleet.settle(ask.reservation, "finished")
     await world.fleet.register("stock", RECORD, 60)
     assert (await row_of(world, "stock")).blocks == 4, "a heartbeat keeps what the mirror counts"

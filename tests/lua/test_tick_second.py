@@ -169,7 +169,7 @@ async def test_a_stream_that_nobody_can_write_to_any_more_keeps_nobody(store: ai
 
 
 async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aioredis.Redis, fleet: Fleet) -> None:
-    record = {"scheme_id": 1, "url": "http://x", "models": ["m"]}
+    record = {"scheme_id": 1, "url": "http://x"}
     await fleet.register("ap", record, 100)
     await fleet.register("ap", record, 100, Check("FAILED"))
     assert (await slow_tick(fleet)).forget == (), "it is checked, and may come back"

@@ -35,7 +35,7 @@ def joined(engine: BridgedEngine) -> list[bool]:
     """The engine as if it had joined; what its ranks were told by ``stop`` (leave) comes into the list."""
     told: list[bool] = []
     rank = SimpleNamespace(stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0))
-    engine.ranks = [cast("Any", rank)]
+    engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
 
 
@@ -71,7 +71,9 @@ def test_a_name_that_is_not_resolved_is_no_engine_that_is_gone(
         engine._failed(down.value)
     assert not told
     assert silent()
-    monkeypatch.setattr(engine, "api", SimpleNamespace(healthy=lambda: None, reading=Reading, adapters=dict))
+    monkeypatch.setattr(
+        engine, "api", SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: (FACTS.models, {}))
+    )
     engine._check()
     assert not silent()
     assert engine.state == "reported"
@@ -92,11 +94,30 @@ def test_metrics_that_fail_are_no_engine_that_stands_still(
         raise EngineDown("/metrics answered 500", status=500)
 
     joined(engine)
-    monkeypatch.setattr(engine, "api", SimpleNamespace(healthy=lambda: None, reading=fails, adapters=dict))
+    monkeypatch.setattr(
+        engine, "api", SimpleNamespace(healthy=lambda: None, reading=fails, names=lambda: (FACTS.models, {}))
+    )
     engine._reading = Reading({0: 3}, {}, work=1_000)
     assert engine._load(0).steps == 1_000
     engine._check()
     assert (engine._load(0).running, engine._load(0).steps) == (3, None)
+
+
+def test_an_engine_that_lists_other_names_joins_anew_and_its_adapters_are_told(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model may answer at its URL, though its process does not tell when it began."""
+    listed: list[tuple[tuple[str, ...], dict[str, str]]] = [(FACTS.models, {}), (FACTS.models, {"tuned": "/t"})]
+    listed.append((("other",), {}))
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: listed.pop(0))
+    monkeypatch.setattr(engine, "api", api)
+    monkeypatch.setattr(bridged_engine, "READ_SECONDS", 0.0)
+    joined(engine)
+    for adapters in ({}, {"tuned": "/t"}):
+        engine._check()
+        assert (engine._adapters, engine._restarted.is_set()) == (adapters, False)
+    engine._check()
+    assert engine._restarted.is_set()
 
 
 def test_a_hub_that_is_away_is_told_each_time_and_tried_again(
@@ -109,7 +130,7 @@ def test_a_hub_that_is_away_is_told_each_time_and_tried_again(
             raise TokenizerError(f"cannot load the tokenizer {name!r}: the hub cannot be reached", later=True)
         return {"tokenizer.json": b"{}"}, {}
 
-    api = SimpleNamespace(healthy=lambda: None, reading=Reading, adapters=dict, facts=lambda: FACTS)
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: (FACTS.models, {}), facts=lambda: FACTS)
     monkeypatch.setattr(engine, "api", api)
     monkeypatch.setattr(engine, "_load_tokenizer", load)
     monkeypatch.setattr(bridged_engine, "TOKENIZER_SECONDS", 0.0)

@@ -78,7 +78,7 @@ async def test_an_unusable_key_under_a_new_servers_name_is_replaced(
     fleet: Fleet, redis_url: str, model: str, kind: str
 ) -> None:
     await plant(fleet.redis, fleet.keys.server("w1"), kind)
-    half = ServerPublisher(ServerConfig(redis_url, model, "w1", "http://10.0.0.1:9", ("m",), "test"))
+    half = ServerPublisher(ServerConfig(redis_url, model, "w1", "http://10.0.0.1:9", (model,), "test"))
     half.start()
     try:
         async with upkeep(fleet):

@@ -348,7 +348,7 @@ def halves(
 ) -> Iterator[tuple[WorkerPublisher, ServerPublisher]]:
     told = config(town.url, town.name)
     core = WorkerPublisher(told, tracker, seat=core_seat(told), moved=moved)
-    said = ServerConfig(town.url, town.name, "w1", "http://127.0.0.1:9", ("m",), "test")
+    said = ServerConfig(town.url, town.name, "w1", "http://127.0.0.1:9", (town.name,), "test")
     server = ServerPublisher(said, server_seat(town.url, town.name, "w1"))
     core.start()
     server.start()

@@ -195,7 +195,7 @@ class TestPublisher:
     ) -> None:
         monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
         loaded = {"one": "/adapters/one"}
-        config = ServerConfig(redis_url, model, "s3", "http://127.0.0.1:1", ("m",), "v1", adapters=lambda: loaded)
+        config = ServerConfig(redis_url, model, "s3", "http://127.0.0.1:1", (model,), "v1", adapters=lambda: loaded)
         publisher = ServerPublisher(config)
 
         async def announced() -> object:
@@ -219,7 +219,7 @@ class TestPublisher:
         self, fleet: Fleet, store: aioredis.Redis, redis_url: str, model: str
     ) -> None:
         listening: list[bool] = []
-        config = ServerConfig(redis_url, model, "s2", "http://127.0.0.1:1", ("m",), "v1")
+        config = ServerConfig(redis_url, model, "s2", "http://127.0.0.1:1", (model,), "v1")
         publisher = ServerPublisher(replace(config, ready=lambda: bool(listening)))
         publisher.start()
         try:

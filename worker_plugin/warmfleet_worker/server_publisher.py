@@ -23,6 +23,7 @@ logger = logging.getLogger("vllm.warmfleet")
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
 ARTIFACT_SECONDS = 86_400  # a file lives so long after its server last used it: nobody else removes what none announces
 IN_USE_SECONDS = 600.0  # between two words of a server that it uses its files, and two looks whether one is missing
+LOOK_SECONDS = 0.5  # between two looks whether the adapters have changed: a change does not wait for a heartbeat
 READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
 
 
@@ -32,8 +33,8 @@ class ServerConfig:
 
     model: the fleet's model tag. models: the names that it serves. artifacts: files by name, such as the tokenizer.
     facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: tells
-    name and path of the LoRA adapters that it serves now; the publisher joins again when they change. silent: tells
-    that nobody knows now whether the server lives, so that no heartbeat is sent.
+    name and path of the LoRA adapters that it serves now; a change is announced. silent: tells that nobody knows now
+    whether the server lives, so that no heartbeat is sent.
     """
 
     redis_url: str
@@ -65,6 +66,7 @@ class ServerPublisher:
         self.joined = False
         self._joined_at = self._used_at = 0.0
         self._files: list[str] = []  # the keys of the chunks of all artifacts
+        self._manifest: dict[str, Any] = {}  # of the artifacts
         self._adapters: dict[str, str] = {}
 
     def _open(self, tag: str) -> None:
@@ -104,19 +106,33 @@ class ServerPublisher:
                 outage.wait(error)
             else:
                 outage.over()
-                self._stopping.wait(wire.HEARTBEAT_SECONDS)
+                self._rest()
         self._leave()
+
+    def _rest(self) -> None:
+        """Wait until the next heartbeat is due, or the adapters have changed."""
+        until = time.monotonic() + wire.HEARTBEAT_SECONDS
+        while (left := until - time.monotonic()) > 0 and not self._stopping.wait(min(left, LOOK_SECONDS)):
+            if self._changed:
+                return
+
+    @property
+    def _changed(self) -> bool:
+        """Whether the server serves other adapters than it has announced."""
+        return self.joined and dict(self.config.adapters()) != self._adapters
 
     def _round(self) -> None:
         """Join, if that is due, and send a heartbeat."""
         if self._seat is not None:
             self._sit(self._seat.look(time.monotonic()))
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
-        if not self.joined or moved or dict(self.config.adapters()) != self._adapters:
+        if not self.joined or moved:
             self._join()
         elif not self._uses_files():
             self._store()
         self._stream.flush()  # entries that a failed round has left
+        if self._changed:  # the process is the same, and so is what was proved of it
+            self._stream.put("join", self._announcement())
         self._stream.put("heartbeat")
         self._stream.flush()
 
@@ -146,9 +162,9 @@ class ServerPublisher:
         except NoPermissionError:  # the rules of an older `warmfleet acl`: then it does not expire
             return True
 
-    def _store(self) -> dict[str, Any]:
-        """Store the files, as far as their keys are not there; returns their manifest."""
-        manifest: dict[str, Any] = {}
+    def _store(self) -> None:
+        """Store the files, as far as their keys are not there."""
+        manifest = self._manifest = {}
         self._files, self._used_at = [], time.monotonic()
         for name, content in self.config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
@@ -157,24 +173,26 @@ class ServerPublisher:
                 self._files.append(self._keys.artifact(self.config.server_id, sha256))
                 self._stream.client.setnx(self._files[-1], piece)
                 self._lives_on(self._files[-1])
-        return manifest
+
+    def _announcement(self) -> str:
+        """The data of a join, with the adapters as they are now."""
+        config, self._adapters = self.config, dict(self.config.adapters())
+        return wire.dumps(
+            {
+                "schema": wire.SCHEMA,
+                "server_id": config.server_id,
+                "url": config.url,
+                "models": list(config.models),
+                "artifacts": self._manifest,
+                "facts": {**config.facts, "loras": self._adapters},
+                "version": config.version,
+            }
+        )
 
     def _join(self) -> None:
         config = self.config
-        self._adapters, manifest = dict(config.adapters()), self._store()
-        self._stream.join(
-            wire.dumps(
-                {
-                    "schema": wire.SCHEMA,
-                    "server_id": config.server_id,
-                    "url": config.url,
-                    "models": list(config.models),
-                    "artifacts": manifest,
-                    "facts": {**config.facts, "loras": self._adapters},
-                    "version": config.version,
-                }
-            )
-        )
+        self._store()
+        self._stream.join(self._announcement())
         self.joined, self._joined_at = True, time.monotonic()
         logger.info("warmfleet: server %s joined %s as %s", config.server_id, self._tag, config.url)
 

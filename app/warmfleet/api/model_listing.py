@@ -20,7 +20,7 @@ class ListedPool:
     def __init__(self, pool: Pool) -> None:
         self._name = pool.name
         self._view = pool.view
-        self.names = frozenset(pool.view.models)
+        self.names = frozenset(pool.view.names.routable)
         workers = [worker for worker in pool.view.workers if worker.routable]
         self._limits = {one.worker_id: limit for one in workers if (limit := one.record.get("max_model_len"))}
         self._longest = max(self._limits.values(), default=None)
@@ -31,17 +31,17 @@ class ListedPool:
 
     def max_model_len(self, name: str) -> int | None:
         """The longest context of a worker that serves this name, in tokens: longer requests go nowhere else."""
-        adapter = self._view.adapters.get(name)
-        if adapter is None or not adapter.lacking or not self._view.limits:
+        lacking = frozenset(self._view.names.lacking(name))
+        if not lacking or not self._view.limits:
             return self._longest
-        lacking = frozenset(adapter.lacking)
         return max((limit for worker, limit in self._limits.items() if worker not in lacking), default=None)
 
     def parent(self, name: str) -> str | None:
         """The model that the adapter of this name belongs to; None if the name is no adapter's."""
-        if name not in self._view.adapters:
+        served = self._view.names
+        if name not in served.paths:
             return self._parents.get(name)
-        names = [one for one in self._view.models if one not in self._view.adapters]
+        names = [one for one in served.routable if one not in served.paths]
         return self._name if self._name in names or not names else names[0]
 
 

@@ -1,4 +1,5 @@
-"""Finds workers of one model that differ in identity or scheme, so that one prompt has different block hashes there.
+"""Finds workers of one model that differ in identity or scheme, so that one prompt has different block hashes there,
+and workers that do not serve their pool's name.
 
 Each change is logged once, and a gauge shows how many workers differ from the largest group.
 """
@@ -6,6 +7,7 @@ Each change is logged once, and a gauge shows how many workers differ from the l
 from __future__ import annotations
 
 import logging
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class Agreement:
         self._metrics = metrics
         self._last: dict[tuple[str, Matter], dict[str, tuple[str, ...]]] = {}
         self._unhashed: dict[str, tuple[str, ...]] = {}
+        self._misnamed: dict[str, dict[str, str]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
         """Take the groups of one model. groups: digest as text -> workers that have it, the largest group first."""
@@ -50,6 +53,7 @@ class Agreement:
         """The pool has ended: its workers count no longer."""
         self._last = {key: groups for key, groups in self._last.items() if key[0] != tag}
         self._unhashed.pop(tag, None)
+        self._misnamed.pop(tag, None)
 
     def unhashed(self, tag: str, workers: Sequence[str]) -> None:
         """Take the workers of one model whose scheme is not used: a decision takes the chains of 4 schemes at most."""
@@ -58,6 +62,12 @@ class Agreement:
         self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))
         if now and now != before:
             logger.warning("%s: its workers use over 4 schemes: cached blocks of %s are not found", tag, _some(now))
+
+    def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
+        """Take the workers of one pool that do not serve its name, each with the reason."""
+        before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
+        for worker, reason in islice((one for one in reasons.items() if one not in before.items()), NAMED):
+            logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)
 
 
 def _some(workers: Sequence[str]) -> str:

@@ -150,8 +150,8 @@ def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
     if len(ids) < size:
         return None
     if lora is not None:
-        adapter = pool.view.adapters.get(lora[0])
-        if adapter is None or adapter.path != lora[1] or worker.worker_id in adapter.lacking:
+        names = pool.view.names
+        if names.paths.get(lora[0]) != lora[1] or worker.worker_id in names.lacking(lora[0]):
             return None
         body["model"] = lora[0]
     if salt is not None:

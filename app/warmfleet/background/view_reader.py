@@ -23,6 +23,7 @@ from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.pools.pool import all_of, as_answered
+from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
 from warmfleet.protocol.wire import Scheme, WireError
 from warmfleet.settings import MAX_VIEW_INTERVAL_S
@@ -134,6 +135,7 @@ class ViewReader:
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
         keyed = [(w, key) for key, group in bringers.items() for w in group]
         handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
+        self._agreement.misnamed(pool.tag, {w.worker_id: misnamed(w, pool.name) for w in alive if w.misnamed})
         awaited = identity is None and (reference is not None or bool(self._settings.tokenizer))
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)

@@ -40,7 +40,7 @@ SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
         "client": "leases",
         "tick": "tick hello cursor alive alive_servers servers load resync retired counts workers ejections",
         "apply": "workers load alive cursor batch digest resync retired lease counts tick",
-        "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts",
+        "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts servers",
         "apply_server": "servers workers load alive_servers cursor counts",
         "prove": "workers load counts",
         "register": "workers load alive next_slot retired tick",

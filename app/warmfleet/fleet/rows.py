@@ -31,6 +31,7 @@ class Flag(IntEnum):
     TRIAL = 1024  # after that it gets one request at a time, until it serves one
     PAUSED = 2048  # somebody paused its engine or put it to sleep: its last heartbeat or check said so
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
+    MISNAMED = 8192  # it does not serve its pool's name
 
 
 class Stage(IntEnum):

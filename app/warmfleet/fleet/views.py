@@ -137,6 +137,22 @@ class WorkerView:
         return self.state.routable
 
     @property
+    def loras(self) -> dict[str, str]:
+        """Name and path of the adapters that its API server announced; none that has the name of a model."""
+        loras = ((self.server or {}).get("facts") or {}).get("loras") or {}
+        return {name: path for name, path in loras.items() if name not in self.models}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that its API server answers to: served names, aliases and adapters."""
+        return [*self.models, *self.loras]
+
+    @property
+    def misnamed(self) -> bool:
+        """It does not serve its pool's name."""
+        return bool(self.load.flags & Flag.MISNAMED)
+
+    @property
     def heard(self) -> bool:
         """Its heartbeats come, or replicas vouch for it."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
@@ -177,9 +193,11 @@ class Views(ScriptClient):
             ("", pack_command("ZRANGE", keys.alive, 0, -1, "WITHSCORES")),
             ("", pack_command("ZRANGE", keys.alive_servers, 0, -1, "WITHSCORES")),
             ("", pack_command("HLEN", keys.servers)),
+            ("", pack_command("HGET", keys.counts, "announced")),
             ("", pack_command("TIME")),
         ]
         self._servers: dict[bytes, bytes] = {}
+        self._announcements: bytes | None = None  # the count of them at that reading
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
         self._announced: dict[str, dict[str, Any]] = {}  # of the last reading: the records of API servers
@@ -196,20 +214,20 @@ class Views(ScriptClient):
     async def look(self, reading: list[Any]) -> list[WorkerView]:
         """As ``workers``, for a caller that asks again and again.
 
-        The records of API servers, the largest part of all that a reading reads, are read when a worker comes, goes or
-        changes its state, else every SERVERS_S. So a server that joins again before its workers were proved, which
-        changes nothing else, is seen so much later.
+        The records of API servers, the largest part of all that a reading reads, are read when one of them has changed,
+        or a worker comes, goes or changes its state, else every SERVERS_S.
         """
         return await self._workers(reading, fresh=False)
 
     async def _workers(self, reading: list[Any], *, fresh: bool) -> list[WorkerView]:
-        records, rows, *scores, servers_known, (seconds, micros) = reading
+        records, rows, *scores, servers_known, announcements, (seconds, micros) = reading
         loads = self._loads(pairs(rows))
-        doubt = servers_known != len(self._servers) or time.monotonic() >= self._servers_until
+        changed = servers_known != len(self._servers) or announcements != self._announcements
+        doubt = changed or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
             self._servers_until = 0.0  # until they are read: this may fail
             self._servers = pairs(await self.ask("HGETALL", self.keys.servers))
-            self._servers_until = time.monotonic() + SERVERS_S
+            self._servers_until, self._announcements = time.monotonic() + SERVERS_S, announcements
         self._rows = loads
         now = int(seconds) + int(micros) / 1e6
         ages, server_ages = (

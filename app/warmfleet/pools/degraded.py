@@ -56,9 +56,9 @@ class LastKnown:
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        # Workers are remembered over an outage. But a drain is an order, a paused engine lets requests wait, and a
-        # server that ends may still be up.
-        left = {one.worker_id for one in view.workers if one.draining or one.paused or one.said_goodbye}
+        # Workers are remembered over an outage. But a drain is an order, a paused engine lets requests wait, one with
+        # another name would refuse them, and a server that ends may still be up.
+        left = {one.worker_id for one in view.workers if one.draining or one.paused or one.misnamed or one.said_goodbye}
         if left:
             others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in left)
             self._with_routable = replace(self._with_routable, workers=others)
@@ -73,7 +73,7 @@ class LastKnown:
     @property
     def names(self) -> Mapping[str, int]:
         """The names that workers served at the last reading with a routable worker: a restart takes none away."""
-        return self._with_routable.names
+        return self._with_routable.names.counts
 
     @property
     def missing(self) -> Sequence[WorkerView]:

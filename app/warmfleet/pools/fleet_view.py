@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.fleet import Flag
-from warmfleet.pools.lora_adapters import adapters_of, served
+from warmfleet.pools.served_names import ServedNames
 from warmfleet.prompt.request import MAX_MODEL_LEN
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.pools.capabilities import TokenCapability
-    from warmfleet.pools.lora_adapters import Adapter
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
 
@@ -34,10 +32,10 @@ class View:
     identity_keys: of the workers that brought files, by worker_id.
     handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
     workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
-    given only to the engine cores of a server that has several. models: the names that routable workers serve; names:
-    those that proved workers serve, with how many do. streams: to which the workers and their API servers write.
-    unreported: of whose finished prefills nobody tells: a bridge reports them. sorting: prefill tokens a second of the
-    workers whose engines take waiting prompts by priority, by worker_id; speeds: the same of all, 0: not known.
+    given only to the engine cores of a server that has several. names: that they serve. streams: to which the workers
+    and their API servers write. unreported: of whose finished prefills nobody tells: a bridge reports them. sorting:
+    prefill tokens a second of the workers whose engines take waiting prompts by priority, by worker_id; speeds: the
+    same of all, 0: not known.
     read_at: monotonic seconds.
     """
 
@@ -48,9 +46,7 @@ class View:
     read_at: float = 0.0
     urls: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, str] = field(default_factory=dict)
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)
-    models: tuple[str, ...] = ()
-    names: Mapping[str, int] = field(default_factory=dict)
+    names: ServedNames = field(default_factory=ServedNames)
     reference: WorkerView | None = None
     identity_keys: Mapping[str, str] = field(default_factory=dict)
     handoff: Mapping[str, TokenCapability] = field(default_factory=dict)
@@ -83,15 +79,14 @@ class View:
         return 1 / speed_tps if speed_tps > 0 else self.token_s
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
-        """The workers that cannot serve a request of ``tokens`` for ``model``: no such adapter, or too short a context.
+        """The workers that cannot serve a request of ``tokens`` for ``model``: no such name, or too short a context.
 
-        If the context of every worker with the adapter is too short, no worker is barred for that: the one that gets
-        the request refuses it, which tells the client.
+        If the context of every worker with the name is too short, no worker is barred for that: the one that gets the
+        request refuses it, which tells the client.
         """
-        adapter = self.adapters.get(model) if self.adapters else None
-        if adapter is None and not self.limits:
-            return ()
-        lacking = adapter.lacking if adapter else ()
+        lacking = self.names.lacking(model)
+        if not self.limits:
+            return lacking
         able = [worker for worker in self.limits if worker not in lacking]
         short = [worker for worker in able if self.limits[worker] < tokens]
         return (*lacking, *short) if len(short) < len(able) else lacking
@@ -109,7 +104,7 @@ class View:
             self,
             hashers=self.hashers or before.hashers,
             text=self.text or (before.text and not self.hashers),
-            adapters=self.adapters or before.adapters,
+            names=self.names if self.names.counts else before.names,
             max_model_len=before.max_model_len,
             limits=before.limits,
         )
@@ -126,9 +121,6 @@ def view_of(
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
     """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
-    # A worker that proved nothing adds no name: it could draw the requests of another model.
-    proved = [worker for worker in workers if worker.routable or worker.load.flags & Flag.URL]
-    adapters = adapters_of(proved)
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
     plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -149,12 +141,10 @@ def view_of(
             for worker in workers
             if worker.server and _has_several_cores(worker.server, cores[str(worker.record.get("server_id", ""))])
         },
-        adapters=adapters,
         unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
         sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
         speeds={one.worker_id: one.load.speed_tps for one in workers},
-        names=Counter(name for worker in proved for name in set(served(worker))),
-        models=tuple(dict.fromkeys(name for worker in workers if worker.routable for name in served(worker))),
+        names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
         limits=limits if len(set(limits.values())) > 1 else {},
     )

@@ -119,7 +119,7 @@ def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
     """The workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
-    if not (view.limits or view.adapters):
+    if not (view.limits or view.names.differ):
         return ()
     if len(prompts) == 1:
         longest = prompts[0].tokens
@@ -142,7 +142,7 @@ async def _reproduced(request: Request, view: View) -> _Found:
     tokens, kind, key = 0, "text", ""
     if identity is not None:
         kind, key = "exact", identity.key
-        lora = _lora(view, request) if view.adapters else None
+        lora = _lora(view, request) if view.names.paths else None
         prompts = tuple(await identity.prompts(request, view.hashers, lora, INLINE_CHARACTERS))
         if len(prompts) == 1:
             chains, tokens = prompts[0].chains, prompts[0].tokens or 1
@@ -188,5 +188,5 @@ def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
 
 def _lora(view: View, request: Request) -> Lora:
     """Name and path of the adapter that the request names: both are part of each of its block hashes."""
-    adapter = view.adapters.get(request.model)
-    return (request.model, adapter.path) if adapter else None
+    path = view.names.paths.get(request.model)
+    return None if path is None else (request.model, path)

@@ -49,7 +49,7 @@ class PolicyChoice:
     def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:
         """The workers that a hash ring names for this request, best first; empty if the policy looks at no ring."""
         if self.name == "chwbl":
-            return self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))
+            return self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
         if session and self.name in ("cost", "session"):
             return self.ring.order(session, view.ids, HOMES)
@@ -58,7 +58,7 @@ class PolicyChoice:
     def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
         """The ``order`` under each policy that looks at a ring, by the policy's name, for the decision log."""
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
-        found = {"chwbl": self.ring.order(prefix_key(request, view.adapters), view.ids, len(view.ids))}
+        found = {"chwbl": self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))}
         homes = self.ring.order(session, view.ids, HOMES) if session else ()
         return found | {"cost": homes, "session": homes}
 

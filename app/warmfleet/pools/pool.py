@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
@@ -21,6 +22,7 @@ from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.recent.decisions import RecentDecisions
 from warmfleet.pools.recent.engine_way import EngineWay
 from warmfleet.pools.recent.rest import Rest
+from warmfleet.pools.served_names import misnamed
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
@@ -39,7 +41,8 @@ Of = TypeVar("Of")
 Answer = TypeVar("Answer")
 
 AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
-MAX_AVOIDED = 64
+REFUSED_S = 6.0  # a refused name is not asked for again until the worker has had time to tell that it lacks it
+MAX_AVOIDED = 64  # workers; and names that workers have refused
 FIRST_READING_S = 2.0  # requests wait so long for the first reading of the fleet
 NOT_READ = (
     "The fleet was not read yet: Redis is away or slow. Ask again; for the operator, the replica's log and "
@@ -81,6 +84,8 @@ class Pool:
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._avoided_until: dict[str, float] = {}
+        #: (worker_id, name) -> what the worker had told of its names, until when it is passed over for this one.
+        self._refused: dict[tuple[str, str], tuple[object, float]] = {}
 
     @property
     def contacted(self) -> bool:
@@ -110,7 +115,7 @@ class Pool:
 
     def show(self, view: View) -> None:
         """Use a new reading of the fleet from now on."""
-        self.view = view
+        self.view = self._without_refused(view)
         self.fleet.block_tokens = {hasher.scheme.scheme_id: hasher.scheme.block_tokens for hasher in view.hashers}
         self.way.steps(view.step_s)
         self.read.set()
@@ -130,9 +135,36 @@ class Pool:
         self._avoided_until = {worker: until for worker, until in self._avoided_until.items() if until > now}
         return tuple(self._avoided_until)
 
+    def refused(self, worker_id: str, model: str) -> bool:
+        """A worker refused this name, which another one serves: pass it over for that until it tells other names.
+
+        At most REFUSED_S long. Returns whether this counts against the worker: only the first refusal since it told its
+        names does, as all its names may change at once, and other requests are on their way.
+        """
+        names, counts = self.view.names, all(worker != worker_id for worker, _ in self._refused)
+        if len(self._refused) < MAX_AVOIDED:
+            self._refused[worker_id, model] = names.told(worker_id), time.monotonic() + REFUSED_S
+        self.view = replace(self.view, names=names.without(worker_id, model))
+        return counts
+
+    def _without_refused(self, view: View) -> View:
+        """A new reading, without the names that workers have refused since they told them."""
+        if not self._refused:
+            return view
+        now = time.monotonic()
+        self._refused = {
+            name: (told, until)
+            for name, (told, until) in self._refused.items()
+            if until > now and told == view.names.told(name[0])
+        }
+        names = view.names
+        for refused in self._refused:
+            names = names.without(*refused)
+        return view if names is view.names else replace(view, names=names)
+
     def servers_of(self, model: str) -> int:
-        """How many workers serve this name or adapter; the workers that were known last, if none does now."""
-        return self.view.names.get(model) or self.last_known.names.get(model, 0)
+        """How many workers serve this name; the workers that were known last, if none does now."""
+        return self.view.names.counts.get(model) or self.last_known.names.get(model, 0)
 
     def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
@@ -216,10 +248,10 @@ class ServedModel:
     @property
     def names(self) -> set[str]:
         """Every name that a routable worker of any pool serves."""
-        return {name for pool in self.pools for name in pool.view.models}
+        return {name for pool in self.pools for name in pool.view.names.routable}
 
     def servers_of(self, model: str) -> int:
-        """How many workers of all pools serve this name or adapter."""
+        """How many workers of all pools serve this name."""
         return sum(pool.servers_of(model) for pool in self.pools)
 
     def order_for(
@@ -227,7 +259,7 @@ class ServedModel:
     ) -> tuple[Pool, ...]:
         """The pools in which a request looks for a worker, its two home pools first; draining pools last.
 
-        model: as the request names it. Pools without a worker that serves an adapter of this name are left out.
+        model: as the request names it. Pools without a worker that serves this name are left out.
         counted: the prompt counts among those that share its beginning.
         """
         able = self.pools
@@ -322,7 +354,7 @@ class Pools:
         found: dict[str, Pool] = {}
         for model in self.served.values():
             for pool in model.pools:
-                for name in pool.view.models:
+                for name in pool.view.names.routable:
                     found.setdefault(name, pool)
             if not model.names:
                 found.setdefault(model.name, model.pools[0])
@@ -337,7 +369,17 @@ class Pools:
         shown = ", ".join(f"`{name[:NAMED_CHARACTERS]}`" for name in names[:NAMED_MODELS])
         more = f" and {len(names) - NAMED_MODELS} more, which GET /v1/models lists" if names[NAMED_MODELS:] else ""
         told = f"Served are: {shown}{more}." if names else "There is none that this key may use."
+        if allowed is None and (why := self._misnamed(model)):
+            told += f" For the operator: {why}."
         return ModelNotFound(f"The model `{model[:200]}` does not exist here. {told}", "model")
+
+    def _misnamed(self, model: str) -> str:
+        """Why a worker that serves this name is not asked: its pool has another one; empty if there is none."""
+        for pool in self.all:
+            for worker in pool.view.workers:
+                if worker.misnamed and model in worker.names:
+                    return f"{worker.worker_id} is in the pool `{pool.tag}`, and {misnamed(worker, pool.name)}"
+        return ""
 
     async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:
         """A pool that serves ``model``: of several the one by which prompts are identified first.

@@ -10,6 +10,7 @@ from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, R
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.pool import NOT_READ
+from warmfleet.pools.served_names import misnamed
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
 
@@ -31,6 +32,10 @@ NO_ENGINE = (
 NONE_ROUTABLE = (
     "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: `warmfleet workers` "
     "tells the state of each, and `warmfleet doctor` what to do."
+)
+OTHER_NAMES = (
+    "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: {} is misnamed, {}."
+    " `warmfleet workers` tells the state of each."
 )
 #: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
@@ -205,5 +210,9 @@ def _question(
 
 def nobody(pools: Iterable[Pool], model: str) -> str:
     """Why no worker of any of these pools of a model can be chosen, and what to do about it."""
-    known = sum(len(pool.view.workers or pool.last_known.workers) for pool in pools)
+    workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]
+    wrong = next((worker for worker in workers if worker.misnamed), None)
+    if wrong is not None:
+        return OTHER_NAMES.format(len(workers), model, wrong.worker_id, misnamed(wrong, model))
+    known = len(workers)
     return NONE_ROUTABLE.format(known, model) if known else NO_ENGINE.format(model)

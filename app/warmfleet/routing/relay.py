@@ -8,12 +8,14 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+import orjson
+
 from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
 from warmfleet.engines.told_usage import AnswerTail
-from warmfleet.errors import EngineTimeout, Stopping, UpstreamError, UpstreamGone
+from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
 from warmfleet.metrics import PLAIN, STREAM
 from warmfleet.pools.cache_reports import CacheReports
@@ -50,6 +52,7 @@ BUFFER_MAX_BYTES = 1_048_576
 #: more seconds and pieces than these. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
 UNKNOWN_TOKEN_S = 1e-4  # of prefill, where no worker's speed is known; as lua/parts/shared/alive_workers.lua has it
+NOT_FOUND = 404  # a model, or a path, or an object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
 Ended = Literal["finished", "failed"]
@@ -144,7 +147,7 @@ class Relay:
         else:
             piece = await _first_piece(response)
             whole = response.at_eof
-        _check(job, response, piece, whole=whole)
+        _check(job, decision, response, piece, whole=whole)
         self._first_byte(job, attempt, decision, response, piece if whole else None)
         headers = _passed_back(response, whole=whole)
         headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
@@ -291,11 +294,39 @@ def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, 
     return headers
 
 
-def _check(job: Job, response: EngineResponse, piece: bytes, *, whole: bool) -> None:
-    """Raise UpstreamGone if a good answer shows that the engine is out of order: it lacks the object that it must be.
+def _check_name(job: Job, worker_id: str, answer: bytes) -> None:
+    """Raise NameRefused if the worker says that it has no such model, and another worker serves that name.
 
-    piece: its first, or all of it if it is ``whole``.
+    From then on requests for the name pass this worker over (``Pool.refused``).
     """
+    model, pools = job.request.model, job.homes or (job.pool,)
+    if not model or not any(pool.view.names.others(model, worker_id) for pool in pools):
+        return
+    if _names_model(answer, model):
+        raise NameRefused(model, counts=job.pool.refused(worker_id, model))
+
+
+def _names_model(answer: bytes, model: str) -> bool:
+    """Whether an engine's answer of 404 is about the model, and not about a path or an object."""
+    try:
+        told = orjson.loads(answer)
+        error = told.get("error") or told
+        if isinstance(error, str):
+            error = {"message": error}
+        message, param = str(error.get("message") or error.get("detail")), error.get("param")
+    except (ValueError, AttributeError):
+        return False
+    return param == "model" or (model in message and "model" in message.replace(model, "").lower())
+
+
+def _check(job: Job, decision: Decision, response: EngineResponse, piece: bytes, *, whole: bool) -> None:
+    """Raise UpstreamGone if an answer shows that another worker should be tried.
+
+    That is NameRefused, or the engine is out of order: its answer lacks the object that it must be. piece: its first,
+    or all of it if it is ``whole``.
+    """
+    if response.status == NOT_FOUND:
+        _check_name(job, decision.worker_id, piece)
     if response.status != 200 or job.call.path.answer != "object":
         return
     if not piece:

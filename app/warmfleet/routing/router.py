@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.request_headers import safe_request_id
-from warmfleet.errors import CancelledReservation, FleetUnavailable, KeyInUse, NoWorker, UpstreamGone, WarmfleetError
+from warmfleet.errors import (
+    CancelledReservation,
+    FleetUnavailable,
+    KeyInUse,
+    NameRefused,
+    NoWorker,
+    UpstreamGone,
+    WarmfleetError,
+)
 from warmfleet.fleet import Flag, Renewal
 from warmfleet.logs.lines import tell_request
 from warmfleet.pools.outliers import Judged
@@ -129,7 +137,8 @@ class Router:
                 outcome = "failed"
                 if answer.started:
                     raise
-                if error.refused or not error.answered:  # an answer of 500 may be the request's own fault
+                # An answer of 500 may be the request's own fault, and a worker without the name is well for others.
+                if not error.answered or (error.refused and not isinstance(error, NameRefused)):
                     attempt.worker_failed()
                 retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
@@ -387,8 +396,10 @@ class _Retries:
         self._failure = error
         gone = error.refused and not error.answered
         self._deaths += not error.refused
-        # What was under way at a worker that died is asked again once, however much that is.
-        costs = error.answered or (not gone and self._deaths > 1)
+        by_name = isinstance(error, NameRefused)
+        # What was under way at a worker that died is asked again once, however much that is. To refuse a name costs a
+        # worker nothing.
+        costs = not by_name and (error.answered or (not gone and self._deaths > 1))
         if (self._last and not gone) or self._too_much or (costs and self._budget.empty):
             raise error
         if costs:
@@ -396,10 +407,12 @@ class _Retries:
         if gone:
             self._gone_left -= 1
         else:
-            self.to_blame = (*self.to_blame, (pool, decision))
+            if not isinstance(error, NameRefused) or error.counts:
+                self.to_blame = (*self.to_blame, (pool, decision))
             self._next()
             self._pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
-        self.failed_workers = (*self.failed_workers, decision.worker_id)
+        lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile
+        self.failed_workers = (*self.failed_workers, decision.worker_id, *lacking)
 
     @property
     def _too_much(self) -> bool:

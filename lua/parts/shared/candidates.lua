@@ -2,9 +2,9 @@
 shared/candidates: the workers that a decision may choose among, and what their load rows say.
 
 Guarantee: pure. A candidate is alive and routable: its API server lives, its URL answers, it is neither draining nor
-hostile, and its engine is not paused. An ejected worker is none, and a worker on trial (eject) is one only while it
-has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). Its blocks may be matched if
-it is proven or approximate; else it is chosen by load only.
+hostile, its engine is not paused and serves the pool's name. An ejected worker is none, and a worker on trial (eject)
+is one only while it has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). Its
+blocks may be matched if it is proven or approximate; else it is chosen by load only.
 Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
 as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
 of a block (1: not known).
@@ -19,9 +19,9 @@ local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.ex
 local PREFILL_TOKENS_AT, WORKER_ID_AT = 5, 59 -- of a packed row
 local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4"
 local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
+local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED = 256, 512, 1024, 2048, 8192
 local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED + FLAG_MISNAMED
 local MEMORY_MS, ALWAYS, U32, PAST_MS = 15000, 65535, 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
 local MAX_PREFILLED = 4096 -- unpack takes no more
 local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default

@@ -8,9 +8,9 @@ Takes the keys alive, load and ejections by name, the time in ms, ttl_ms, and wh
 --]]
 local call, band = redis.call, bit.band
 local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_HOSTILE = ">I2", 21, 1, 2, 8, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED = 256, 512, 1024, 2048
+local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED = 256, 512, 1024, 2048, 8192
 local ROUTABLE = FLAG_SERVER + FLAG_URL
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED
+local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
 local TRIAL_MS, FORGET_MS, FAR_FUTURE_MS = 60000, 600000, 3600000
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 

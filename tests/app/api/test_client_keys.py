@@ -125,10 +125,11 @@ async def test_a_key_is_for_its_models(valkey_url: str, model: str, keys: Path) 
 async def test_a_form_needs_the_right_to_every_name_of_its_pool(valkey_url: str, model: str, keys: Path) -> None:
     put(keys, line("all", "wf-all", models=[model, "adapter"]) + line("one", "wf-one", models=["adapter"]))
     async with (
-        engine("adapter") as upstream,
+        engine(model) as upstream,
         engine(model) as second,
         replica(valkey_url, model, upstream.url, second.url, client_keys_file=str(keys)) as router,
     ):
+        upstream.names = [model, "adapter"]
 
         async def both() -> bool:
             async with router.client.get(router.url + "/v1/models", headers={"x-api-key": "wf-all"}) as answer:

@@ -126,7 +126,7 @@ async def status(router: Replica, spelling: str) -> int:
 async def test_models_are_found_under_an_escaped_name(valkey_url: str, model: str, above: str) -> None:
     """Official clients escape a slash in the name of a model. vLLM names one by its folder unless told otherwise."""
     name = f"{above}{model}/7b"
-    async with engine(name) as upstream, replica(valkey_url, model, upstream.url) as router:
+    async with engine(name) as upstream, replica(valkey_url, f"{model}/7b", upstream.url) as router:
         for path in (name, name.replace("/", "%2F"), name.replace("/", "%2f")):
             wanted = 400 if path.startswith("/") else 200  # an empty segment: many proxies would remove it
             assert (await asked(router.url, "GET", f"/v1/models/{path}"))[0] == wanted, path

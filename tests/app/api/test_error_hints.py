@@ -13,6 +13,7 @@ from tests.app.engine import engine
 from tests.app.replica import replica
 
 from warmfleet.api.error_answers import UnknownPath
+from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import NAMED_MODELS, Pools
 from warmfleet.prompt.engine_paths import KNOWN
 
@@ -65,7 +66,7 @@ def test_paths_that_are_served_elsewhere() -> None:
 
 
 def pools(*names: str) -> Pools:
-    made: Any = [SimpleNamespace(name=name, tag=name, view=SimpleNamespace(models=())) for name in names]
+    made: Any = [SimpleNamespace(name=name, tag=name, view=View()) for name in names]
     return Pools(made)
 
 

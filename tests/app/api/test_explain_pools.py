@@ -87,7 +87,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(fleet_status, "_explained", explained)
         model = SimpleNamespace(pools=pools, order_for=order_for)
-        view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=["a worker"])
+        view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
         for one in pools:
             one.view, one.name = view, "m"
         given, request = cast("Any", None), cast("Any", SimpleNamespace(model="m"))

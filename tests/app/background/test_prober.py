@@ -57,13 +57,16 @@ async def worker(
     tokenizer: bytes = SMALL,
     template: str = TEMPLATE,
     takes: int = 4_096,
+    models: tuple[str, ...] = (),
     **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
-    """Both halves of a worker, by the plugin's own publishers. takes: context in tokens. more: facts of its server."""
+    """Both halves of a worker, by the plugin's own publishers. takes: context in tokens. models: the names that it
+    serves, if not its pool's. more: facts of its server."""
     said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test")
     core = WorkerPublisher(said, tracker)
     artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
-    config = ServerConfig(redis_url, model, name, url, (model,), "test", artifacts, more, adapters=lambda: adapters)
+    served = models or (model.partition("#")[0],)
+    config = ServerConfig(redis_url, model, name, url, served, "test", artifacts, more, adapters=lambda: adapters)
     server = ServerPublisher(config)
     server.start()
     core.start()

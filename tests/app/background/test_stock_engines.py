@@ -401,7 +401,7 @@ def test_engines_known_by_their_url_are_spread_over_the_pools_that_serve() -> No
         pools = Pools(made)
         pools.served["m"].drain(frozenset(draining), frozenset({moving}))
         checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), Settings(models=tuple(tags)))
-        return {url: checks._pool_of(url, ["m"]).tag for url in (f"http://gpu{n}:8000" for n in range(60))}
+        return {url: checks._pool_of(url, ["m"], None).tag for url in (f"http://gpu{n}:8000" for n in range(60))}
 
     before, after = pools_with(), pools_with("m#2")
     assert all(10 <= list(before.values()).count(tag) <= 30 for tag in tags)

@@ -119,10 +119,10 @@ async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Red
         await store.hset(world.keys.workers, "w1.0", record)
         await replica.look()
         assert [hasher.scheme.scheme_id for hasher in replica.pool.view.hashers] == [scheme.scheme_id]
-        assert "adapter" in replica.pool.view.adapters, "none of its workers has told its adapters yet"
+        assert "adapter" in replica.pool.view.names.paths, "none of its workers has told its adapters yet"
         await world.change(1, flags=7)
         await replica.look()
-        assert replica.pool.view.adapters == {}
+        assert replica.pool.view.names.paths == {}
 
 
 @pytest.mark.parametrize("readable", [True, False])

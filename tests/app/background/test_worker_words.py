@@ -52,7 +52,7 @@ def test_every_state_has_words_and_every_state_that_is_not_well_a_remedy() -> No
     ids=lambda value: value.state if isinstance(value, WorkerView) else None,
 )
 def test_words_say_what_is_known(one: WorkerView, words: str, mend: str) -> None:
-    assert words in why(one)
+    assert words in why(one, "m")
     assert mend in remedy(one, "m")
     assert bool(remedy(one, "m")) == bool(mend)
-    assert "of long ago" not in why(one)
+    assert "of long ago" not in why(one, "m")

@@ -466,7 +466,7 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
     async with AsyncExitStack() as stack:
         for tag in tags[:2]:
             fleet = await stack.enter_async_context(applied(valkey_url, tag))
-            await stack.enter_async_context(simulated(valkey_url, tag))
+            await stack.enter_async_context(simulated(valkey_url, model, pool=tag))
             await complete(fleet)
             [worker] = await fleet.workers()
             assert await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"

@@ -21,6 +21,7 @@ from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
 from warmfleet.fleet.connection.pool_masters import master_of, next_tag
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import Keys
 from warmfleet_worker import seat as seats
 from warmfleet_worker.config import PublisherConfig
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCKS = [bytes([number]) * 8 for number in range(64)]
+FILES = {"tokenizer.json": b"{}"}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def engines(url: str, model: str, *names: str) -> Iterator[None]:
         tracker.stored(BLOCKS)
         said = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
         halves.append(WorkerPublisher(said, tracker, seat=core_seat(said)))
-        server = ServerConfig(url, model, name, "http://127.0.0.1:9", (model,), "test", {"tokenizer.json": b"{}"})
+        server = ServerConfig(url, model, name, "http://127.0.0.1:9", (served_model(model),), "test", FILES)
         halves.append(ServerPublisher(server, server_seat(url, model, name)))
     for half in halves:
         half.start()

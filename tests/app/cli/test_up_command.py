@@ -113,7 +113,7 @@ def test_it_waits_for_engines_that_load(monkeypatch: pytest.MonkeyPatch) -> None
                 loading["/v1/models"] = (200, LISTED)
 
         stack = Stack(Plan(workers=(slow, ready)), said.append, busy)
-        assert stack._listed_names() == ("demo",)
+        assert stack._listed_names() == [["demo", "demo"]] * 2
     assert said == [f"engines   waiting for 1 of 2: --worker {slow} answers 503"]
     assert shown[0] == f"1 of 2; --worker {slow} answers 503"
     assert shown[3] == f"1 of 2; --worker {slow} serves no model"

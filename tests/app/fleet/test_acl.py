@@ -184,7 +184,7 @@ async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: G
         admin.execute_command("ACL", "SETUSER", f"worker-{name}", *_words(rules))
         files = {"chat_template.jinja": b"{{ messages }}"}
         half = ServerPublisher(
-            ServerConfig(guarded.url(f"worker-{name}"), MODEL, name, "http://127.0.0.1:9", ("m",), "v1", files)
+            ServerConfig(guarded.url(f"worker-{name}"), MODEL, name, "http://127.0.0.1:9", ("org/model",), "v1", files)
         )
         half.start()
         try:
@@ -206,7 +206,7 @@ async def test_a_worker_takes_a_place_in_a_pool_as_far_as_its_rights_let_it(guar
     with guarded.client("admin") as admin:
         admin.execute_command("ACL", "SETUSER", f"worker-{name}", *told)
         admin.hset(wire.Keys(model).pools, tag, PoolEntry(tag).encode())
-        said = ServerConfig(guarded.url(f"worker-{name}"), model, name, "http://127.0.0.1:9", ("m",), "v1")
+        said = ServerConfig(guarded.url(f"worker-{name}"), model, name, "http://127.0.0.1:9", (model,), "v1")
         half = ServerPublisher(said, server_seat(said.redis_url, model, name))
         half.start()
         try:
@@ -296,7 +296,7 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
     core = WorkerPublisher(config, tracker)
     files = {"tokenizer.json": os.urandom(200_000)}
     half = ServerPublisher(
-        ServerConfig(guarded.url("worker-w2"), MODEL, "w2", "http://127.0.0.1:9", ("m",), "test", files)
+        ServerConfig(guarded.url("worker-w2"), MODEL, "w2", "http://127.0.0.1:9", ("org/model",), "test", files)
     )
     fleet = Fleet(connect(guarded.url("router")), MODEL, timeouts=PATIENT)
     core.start()
@@ -407,10 +407,10 @@ async def test_a_router_deletes_what_is_left_of_a_removed_pool_but_for_the_opera
 
 async def test_a_replica_serves_as_the_router_user(guarded: Guarded) -> None:
     async with AsyncExitStack() as stack:
-        upstream = await stack.enter_async_context(engine("served"))
+        upstream = await stack.enter_async_context(engine("org/model"))
         router = await stack.enter_async_context(replica(guarded.url("router"), MODEL, upstream.url))
         for _ in range(3):
-            status, headers, _ = await router.post({"model": "served", "prompt": "some words " * 50})
+            status, headers, _ = await router.post({"model": "org/model", "prompt": "some words " * 50})
             assert (status, headers["x-warmfleet-reservation"]) == (200, "booked")
         await router.unloaded()
         _, page = await router.get("/metrics")

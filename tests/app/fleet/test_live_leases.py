@@ -64,7 +64,7 @@ def workers(url: str, model: str) -> Iterator[None]:
             config = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 99_999, 32_768, "test")
             both = (
                 WorkerPublisher(config, Tracker()),
-                ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", ("m",), "test")),
+                ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", (model,), "test")),
             )
             for half in both:
                 half.start()

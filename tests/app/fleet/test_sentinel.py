@@ -141,7 +141,7 @@ async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with sentinels() as watched:
         half = ServerPublisher(
-            ServerConfig(watched.url, model, "w1", "http://127.0.0.1:9", ("m",), "test", {"tokenizer.json": b"{}"})
+            ServerConfig(watched.url, model, "w1", "http://127.0.0.1:9", (model,), "test", {"tokenizer.json": b"{}"})
         )
         tracker = Tracker()
         core = WorkerPublisher(PublisherConfig(watched.url, model, "w1.0", "w1", 0, SCHEME, 999, 999, "test"), tracker)

@@ -93,6 +93,9 @@ def test_every_event_moves_something() -> None:
         (Flag.URL | Flag.PROVEN, {}, 0.0, "joining"),
         (READY | Flag.DRAINING, {"suspect": "blocks"}, 0.0, "draining"),
         (READY | Flag.HOSTILE | Flag.DRAINING, {}, 0.0, "hostile"),
+        (READY | Flag.HOSTILE | Flag.MISNAMED, {}, 0.0, "hostile"),
+        (READY | Flag.MISNAMED | Flag.DRAINING, {}, 0.0, "misnamed"),
+        (READY | Flag.MISNAMED | Flag.APPROXIMATE | Flag.EJECTED, {}, 0.0, "misnamed"),
         (READY | Flag.HOSTILE, {}, 15.1, "silent"),
         (READY, {}, None, "silent"),
         (READY, {"left": True}, None, "left"),
@@ -164,7 +167,7 @@ class Life:
         if self.warmed:
             found.discard(Event.WARMING_BEGINS)
         if not self.server_known:
-            found -= {Event.SERVER_HEARD, Event.SERVER_LOST}
+            found -= {Event.SERVER_HEARD, Event.SERVER_LOST, Event.MISNAMED, Event.RENAMED}
         found -= self._excluded_by_goodbye()
         if self.core_left or self.standing not in SERVING or self.holds & {WorkerState.JOINING, WorkerState.HOSTILE}:
             found.discard(Event.VOUCHED)
@@ -172,6 +175,8 @@ class Life:
             found.discard(Event.EJECTED)
         if WorkerState.EJECTED not in self.holds:
             found.discard(Event.ACQUITTED)
+        if WorkerState.MISNAMED not in self.holds:
+            found.discard(Event.RENAMED)
         if WorkerState.UNHEARD in self.holds:
             found -= {Event.FALLS_SILENT, Event.SERVER_LOST}  # it is heard by neither way already
             found |= {Event.LAPSES}
@@ -184,7 +189,7 @@ class Life:
         broken = WorkerState.HOSTILE in self.holds
         excluded = set(HEARTBEATS) if broken or self.core_left else set[Event]()
         if self.server_left:
-            excluded |= {Event.SERVER_HEARD, Event.SERVER_LOST}
+            excluded |= {Event.SERVER_HEARD, Event.SERVER_LOST, Event.MISNAMED, Event.RENAMED}
         return excluded | ({Event.GOODBYE} if broken and not self.server_known else set())
 
     async def happen(self, event: Event) -> None:
@@ -218,7 +223,9 @@ class Life:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
             self.server_left = False
-            self.holds -= {WorkerState.JOINING, WorkerState.LEFT}
+            self.holds -= {WorkerState.JOINING, WorkerState.LEFT, WorkerState.MISNAMED}  # it tells its names anew
+        if event in (Event.MISNAMED, Event.RENAMED):  # its API server is heard
+            self.holds.discard(WorkerState.JOINING)
         if event is Event.FORGOTTEN:
             self.holds, self.server_known = {WorkerState.JOINING}, False
             self.server_quiet = self.server_left = self.core_left = False  # its API server has no other worker
@@ -343,6 +350,15 @@ class Life:
         await self.server.send("heartbeat")
         await self.server.applied()
 
+    async def _misnamed(self) -> None:
+        await self._renamed("other")
+
+    async def _renamed(self, *names: str) -> None:
+        """The process announces other names than before, and is the same."""
+        self.server_quiet = False
+        await self.server.join(self.server.nonce, models=names or (self.fleet.keys.tag.replace("~", "/"), "alias"))
+        await self.server.applied()
+
     async def _paused(self) -> None:
         await self._heard(paused=True)
 
@@ -376,9 +392,11 @@ async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fl
 
 
 async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet) -> None:
-    async def checked(*, healthy: bool) -> WorkerState:
+    pool = fleet.keys.tag.replace("~", "/")
+
+    async def checked(*names: str, healthy: bool) -> WorkerState:
         found = Check("PASSED" if healthy else "FAILED")
-        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": ["m"]}, 100, found)
+        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": names or [pool]}, 100, found)
         (view,) = await fleet.workers()
         assert view.approximate
         return view.state
@@ -392,6 +410,9 @@ async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fle
     assert await checked(healthy=True) == "draining"
     await fleet.drain("stock", draining=False)
     assert await checked(healthy=True) == "approximate"
+    assert await checked("other", healthy=True) == "misnamed"
+    assert await checked("other", healthy=False) == "silent"
+    assert await checked("other", pool, healthy=True) == "approximate"
     assert await fleet.forget("stock")
     assert await fleet.workers() == []
 

@@ -17,8 +17,8 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools import pool as pool_module
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
-from warmfleet.pools.lora_adapters import Adapter, adapters_of
 from warmfleet.pools.pool import Pool, Pools, ServedModel
+from warmfleet.pools.served_names import ServedNames
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.prompt.request import parse
@@ -52,20 +52,24 @@ def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
 
 def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
     workers = [serving("a", {"one": "/x", "two": "/y"}), serving("b", {"one": "/x"}), serving("c", {"one": "/z"})]
-    assert adapters_of(workers) == {"one": Adapter("/x", ("c",)), "two": Adapter("/y", ("b", "c"))}
+    names = ServedNames(workers)
+    assert (names.paths, names.differ) == ({"one": "/x", "two": "/y"}, True)
+    assert (names.lacking("one"), names.lacking("two")) == (("c",), ("b", "c"))
+    assert names.lacking("m") == names.lacking("nobody's") == ()
     stock = WorkerState.APPROXIMATE
     other = WorkerView("d", {}, None, LoadRow(), 0.0, stock, "approximate", "http://d", ["m", "two"])  # it says so
-    assert adapters_of([*workers, other])["two"].lacking == ("b", "c")
-    assert adapters_of([serving("a", None), serving("b", {"m": "/base"}), worker(True)]) == {}
+    assert ServedNames([*workers, other]).lacking("two") == ("b", "c")
+    alike = ServedNames([serving("a", None), serving("b", {"m": "/base"}), worker(True)])
+    assert (alike.paths, alike.differ) == ({}, False)
 
 
 def test_adapters_are_listed_while_a_worker_serves_them() -> None:
     away = replace(serving("b", {"two": "/y"}), state=WorkerState.SILENT, load=LoadRow(flags=Flag.URL))
     fake = serving("c", {"three": "/z"}, routable=False)
     view = view_of([serving("a", {"one": "/x"}), away, fake], None, (), text=False)
-    assert view.models == ("m", "one")
-    assert view.names == {"m": 2, "one": 1, "two": 1}, "while it is away a request for it is 503, not 404"
-    assert set(view.adapters) == {"one", "two"}, "a worker that proved nothing adds no name"
+    assert view.names.routable == ("m", "one")
+    assert view.names.counts == {"m": 2, "one": 1, "two": 1}, "while it is away a request for it is 503, not 404"
+    assert set(view.names.paths) == {"one", "two"}, "a worker that proved nothing adds no name"
 
 
 async def test_a_name_goes_to_the_model_of_the_operator_and_then_to_most_workers() -> None:

@@ -165,6 +165,7 @@ def worker(tag: str) -> WorkerView:
             server=None,
             record={},
             approximate=False,
+            misnamed=False,
             load=SimpleNamespace(speed_tps=100),
         ),
     )
@@ -480,7 +481,7 @@ async def test_a_refusal_counts_the_engines_of_all_pools() -> None:
     for pool in fixture.pools:
         pool.show(View((), read_at=2.0))
         pool.last_known._with_routable = View()
-    worker = SimpleNamespace(worker_id="w", routable=False, server=None, draining=True, record={})
+    worker = SimpleNamespace(worker_id="w", routable=False, server=None, draining=True, misnamed=False, record={})
     drained = cast("WorkerView", worker)
     fixture.pools[0].show(View((drained, drained), read_at=3.0))
     with pytest.raises(NoWorker, match="None of the 2 engines of `m` takes requests"):

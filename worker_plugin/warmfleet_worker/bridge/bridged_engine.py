@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet")
 
 CHECK_SECONDS = 2.0  # between two checks of the health
-READ_SECONDS = 5.0  # between two readings of metrics and adapters: they cost the engine's API server some milliseconds
+READ_SECONDS = 5.0  # between two readings of metrics and names: they cost the engine's API server some milliseconds
 FAILURES = 3  # unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
 REFUSALS = 2  # the same, where nothing listens at its address
 CATCH_UP_SECONDS = 60.0  # that a replay may take before the engine joins all the same
@@ -64,7 +64,7 @@ class BridgedEngine:
         self._context = context
         self._load_tokenizer = load_tokenizer
         self._server: ServerPublisher | None = None
-        self._reading, self._adapters = Reading(), dict[str, str]()
+        self._reading, self._models, self._adapters = Reading(), tuple[str, ...](), dict[str, str]()
         self._adapters_asked = 0.0
         self._restarted = threading.Event()
         self._stopping = threading.Event()
@@ -146,7 +146,7 @@ class BridgedEngine:
         self.api.healthy()
         facts = self._facts()
         sources = self._sources(facts)
-        self._adapters, self._reading = dict(facts.adapters), self._read()
+        self._models, self._adapters, self._reading = facts.models, dict(facts.adapters), self._read()
         self._restarted.clear()
         ranks = [self._rank(facts, source, rank) for rank, source in sorted(sources.items())]
         config = self._server_config(facts, len(ranks))
@@ -293,7 +293,9 @@ class BridgedEngine:
         if reading.started and self._reading.started and reading.started != self._reading.started:
             self._note_restart()
         self._reading = reading
-        self._adapters = self.api.adapters()
+        models, self._adapters = self.api.names()
+        if models != self._models:
+            self._note_restart()  # another model may answer there now
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
             self._note_restart()  # what it announced is wrong
@@ -323,7 +325,7 @@ class BridgedEngine:
         if path is None and time.monotonic() - self._adapters_asked > ADAPTERS_SECONDS:
             self._adapters_asked = time.monotonic()
             try:
-                self._adapters = self.api.adapters()
+                _, self._adapters = self.api.names()
             except EngineDown:
                 return None
             path = self._adapters.get(name)

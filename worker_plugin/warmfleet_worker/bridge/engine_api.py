@@ -152,9 +152,10 @@ class EngineApi:
             at_rank(endpoint, rank), at_rank(reachable(str(replay), self.host), rank) if replay else None
         )
 
-    def adapters(self) -> dict[str, str]:
-        """Path by name of the LoRA adapters that are loaded now."""
-        return _adapters(self._models())
+    def names(self) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The names that the engine serves now, and path by name of the LoRA adapters that are loaded."""
+        served = self._models()
+        return tuple(str(entry["id"]) for entry in served if not entry.get("parent")), _adapters(served)
 
     def healthy(self) -> None:
         """Return if the engine says that it is healthy."""

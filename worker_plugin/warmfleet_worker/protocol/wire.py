@@ -38,6 +38,7 @@ ENDED_MARK = "~"
 CLIENT_TAG_LENGTH = 11  # url-safe characters that follow if the request's client has limits, and stand for that client
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+_NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 # The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... A request for
 # several answers has several children; vLLM numbers them from 0.
 _ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?)\.")
@@ -66,6 +67,11 @@ def model_tag(model: str) -> str:
     for part in [*base.split("/"), *([pool] if pool else [])]:
         check_name(part)
     return base.replace("/", "~") + (f"#{pool}" if pool else "")
+
+
+def tag_of(served_name: str) -> str:
+    """The model tag that a served name gives: what a tag cannot have becomes a hyphen (lua/parts/shared/misnamed)."""
+    return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
 class Keys:

@@ -183,10 +183,10 @@ def worker_row(
     return {
         "worker_id": worker.worker_id,
         "url": worker.url,
-        "names": worker.models,
+        "names": worker.names,
         "state": worker.state,
         "routable": worker.routable,
-        "reason": (LAST_READ if past else why(worker, moved_to)) + (AVOIDED if avoided else ""),
+        "reason": (LAST_READ if past else why(worker, tag, moved_to)) + (AVOIDED if avoided else ""),
         "remedy": "" if past else remedy(worker, tag, moved_to),
         "version": str(worker.record.get("version", "")),
         "blocks": load.blocks,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.pools.served_names import misnamed
+from warmfleet.protocol.pools import served_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +28,7 @@ STATES: Mapping[WorkerState, str] = {
     _W.SILENT: "its heartbeats do not come",
     _W.JOINING: "only one half of it is heard: its API server is missing",
     _W.HOSTILE: "what its stream told cannot be right: it must join anew",
+    _W.MISNAMED: "it does not serve its pool's name",
     _W.DRAINING: "nothing runs there any more: it can be stopped",
     _W.PAUSED: "somebody paused its engine, or put it to sleep",
     _W.EJECTED: "it failed requests that other workers served",
@@ -38,7 +41,7 @@ SUSPICIONS: Mapping[str, str] = {
 }
 #: States whose words gain by the reason that the last probe gave.
 PROBED = (_W.PENDING, _W.UNREACHABLE, _W.LOAD_ONLY)
-#: The remedy of each state but the two best. {worker}, {model}: names to fill in.
+#: The remedy of each state but the two best. {worker}, {model}, {name}: to fill in; the name is the model's.
 REMEDIES: Mapping[WorkerState, str] = {
     _W.GONE: "start the engine",
     _W.PENDING: "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
@@ -51,6 +54,8 @@ REMEDIES: Mapping[WorkerState, str] = {
     " (VLLM_PLUGINS), the same WARMFLEET_REDIS_URL and WARMFLEET_WORKER_ID as its core, and where the log refuses a"
     " loopback address WARMFLEET_WORKER_URL=http://THIS_HOST:PORT",
     _W.HOSTILE: "restart the engine; if it happens again, compare the versions of plugin and routers",
+    _W.MISNAMED: "start it with --served-model-name {name}, which takes several names; or let it join the pool of a"
+    " name that it serves (WARMFLEET_MODEL; WARMFLEET_MODELS of the routers)",
     _W.DRAINING: "undo it when the engine shall serve again: warmfleet drain {worker} --model {model} --undo",
     _W.PAUSED: "let its engine go on when it shall serve again: POST /resume, or /wake_up where it sleeps",
     _W.EJECTED: "read the engine's log: it failed requests that other workers served",
@@ -74,10 +79,11 @@ CAUSES: Mapping[str, str] = {
 }
 
 
-def why(worker: WorkerView, moved_to: str = "") -> str:
+def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
     """The meaning of a worker's state, and its cause as far as that is known.
 
-    moved_to: the pool in which it is heard, if that is another one; it is away from here for no other reason.
+    model: the tag of its model. moved_to: the pool in which it is heard, if that is another one; it is away from here
+    for no other reason.
     """
     state, record = worker.state, worker.record
     if moved_to:
@@ -86,6 +92,8 @@ def why(worker: WorkerView, moved_to: str = "") -> str:
         return "its health check fails"
     if state is _W.SILENT and worker.heartbeat_age_s is not None:
         return f"its last heartbeat came {worker.heartbeat_age_s:.0f} s ago"
+    if state is _W.MISNAMED:
+        return misnamed(worker, served_model(model))
     if state is _W.DRAINING and worker.load.in_flight:
         return f"{worker.load.in_flight} requests are left there"
     if state is _W.SUSPECTED and record.get("suspect") in SUSPICIONS:
@@ -104,4 +112,4 @@ def remedy(worker: WorkerView, model: str, moved_to: str = "") -> str:
         return CAUSES[cause]
     if state is _W.SILENT and worker.approximate:
         return STOCK_REMEDY
-    return REMEDIES.get(state, "").format(worker=worker.worker_id, model=model)
+    return REMEDIES.get(state, "").format(worker=worker.worker_id, model=model, name=served_model(model))

@@ -32,7 +32,7 @@ from warmfleet.fleet import Check
 from warmfleet.pools.stalled_requests import STILL_S
 from warmfleet.prompt.block_hashes import TEXT_SCHEME
 from warmfleet.protocol.pools import weight
-from warmfleet.protocol.wire import Scheme, default_none_hash
+from warmfleet.protocol.wire import Scheme, default_none_hash, tag_of
 from warmfleet.settings import without_userinfo
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class StockEngines:
             raise ValueError(f"/v1/models answered {status}")
         listed_models = orjson.loads(body)["data"]
         models = [str(entry["id"]) for entry in listed_models]
-        pool = self._pool_of(url, models)
+        pool = self._pool_of(url, models, last)
         facts, facts_at = (EngineFacts(), 0.0) if last is None else (last.facts, last.facts_at)
         if last is None or last.failing_since is not None or time.monotonic() - facts_at >= FACTS_INTERVAL_S:
             facts, facts_at = await self._facts(url, None if last is None else last.facts), time.monotonic()
@@ -265,14 +265,17 @@ class StockEngines:
         }
         return CheckedEngine(pool, record, blocks, facts, facts_at)
 
-    def _pool_of(self, url: str, models: Sequence[str]) -> Pool:
-        """The pool of an engine that serves these models. Raises ValueError.
+    def _pool_of(self, url: str, models: Sequence[str], last: CheckedEngine | None) -> Pool:
+        """The pool of an engine that serves these models; if none has such a name, its pool so far. Raises ValueError.
 
         Of several pools that of the greatest weight for its URL: all replicas take the same, and a pool more or fewer
         moves few engines.
         """
         served = self._pools.served
-        model = next((model for name, model in served.items() if name in models), None)
+        tags = {*models, *map(tag_of, models)}
+        model = next((model for name, model in served.items() if name in tags), None)
+        if model is None and last is not None and last.pool in self._pools.all:
+            return last.pool
         if model is None and len(served) == 1:
             (model,) = served.values()
         if model is None:

@@ -150,7 +150,7 @@ def worker_finding(worker: WorkerView, tag: str) -> Finding:
         text = f"{name} is {state}{_ago(worker.heartbeat_age_s)}"
         return fault("worker", text, REMEDIES[WorkerState.UNHEARD])
     make = note if state in HARMLESS and not (state is WorkerState.PENDING and worker.record.get("reason")) else fault
-    return make("worker", f"{name} is {state}: {why(worker)}", remedy(worker, tag))
+    return make("worker", f"{name} is {state}: {why(worker, tag)}", remedy(worker, tag))
 
 
 def _half(worker: WorkerView) -> Finding:

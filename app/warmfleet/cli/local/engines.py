@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 
 from warmfleet.cli.command_error import CommandError
+from warmfleet.protocol.wire import tag_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 TINY_MODEL = Path("models/tiny")
@@ -20,7 +24,6 @@ NO_SIMULATOR = (
     "the simulated engines are not installed: run pip install ./worker_plugin './loadtest[demo]' in a checkout of "
     "Warmfleet, or name engines that you already run with `warmfleet up --worker URL`"
 )
-_NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,14 @@ def served_names(url: str, api_key: str) -> list[str]:
     return names
 
 
-def model_tag_of(name: str) -> str:
-    """A served name as a model tag: characters that keys must not contain (those of a path, say) become hyphens."""
-    return _NOT_IN_A_TAG.sub("-", name).strip("/")
+def pools_of(listed: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """The model tags of engines that serve these names, each of which belongs to one pool.
+
+    That is the pool of a name that an engine before it has named, else of its own first one.
+    """
+    tags: dict[str, None] = {}
+    for names in listed:
+        own = [tag_of(name) for name in names]
+        if own and tags.keys().isdisjoint(own):
+            tags[own[0]] = None
+    return tuple(tags)

@@ -20,7 +20,7 @@ from warmfleet.cli.local.engines import (
     EngineOptions,
     demo_template_sha256,
     engine_command,
-    model_tag_of,
+    pools_of,
     require_simulator,
     served_names,
 )
@@ -144,8 +144,9 @@ class Stack:
             require_simulator()
         self._claimed = claim_shared(plan.host, plan.port)
         if plan.workers:
-            self.names = self._listed_names()
-            self.models = tuple(dict.fromkeys(map(model_tag_of, self.names)))
+            listed = self._listed_names()
+            self.names = tuple(dict.fromkeys(name for names in listed for name in names))
+            self.models = pools_of(listed)
         self._children = Children(plan.logs)
         if plan.redis_url:
             self.redis_url = check_store(plan.redis_url)
@@ -165,16 +166,16 @@ class Stack:
         self.wait_ready(self.replicas)
         self._busy("", 0, 0, "")
 
-    def _listed_names(self) -> tuple[str, ...]:
-        """What the user's engines serve, as soon as all of them answer. Raises CommandError."""
-        names: dict[str, None] = {}
+    def _listed_names(self) -> list[list[str]]:
+        """The names that each of the user's engines serves, as soon as all of them answer. Raises CommandError."""
+        names: dict[str, list[str]] = {}
         waiting, count = list(self.plan.workers), len(self.plan.workers)
         started, told = time.monotonic(), False
         while waiting:
             loading: EngineLoadingError | None = None
             for url in list(waiting):
                 try:
-                    names |= dict.fromkeys(served_names(url, self.plan.worker_api_key))
+                    names[url] = served_names(url, self.plan.worker_api_key)
                 except EngineLoadingError as error:
                     loading = loading or error
                 else:
@@ -188,7 +189,7 @@ class Stack:
                 told = True
             self._busy("waiting for engines", count - len(waiting), count, f"; {loading}")
             time.sleep(LISTED_POLL_SECONDS)
-        return tuple(names)
+        return [names[url] for url in self.plan.workers]
 
     def _start_engines(self) -> None:
         options = self.plan.engines

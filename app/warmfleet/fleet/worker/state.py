@@ -2,9 +2,10 @@
 
 A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong. A
 *hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears it, its API server is
-missing, its stream is broken, its engine is paused, or the operator drains it. While a hold lasts, the standing
-underneath stays, and may change; when the last hold ends, the worker is where its standing says. One hold does not
-keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is ``unheard``, and
+missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the operator drains it. While
+a hold lasts, the standing underneath stays, and may change; when the last hold ends, the worker is where its standing
+says. One hold does not keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is
+``unheard``, and
 routable. ``app/docs/worker-life.md`` draws both tables.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
@@ -42,6 +43,7 @@ class WorkerState(StrEnum):
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
+    MISNAMED = "misnamed"  # it does not serve its pool's name: requests for that would fail there
     DRAINING = "draining"  # the operator lets it finish what it has
     PAUSED = "paused"  # somebody paused its engine or put it to sleep
     EJECTED = "ejected"  # it failed requests that others served: it gets none for a while, then one to try it
@@ -77,6 +79,7 @@ HOLDS = (
     WorkerState.SILENT,
     WorkerState.JOINING,
     WorkerState.HOSTILE,
+    WorkerState.MISNAMED,
     WorkerState.DRAINING,
     WorkerState.PAUSED,
     WorkerState.EJECTED,
@@ -105,6 +108,8 @@ class Event(StrEnum):
     STREAM_BREAKS = "its stream breaks the rules"
     SERVER_LOST = "its API server is silent for a TTL"
     SERVER_HEARD = "its API server is heard"
+    MISNAMED = "it does not serve its pool's name"
+    RENAMED = "it serves its pool's name"
     DRAIN = "warmfleet drain"
     UNDRAIN = "warmfleet drain --undo"
     PAUSED = "its engine is paused or put to sleep"
@@ -166,6 +171,7 @@ HELD: tuple[Hold, ...] = (
     Hold(_W.SILENT, _E.FALLS_SILENT, _E.HEARD, "apply, register", "a short outage keeps its entries"),
     Hold(_W.JOINING, _E.SERVER_LOST, _E.SERVER_HEARD, "apply_server, tick", "only the API server takes requests"),
     Hold(_W.HOSTILE, _E.STREAM_BREAKS, _E.CORE_JOINS, "apply_control", "nothing of a broken stream can be believed"),
+    Hold(_W.MISNAMED, _E.MISNAMED, _E.RENAMED, "apply_server, register", "requests for that name would fail there"),
     Hold(_W.DRAINING, _E.DRAIN, _E.UNDRAIN, "drain", "requests that run there finish, no other is sent there"),
     Hold(
         _W.PAUSED,
@@ -189,6 +195,7 @@ METRIC_LABELS: Mapping[WorkerState, str] = {
     _W.LOAD_ONLY: "identity",
     _W.APPROXIMATE: "approximate",
     _W.WARMING: "warming",
+    _W.MISNAMED: "misnamed",
     _W.DRAINING: "draining",
     _W.PAUSED: "paused",
     _W.EJECTED: "ejected",
@@ -215,6 +222,8 @@ def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: f
         return WorkerState.LEFT if record.get("left") else WorkerState.JOINING
     if flags & Flag.HOSTILE:
         return WorkerState.HOSTILE
+    if flags & Flag.MISNAMED:
+        return WorkerState.MISNAMED
     if flags & Flag.DRAINING:
         return WorkerState.DRAINING
     if flags & Flag.PAUSED:

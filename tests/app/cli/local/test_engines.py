@@ -8,7 +8,7 @@ import pytest
 from tests.app.cli.answering import replica
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.engines import EngineOptions, engine_command, model_tag_of, served_names
+from warmfleet.cli.local.engines import EngineOptions, engine_command, pools_of, served_names
 from warmfleet_loadtest import engine
 
 if TYPE_CHECKING:
@@ -20,8 +20,15 @@ class TestOwnEngines:
         models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
         with replica({"/v1/models": (200, models)}) as (url, seen):
             assert served_names(url, "secret") == ["/models/Qwen 3"]
-        assert model_tag_of("/models/Qwen 3") == "models/Qwen-3"
         assert seen[0][0]["authorization"] == "Bearer secret"
+
+    def test_an_engine_of_several_names_belongs_to_one_pool(self) -> None:
+        """A pool for each of its names would have no engine, but for the first."""
+        assert pools_of([["/models/Qwen 3"], ["alias", "models/Qwen 3"], ["b", "c"], ["c"]]) == (
+            "models/Qwen-3",
+            "b",
+            "c",
+        )
 
 
 class TestEngineCommands:
