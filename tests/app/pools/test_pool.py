@@ -240,7 +240,7 @@ async def test_a_prompt_counts_as_a_use_of_its_prefix_when_it_is_decided_and_not
     decider = Decider(DecisionLog("", 0.0, metrics), metrics)
     call = cast("Call", SimpleNamespace(request_id="r", path=SimpleNamespace(name="completions")))
     job = cast("Job", SimpleNamespace(pool=only, call=call, prompt=prompt))
-    attempt = cast("Attempt", SimpleNamespace(record=None, span=None))
+    attempt = cast("Attempt", SimpleNamespace(record=None, noted=None))
     decision = Decision("wf-0", "booked", "w.0", "w", "http://w", 0, 2, False, False, 0.1, 0, False, 2, 3)
     decider.keep(job, attempt, decision, "cost")
     assert noted == [prompt.prompts[0]]
