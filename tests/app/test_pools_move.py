@@ -75,7 +75,7 @@ async def told_of(router: Replica, model: str) -> bool:
     if {old["pool_state"], page["pool_state"]} != {"moving"}:
         return False
     rows = [*old["workers"], *({**row, "why": row["reason"]} for row in page["workers"])]
-    if len(rows) < 6 or any(row["state"] != "silent" or not row["why"].startswith("moved to") for row in rows):
+    if len(rows) < 6 or any(row["state"] != "left" or not row["why"].startswith("moved to") for row in rows):
         return False
     assert {row["why"] for row in rows} <= {f"moved to {model}#1", f"moved to {model}#2"}
     assert {row["remedy"] for row in rows} == {""}

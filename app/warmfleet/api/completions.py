@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import re
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,7 @@ class CompletionsProxy:
 
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
         """The request is over: let everybody know who keeps or tells what became of it."""
-        record.end(answer.status, complete=answer.complete)
+        record.ended_at, record.status, record.complete = time.perf_counter(), answer.status, answer.complete
         self._last.ended(record)
         if self._access_log is not None:
             self._access_log.engines(record)

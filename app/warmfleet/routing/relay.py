@@ -112,8 +112,12 @@ class Relay:
         rank = view.ranks.get(decision.worker_id)
         request_id = call.id_at_engine(attempt.owner)
         headers = call.headers + f"X-Request-Id: {request_id}\r\n".encode()
-        if attempt.noted is not None:
-            headers += attempt.noted.sent(request_id, ids=body is not job.body)
+        if (noted := attempt.noted) is not None:
+            noted.sent_at, noted.engine_request_id = time.perf_counter(), request_id
+            noted.sent_ids = body is not job.body
+            headers += noted.headers
+            if noted.tell is not None:
+                noted.tell_sent(noted.tell)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         if self._sends_priority and (number := job.engine_priority(decision)) is not None:
@@ -212,7 +216,7 @@ class Relay:
                 raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)
             piece = await _first_piece(response)
             if attempt.noted is not None:
-                attempt.noted.first_byte(response.status)
+                attempt.noted.first_byte(response.status, time.perf_counter())
             attempt.prefill_done()
             if job.call.limits is not None:
                 attempt.output = OutputTokens()
@@ -237,15 +241,16 @@ class Relay:
             attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
+        pool, now = job.pool, time.perf_counter()
+        waited_s = now - job.call.received_at
         if attempt.noted is not None:
-            attempt.noted.first_byte(status)
-        pool, waited_s = job.pool, time.perf_counter() - job.call.received_at
+            attempt.noted.first_byte(status, now)
         self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
         if streams:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
         word = attempt.reservation_word
         if streams and word == "booked" and job.prompt.prompt_count == 1:
-            took_s = time.perf_counter() - attempt.asked_at
+            took_s = now - attempt.asked_at
             pool.way.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
         self._requests(job.call.path.name, status, word, pool.tag).inc()
         if whole is not None:
@@ -275,15 +280,23 @@ def _must_be_whole(job: Job, response: EngineResponse) -> bool:
 
 def _length(response: EngineResponse) -> int:
     """The bytes of the body, as the head tells them; -1 if it does not."""
-    return next((int(value) for name, value in response.headers if name == b"content-length"), -1)
+    for name, value in response.headers:
+        if name == b"content-length":
+            return int(value)
+    return -1
 
 
 def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, bytes]]:
     """The headers of the engine's answer that the client gets. whole: its end is here, so the client's is told anew."""
-    hop = {
-        name.strip().lower() for key, value in response.headers if key == b"connection" for name in value.split(b",")
-    }
-    headers = [field for field in response.headers if field[0] in PASSED_BACK and field[0] not in hop]
+    headers, hop = [], b""
+    for field in response.headers:
+        if field[0] in PASSED_BACK:
+            headers.append(field)
+        elif field[0] == b"connection":
+            hop += field[1] + b","
+    if hop:
+        named = {name.strip().lower() for name in hop.split(b",")}
+        headers = [field for field in headers if field[0] not in named]
     if whole:
         return headers
     length = _length(response)
@@ -328,6 +341,8 @@ def _check(job: Job, decision: Decision, response: EngineResponse, piece: bytes,
     if response.status == NOT_FOUND:
         _check_name(job, decision.worker_id, piece)
     if response.status != 200 or job.call.path.answer != "object":
+        return
+    if whole and piece[:1] == b"{" and piece[-1:] == b"}":
         return
     if not piece:
         raise UpstreamGone("The worker's answer is empty.")

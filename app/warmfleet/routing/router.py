@@ -115,7 +115,8 @@ class Router:
         job = self._continuation.prepared(await self._prepare(call))
         retries = _Retries(job, self._retry_budget)
         while True:
-            await retries.moment()
+            if retries.pause_s:
+                await retries.moment()
             attempt = self._attempts.begin(job, retries.failed_workers, avoids_failing=retries.avoids_failing)
             outcome: Outcome = "cancelled"  # until it is known how the attempt ended
             try:
@@ -375,14 +376,14 @@ class _Retries:
         self._attempts_left = MAX_ATTEMPTS
         self._gone_left = MAX_GONE
         self._deaths = 0
-        self._pause_s = 0.0
+        self.pause_s = 0.0
         self._failure: UpstreamGone | None = None
         budget.earn()
 
     @property
     def tried_elsewhere(self) -> frozenset[int]:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
-        if self._last or self._budget.empty or not self._job.has_another_worker:
+        if self._last or self._budget.left < 1 or self._job.worker_count < 2:
             return NO_STATUS
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
 
@@ -410,7 +411,7 @@ class _Retries:
             if not isinstance(error, NameRefused) or error.counts:
                 self.to_blame = (*self.to_blame, (pool, decision))
             self._next()
-            self._pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
+            self.pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
         lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile
         self.failed_workers = (*self.failed_workers, decision.worker_id, *lacking)
 
@@ -427,7 +428,7 @@ class _Retries:
 
     async def moment(self) -> None:
         """Wait before another worker is risked, if two have died under the request."""
-        pause_s, self._pause_s = self._pause_s, 0.0
+        pause_s, self.pause_s = self.pause_s, 0.0
         if pause_s:
             await asyncio.sleep(pause_s)
 

@@ -64,14 +64,14 @@ def _failure(error: WarmfleetError) -> Failure:
 class TryRecord:
     """One try at a worker, from before the decision until everything is given back.
 
-    ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and seconds
-    of prefill in the queue when this one got its ticket. ``policy``: that chose; empty if Redis did not choose, and
-    then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no speed is known.
-    ``pool``: the tag of the chosen one; empty where the model has one pool. ``engine_request_id``: the X-Request-Id
-    that the engine got last. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence
-    between two of them. ``usage``: the engine's count of tokens in its own words, without anything behind it.
-    ``cached_tokens``: of the prompt, as the plugin reported them, None while nobody has. ``client_s``: how long the
-    client was too slow.
+    ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and
+    seconds of prefill in the queue when this one got its ticket. ``policy``: that chose; empty if Redis did not
+    choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
+    speed is known. ``pool``: the tag of the chosen one; empty where the model has one pool. ``engine_request_id``:
+    the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
+    try. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence between two of them.
+    ``usage``: the engine's count of tokens in its own words, without anything behind it. ``cached_tokens``: of the
+    prompt, as the plugin reported them, None while nobody has. ``client_s``: how long the client was too slow.
     """
 
     asked_at = queued_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
@@ -81,6 +81,7 @@ class TryRecord:
     waiting = status = chunks = 0
     sent_ids = False
     usage = b""
+    headers = b""
     cached_tokens: int | None = None
     outcome: Outcome | None = None
     failure: Failure | None = None
@@ -109,24 +110,15 @@ class TryRecord:
             held = f"{decision.matched_tokens} of {decision.prompt_tokens} tokens held"
             self.tell(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
 
-    def sent(self, request_id: str, *, ids: bool) -> bytes:
-        """The request is sent to the worker; returns lines of headers that belong to this try.
+    def tell_sent(self, tell: Tell) -> None:
+        """The request was sent to the worker."""
+        tell(f"sent as {self.engine_request_id}" + (", with token ids" if self.sent_ids else ""))
 
-        ids: token ids in place of text.
-        """
-        self.sent_at = time.perf_counter()
-        self.engine_request_id, self.sent_ids = request_id, ids
-        if self.tell is not None:
-            self.tell(f"sent as {request_id}" + (", with token ids" if ids else ""))
-        return b""
-
-    def first_byte(self, status: int) -> None:
+    def first_byte(self, status: int, at: float) -> None:
         """The first byte of the worker's answer came, and will be passed on."""
-        self.first_byte_at, self.status = time.perf_counter(), status
+        self.first_byte_at, self.status = at, status
         if self.tell is not None:
-            self.tell(
-                f"first byte, status {status}, {1_000 * (self.first_byte_at - self.sent_at):.1f} ms after it was sent"
-            )
+            self.tell(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
         """All of the answer came that will."""
@@ -177,15 +169,15 @@ class RequestRecord:
 
     def begin_try(self, reservation: str) -> TryRecord:
         """The record of a new try at a worker."""
-        return self._begun(TryRecord(reservation))
-
-    def _begun(self, made: TryRecord) -> TryRecord:
-        tries = self.tries
-        tries.append(made)
+        made = TryRecord(reservation)
+        self.tries.append(made)
         if self.tell is not None:
-            made.tell = self.tell
-            self.tell(f"try {len(tries)}, reservation {made.reservation}")
+            self._tell_of(made, self.tell)
         return made
+
+    def _tell_of(self, made: TryRecord, tell: Tell) -> None:
+        made.tell = tell
+        tell(f"try {len(self.tries)}, reservation {made.reservation}")
 
     def identified(self, model: str, kind: str, reason: str, tokens: int, *, streams: bool) -> None:
         """The prompt was identified."""

@@ -31,11 +31,8 @@ class TrySpan(TryRecord):
         super().__init__(reservation)
         self.trace_id = trace_id
         self.span_id = new_span_id()
-
-    def sent(self, request_id: str, *, ids: bool) -> bytes:
-        """As ``TryRecord.sent``; the engine's own span belongs to this one."""
-        super().sent(request_id, ids=ids)
-        return b"traceparent: %b\r\n" % traceparent(self.trace_id, self.span_id, sampled=True)
+        # The engine's own span belongs to this one.
+        self.headers = b"traceparent: %b\r\n" % traceparent(trace_id, self.span_id, sampled=True)
 
     def attributes(self) -> Attributes:
         """What the span tells."""
@@ -106,7 +103,11 @@ class RequestSpan(RequestRecord):
         self.offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def begin_try(self, reservation: str = "") -> TryRecord:
-        return self._begun(TrySpan(self.trace_id, reservation))
+        made = TrySpan(self.trace_id, reservation)
+        self.tries.append(made)
+        if self.tell is not None:
+            self._tell_of(made, self.tell)
+        return made
 
     @property
     def error(self) -> Failure | None:

@@ -569,8 +569,8 @@ def test_what_a_request_pays(capsys: pytest.CaptureFixture[str]) -> None:
         record.identified("m", "exact", "", 4_100, streams=True)
         one = record.begin_try("wf-0")
         one.decided(chosen, "cost", record.began_at, 1e-4)
-        one.sent("wf-0.e702cd891111650c24341ac9", ids=False)
-        one.first_byte(200)
+        one.sent_at, one.engine_request_id = time.perf_counter(), "wf-0.e702cd891111650c24341ac9"
+        one.first_byte(200, time.perf_counter())
         one.came(answer)  # type: ignore[arg-type]
         one.end("finished")
         record.end(200, complete=True)

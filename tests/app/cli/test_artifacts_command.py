@@ -16,6 +16,7 @@ from warmfleet.cli.artifacts import whole
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.terminal.output import printable
 from warmfleet.fleet import Fleet, connect
+from warmfleet.protocol.pools import served_model
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
@@ -38,7 +39,9 @@ def joined(url: str, model: str, *names: str) -> Iterator[None]:
     for name in names:
         config = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
         halves.append(WorkerPublisher(config, Tracker()))
-        halves.append(ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", (model,), "test", FILES)))
+        halves.append(
+            ServerPublisher(ServerConfig(url, model, name, "http://127.0.0.1:9", (served_model(model),), "test", FILES))
+        )
     for half in halves:
         half.start()
     try:

@@ -134,10 +134,11 @@ async def test_a_step_forgets_who_is_long_gone(store: aioredis.Redis, fleet: Fle
     assert not await store.exists(fleet.keys.retired)
 
 
-async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, fleet: Fleet, model: str) -> None:
     core = Core(store, fleet)
     await core.join()
-    announced = {"schema": 1, "server_id": "s", "url": "http://h:1", "models": ["m"], "artifacts": {}, "facts": {}}
+    announced = {"schema": 1, "server_id": "s", "url": "http://h:1", "models": [model]}
+    announced |= {"artifacts": {}, "facts": {}}
     entry = wire.entry("m1", 1, "join", wire.dumps(announced | {"version": "1"}))
     await store.xadd(fleet.keys.server("s"), entry)  # type: ignore[arg-type]
     await store.xadd(fleet.keys.hello, {"s": "server:s"})

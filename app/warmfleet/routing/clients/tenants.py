@@ -46,10 +46,14 @@ class Tenancy:
     def _values(self, headers: Sequence[tuple[bytes, bytes]], client: str) -> bytes:
         if client and self._header == b"authorization":
             return client.encode()
-        given = b"\0".join([value for name, value in headers if name == self._header])
-        if given or self._header != b"authorization":
-            return given
-        return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
+        given, keys = [], []
+        for name, value in headers:
+            if name == self._header:
+                given.append(value)
+            elif name == b"x-api-key":
+                keys.append(b"Bearer " + value)
+        joined = b"\0".join(given)
+        return joined if joined or self._header != b"authorization" else b"\0".join(keys)
 
     def flow(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
         """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
