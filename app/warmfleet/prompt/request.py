@@ -128,7 +128,8 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
     """
     data = decoded(body)
     request = from_dict(endpoint, data, allowed, len(body))
-    note_inexact(request, data, body)
+    if type(data) is not dict or len(body) > MAX_LONG_NUMBERS_BYTES:
+        note_inexact(request, data, body)
     return request
 
 

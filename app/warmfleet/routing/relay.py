@@ -146,7 +146,7 @@ class Relay:
         """
         if response.content_type == EVENTS:
             piece, whole = await _opening(response, tried_elsewhere), False
-        elif _must_be_whole(job, response):
+        elif response.complete or _must_be_whole(job, response):
             piece, whole = await _read(response)
         else:
             piece = await _first_piece(response)

@@ -158,8 +158,8 @@ class Router:
 
     async def _prepare(self, call: Call) -> Job:
         """Raises BadRequest, TooLarge, ModelNotFound, FleetUnavailable."""
-        if (in_utf8 := requests.in_utf8(call.body)) is not call.body:
-            call = call._replace(body=in_utf8)
+        if call.body[:1] != b"{" or call.body[1:2] == b"\0":
+            call = call._replace(body=requests.in_utf8(call.body))
         request = bodies.parse(call.path, call.body, self._allowed_fields, call.content_type)  # 1 parse
         if request.request_id and not call.named:
             call = call._replace(request_id=safe_request_id(request.request_id.encode("ascii", "ignore")))

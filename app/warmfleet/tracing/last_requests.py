@@ -56,14 +56,9 @@ class LastRequests:
             return
         if record.error_status >= 500 or not record.complete:
             self._failed.append(record)
-        tries = record.tries
-        if len(tries) == 1 and tries[0].first_byte_at:  # as nearly every request: a call of lateness_s costs as much
-            late_s, gap_s = tries[0].first_byte_at - record.began_at, tries[0].gap_s
-            late_s = max(gap_s, late_s)
-        else:
-            late_s = lateness_s(record)
-        if late_s > self._least_s or record.ended_at >= self._minute_ends_at:
-            self._keep_slow(late_s, record)
+        ended_at = record.ended_at  # nobody waited longer at a stretch than the request took
+        if ended_at - record.began_at > self._least_s or ended_at >= self._minute_ends_at:
+            self._keep_slow(lateness_s(record), record)
 
     def _keep_slow(self, late_s: float, record: RequestRecord) -> None:
         if record.ended_at >= self._minute_ends_at:
@@ -71,6 +66,8 @@ class LastRequests:
             self._minute = []
             self._minutes.append(self._minute)
         slow, heap = (late_s, next(self._numbers), record), self._minute
+        if len(heap) == SLOWEST and late_s <= heap[0][0]:
+            return
         if len(heap) < SLOWEST:
             heapq.heappush(heap, slow)
         else:

@@ -46,14 +46,14 @@ class Tenancy:
     def _values(self, headers: Sequence[tuple[bytes, bytes]], client: str) -> bytes:
         if client and self._header == b"authorization":
             return client.encode()
-        given, keys = [], []
-        for name, value in headers:
-            if name == self._header:
-                given.append(value)
-            elif name == b"x-api-key":
-                keys.append(b"Bearer " + value)
-        joined = b"\0".join(given)
-        return joined if joined or self._header != b"authorization" else b"\0".join(keys)
+        names = dict(headers)  # a look into it costs less than a loop
+        if self._header in names:
+            given = b"\0".join([value for name, value in headers if name == self._header])
+            if given:
+                return given
+        if self._header != b"authorization" or b"x-api-key" not in names:
+            return b""
+        return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
 
     def flow(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
         """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
