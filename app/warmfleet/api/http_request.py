@@ -27,8 +27,7 @@ _AMBIGUOUS = re.compile(
 )
 #: Headers that say where a request ends and where it goes, how its body is compressed, and one that asks for an answer
 #: before the body is sent.
-_RARE = frozenset((b"transfer-encoding", b"content-encoding", b"expect"))  # of these:
-_FRAMING = frozenset((b"host", b"content-length")) | _RARE
+_FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
 
 
 class Framing:
@@ -98,9 +97,6 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
     The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
     line ends, folded lines, spaces before a colon, control characters.
     """
-    named = dict(headers)
-    if len(named) == len(headers) and b"host" in named and _RARE.isdisjoint(named):  # as nearly every request
-        return Framing(int(named.get(b"content-length", 0)), b"", chunked=False, expects=False)
     hosts, length, chunked, expects, coding = 0, 0, False, False, b""
     for name, value in headers:
         if name not in _FRAMING:

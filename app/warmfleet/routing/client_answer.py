@@ -6,6 +6,7 @@ import http
 import time
 from email.utils import formatdate
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -110,14 +111,16 @@ class ClientAnswer:
         self._keep = self._connection.keeps_open()
         self._bodiless = self._bodiless or status in BODILESS
         self._has_length = self._bodiless
-        fields = [*headers, *self.added]
-        named = dict(fields)  # a look into it costs less than one at each field
-        if b"content-length" in named:
-            self._has_length = True
-        if b"connection" in named:
-            self._keep = self._keep and named[b"connection"].lower() != b"close"
-            fields = [field for field in fields if field[0] != b"connection"]
-        self._head = first_lines(status) + b"".join([b"%b: %b\r\n" % field for field in fields])
+        lines = [first_lines(status)]
+        for field in chain(headers, self.added) if self.added else headers:
+            if field[0] == b"content-length":
+                self._has_length = True
+            elif field[0] == b"connection":
+                self._keep = self._keep and field[1].lower() != b"close"
+                continue
+            lines.append(b": ".join(field))
+            lines.append(b"\r\n")
+        self._head = b"".join(lines)
 
     async def body(self, data: bytes, *, more: bool) -> None:
         """Send a piece of the body; it is the last one unless there is ``more``.
