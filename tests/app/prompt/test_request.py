@@ -226,7 +226,7 @@ def test_lists_and_objects_within_each_other_count_as_values(piece: bytes) -> No
 
 
 def test_halves_of_pairs_cost_no_more_than_the_parsing_itself() -> None:
-    body = b'{"prompt": "\\ud800", "more": [%b1]}' % (b"[[[]]]," * 360_000)
+    body = b'{"prompt": "\\ud800", "more": [%b1]}' % (b"[[[]]]," * 250_000)
     began = time.process_time()
     json.loads(body)
     parsed = time.process_time()
