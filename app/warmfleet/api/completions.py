@@ -118,6 +118,8 @@ class CompletionsProxy:
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
         """The request is over: let everybody know who keeps or tells what became of it."""
         record.ended_at, record.status, record.complete = time.perf_counter(), answer.status, answer.complete
+        if record.failure is not None and record.first_byte_at:  # the end of the answer is this error
+            record.complete = False
         self._last.ended(record)
         if self._access_log is not None:
             self._access_log.engines(record)

@@ -80,15 +80,15 @@ class Connections:
         self.waiting.pop(connection, None)
         self.uploading.pop(connection, None)
 
-    def hold(self, size: int, connection: Connection) -> None:
-        """Count ``size`` more bytes of a body of ``connection``. Raises UploadsFull if it must give up its body.
+    def hold(self, size: int, held: int) -> None:
+        """Count ``size`` more bytes of a body that has ``held`` with these. Raises UploadsFull if it must be given up.
 
         Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
         """
         self.body_bytes += size
         while self.body_bytes > self._max_uploads_bytes:
-            largest = max(self.uploading, key=lambda other: other.body_bytes, default=connection)
-            if largest.body_bytes <= connection.body_bytes:
+            largest = max(self.uploading, key=lambda other: other.body_bytes, default=None)
+            if largest is None or largest.body_bytes <= held:
                 raise UploadsFull("Too many large requests are being sent: ask again.")
             largest.refuse(UploadsFull("Too many large requests are being sent: ask again."), "uploads")
 

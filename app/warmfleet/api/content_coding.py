@@ -18,7 +18,7 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from warmfleet.api.connections import Connection, Connections
+    from warmfleet.api.connections import Connections
     from warmfleet.api.http_request import HttpRequest
 
 OFFERED = "gzip, deflate, zstd"
@@ -70,7 +70,7 @@ def codings(header: bytes) -> list[str]:
     return found
 
 
-async def decode(shared: Connections, connection: Connection, request: HttpRequest) -> None:
+async def decode(shared: Connections, request: HttpRequest) -> None:
     """Replace the request's body by the decoded one, once; decoding runs in a thread.
 
     The memory for bodies counts each piece as it comes. Raises BadRequest, UnsupportedCoding, TooLarge, UploadsFull.
@@ -82,7 +82,7 @@ async def decode(shared: Connections, connection: Connection, request: HttpReque
             decoding = _pieces(coding, request.body)
             while piece := await asyncio.to_thread(next, decoding, b""):
                 held += len(piece)
-                shared.hold(len(piece), connection)
+                shared.hold(len(piece), held)
                 if held > shared.max_body_bytes:
                     raise TooLarge(f"The decoded body has more than {shared.max_body_bytes} bytes.")  # noqa: TRY301
                 pieces.append(piece)

@@ -251,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         self._request = HttpRequest(parser.get_method(), self._target, version, headers, keeps_open=keeps_open)
         if told.coding:
             self._request.coding = told.coding
-            self._request.decode = partial(decode, self._shared, self)
+            self._request.decode = partial(decode, self._shared)
         self._in_head, self._in_body = False, True
         self._pieces = []
         self.body_bytes = self._chunks = self._framing_bytes = self._trailers = self._trailer_bytes = 0
@@ -267,7 +267,7 @@ class HttpConnection(asyncio.Protocol):
             raise TooLarge(f"The body has more than {self._shared.max_body_bytes} bytes.")
         self._pieces.append(piece)
         self.body_bytes = size
-        self._shared.hold(len(piece), self)
+        self._shared.hold(len(piece), size)
 
     def on_message_complete(self) -> None:
         request = self._request

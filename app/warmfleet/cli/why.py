@@ -13,6 +13,7 @@ from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import listens, replicas_to_ask
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.tracing.last_requests import KEPT
 
 if TYPE_CHECKING:
     import argparse
@@ -39,8 +40,8 @@ FACTS = {
     "policy": "policy",
     "why": "rule",
 }
-ELSEWHERE = """\
-Each replica keeps its own requests: the last 2,048, and of each minute of the last hour the slowest. Those that
+ELSEWHERE = f"""\
+Each replica keeps its own requests: the last {KEPT}, and of each minute of the last hour the slowest. Those that
 `warmfleet replicas` lists were asked as far as they can be reached from here. Name others with --url, by the port for
 operators (WARMFLEET_ADMIN_PORT), more than once if need be. On Kubernetes, where pods of routers do not reach each
 other, run it in each of them:

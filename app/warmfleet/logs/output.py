@@ -162,6 +162,8 @@ class LogOutput(logging.Handler):
                 self.on_drop()
         if made:
             self._put("".join(made), len(made))
+        if unmade:  # more came meanwhile, and nothing else tells of them
+            self._waiting.put(LATER)
 
     def _tell_of(self, folded: list[logging.LogRecord]) -> None:
         """Tell of the lines that were folded or dropped."""

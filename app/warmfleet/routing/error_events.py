@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Sink
     from warmfleet.errors import WarmfleetError
     from warmfleet.prompt.engine_paths import Form
+    from warmfleet.routing.client_answer import ClientAnswer
+    from warmfleet.tracing.request_record import RequestRecord
 
 _NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
 _TOLD = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
@@ -41,6 +43,14 @@ class ErrorEvents:
     def watching(self, client: Sink) -> Sink:
         """``client``; where events have numbers, with every piece that it gets seen here first."""
         return Watched(self.see, client) if self._form == "responses" else client
+
+    async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord | None) -> None:
+        """End the answer with the error; the record of its request tells it. A client that hung up is told nothing."""
+        if answer.lost:
+            return
+        if record is not None:
+            record.refused(error)
+        await answer.body(self.event(error), more=False)
 
     def event(self, error: WarmfleetError) -> bytes:
         """The last event of the stream.

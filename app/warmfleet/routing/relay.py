@@ -191,11 +191,11 @@ class Relay:
             self._metrics.stream_errors.labels(job.pool.tag).inc()
             if errors is None:
                 raise  # closing the connection tells the client that its answer is cut off
-            await client.body(errors.event(error), more=False)
+            await errors.end(client, error, job.call.record)
             return "failed"
         except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
             if errors is not None:
-                await client.body(errors.event(Stopping()), more=False)
+                await errors.end(client, Stopping(), job.call.record)
             raise
         finally:
             if followed is not None:

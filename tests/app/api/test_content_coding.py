@@ -193,6 +193,20 @@ async def test_many_large_bodies_at_once_keep_the_memory_for_bodies(pair: tuple[
     assert {json.loads(answer)["error"]["code"] for status, _, answer in asked if status == 503} == {"uploads_full"}
 
 
+async def test_bodies_that_grow_displace_no_upload_that_is_smaller(pair: tuple[Replica, Engine], model: str) -> None:
+    router, _ = pair
+    small = json.dumps({"model": model, "prompt": "x" * 100_000}).encode()
+    reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+    writer.write(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(small)}\r\n\r\n".encode() + small[:-1])
+    await writer.drain()
+    sent = zstd.compress(json.dumps({"model": model, "prompt": "x" * (LIMIT * 19 // 20)}).encode())
+    asked = await asyncio.gather(*[router.post(sent, TEXT, **{"Content-Encoding": "zstd"}) for _ in range(30)])
+    assert {status for status, _, _ in asked} == {200, 503}
+    writer.write(small[-1:])
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
 async def test_a_client_that_hangs_up_while_its_body_is_decoded_leaves_nothing(pair: tuple[Replica, Engine]) -> None:
     router, _ = pair
     sent = gzip.compress(bytes(1_900_000), 9)

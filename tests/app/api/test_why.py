@@ -252,6 +252,44 @@ async def test_a_stream_with_a_silence_in_its_middle(
     assert "nobody went on" in found["because"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_that_breaks_off_has_failed(valkey_url: str, model: str, path: str) -> None:
+    async def breaks_off(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        chunk(writer, event(SECRET))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        reset(writer)
+
+    asked = STREAM | {"model": model, "messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
+    async with engine(model, breaks_off) as upstream, replica(valkey_url, model, upstream.url) as router:
+        status, headers, _ = await router.post(asked, path)
+        (found,) = await why(router, order="failed")
+    assert (status, found["status"], found["request_id"]) == (200, 200, headers["x-request-id"])
+    assert (found["complete"], found["error"]) == (False, "upstream_gone")
+    assert found["because"].endswith("nobody went on. The answer ended with an error: upstream_gone.")
+
+
+async def test_a_client_that_hangs_up_in_the_middle_of_a_stream(valkey_url: str, model: str) -> None:
+    async def goes_on(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for _ in range(200):
+            chunk(writer, event(SECRET))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    async with engine(model, goes_on) as upstream, replica(valkey_url, model, upstream.url) as router:
+        reader, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
+        sent = json.dumps(STREAM | {"model": model}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+        writer.write(head.encode() + sent)
+        await reader.readuntil(SECRET.encode())
+        writer.transport.abort()
+        await poll(lambda: not router.server.server_state.tasks, 30, "the client is given up")
+        (found,) = await why(router, order="failed")
+    assert (found["status"], found["complete"], found["error"]) == (200, False, "client_hung_up")
+
+
 @pytest.mark.parametrize(
     "query", [{"order": "no"}, {"count": "0"}, {"count": "101"}, {"count": "²"}, {"id": "x" * 513}]
 )

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,24 @@ def test_many_lines_at_once_wake_the_thread_seldom_and_are_bounded(monkeypatch: 
     assert len(told) + len(drops) == 150 + told[-1].endswith("what reads this log is too slow")
     assert len(drops) == 50
     assert len(written) <= 4
+
+
+def test_lines_that_come_while_as_many_as_may_wait_are_made_are_written_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "MAX_WAITING", 100)
+    stream = io.StringIO()
+
+    def made_while_another_request_ends(status: object) -> Line:
+        log.later(answered, 201)
+        return answered(status)
+
+    with LogOutput("info", "json", stream=stream) as log:
+        log.later(made_while_another_request_ends, 200)
+        for _ in range(99):
+            log.later(answered, 200)
+        ends_at = time.monotonic() + 5
+        while "201" not in stream.getvalue():
+            assert time.monotonic() < ends_at, "no line is written any more"
+            time.sleep(0.01)
 
 
 def test_a_line_that_cannot_be_made_ends_nothing() -> None:

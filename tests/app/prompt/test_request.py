@@ -218,6 +218,39 @@ def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:
     assert parse("completions", json.dumps({"prompt": "word " * 6_000_000}).encode()).size_bytes > 30_000_000
 
 
+@pytest.mark.parametrize("piece", [b"[[[[1]]]],", b'{"a":{"a":{"a":1}}},', b"[{}],"])
+def test_lists_and_objects_within_each_other_count_as_values(piece: bytes) -> None:
+    body = b'{"prompt": "a", "more": [%b1]}' % (piece * (MAX_VALUES // 2))
+    with pytest.raises(TooLarge):
+        parse("completions", body)
+
+
+def test_halves_of_pairs_cost_no_more_than_the_parsing_itself() -> None:
+    body = b'{"prompt": "\\ud800", "more": [%b1]}' % (b"[[[]]]," * 250_000)
+    began = time.process_time()
+    json.loads(body)
+    parsed = time.process_time()
+    assert parse("completions", body).unforeseen == "unicode"
+    assert time.process_time() - parsed < 2.2 * (parsed - began)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (r"\ud83d\ude00", "\U0001f600"),
+        (r"\ud83d", "?"),
+        (r"\ud83d\ud83d\ude00\ude00", "?\U0001f600?"),
+        (r"\\ud83d", r"\ud83d"),
+        (r"\\\ud83d\\", "\\?\\"),
+        (r"\ud83d\\ude00", r"?\ude00"),
+        (r"\uDBFFx\uDFFF", "?x?"),
+        (r"\ud7ff\ue000", "\ud7ff\ue000"),
+    ],
+)
+def test_halves_of_pairs_become_question_marks(text: str, read: str) -> None:
+    assert parse("completions", b'{"top_p": NaN, "prompt": "%b"}' % text.encode()).prompts == [read]
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "expected"),
     [

@@ -130,13 +130,13 @@ class Continuation:
         except WarmfleetError as why:
             logger.info("no worker goes on with a stream: %s", why)
         except asyncio.CancelledError:
-            await answer.body(errors.event(Stopping()), more=False)
+            await errors.end(answer, Stopping(), record)
             raise
         self._metrics.continued.labels(result).inc()
         self._log(cut, result)
         if result != "continued":
             self._metrics.stream_errors.labels(job.pool.tag).inc()
-            await answer.body(errors.event(error), more=False)
+            await errors.end(answer, error, record)
 
     def _log(self, cut: StreamCut, result: str) -> None:
         """Tell of a stream that broke off."""
