@@ -18,7 +18,8 @@ KEYS: workers load alive next_slot retired tick
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: it is no longer listed), replica
       (a random word), since_ms (for how long this replica has found it so: 0 the first time), ttl_ms,
-      paused (1, 0; empty: not asked), wait_ms (until a new request would begin there, 0: at once; empty: not asked)
+      paused (1, 0; empty: not asked), wait_ms (until a new request would begin there, 0: at once; empty: not asked),
+      cause, reason (of a failed check: a word, and a sentence for people; kept until a check passes)
 Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING (it drains);
       LISTED (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
@@ -27,6 +28,7 @@ local workers_key, load_key, alive_key, next_slot_key, retired_key = KEYS[1], KE
 local tick_key = KEYS[6]
 local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
+local cause, reason = ARGV[10], ARGV[11]
 
 local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED, FLAG_PAUSED = 1, 2, 8, 16, 32, 2048
 local FLAG_MISNAMED, FLAGS = 8192, FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
@@ -64,6 +66,7 @@ if found == "FAILED" or found == "SLOW" then
   local nobody_since = since_ms > 0 and (before.passed or 0) <= now - since_ms
   local at_work = found == "SLOW" and in_flight > 0
   if before.replica == replica and not at_work or nobody_since then call("ZREM", alive_key, worker_id) end
+  before.cause, before.reason = cause, reason
   call("HSET", workers_key, worker_id, cjson.encode(before))
   return { slot, in_flight, call("ZSCORE", alive_key, worker_id) and "UP" or "OUT" }
 end
@@ -118,6 +121,7 @@ local under_way = row and row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
   or ("\0"):rep(WORKER_ID_AT - UNDER_WAY_TOKENS_AT)
 call("HSET", load_key, worker_id, head .. middle .. under_way .. worker_id)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
+record.cause, record.reason = nil, nil -- of a record that stands
 record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
 call("ZADD", alive_key, now, worker_id)

@@ -158,6 +158,7 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
         "policy_by": "setting",
         "identity": "exact",
         "rung": rung,
+        "away": rung in ("last_known", "nothing"),
         "rung_reason": RUNG_REASONS[rung],
         "view_age_s": 0.4,
         "queue": {

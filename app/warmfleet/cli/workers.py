@@ -123,7 +123,7 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
         load["in_flight"],
         load["prefill_tokens"] + load["foreign_prefill_tokens"],
         load["speed_tps"] or "-",
-        _age(worker["heartbeat_age_s"]),
+        "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # of one that left it is forgotten
         _age(truth["lag_s"]) if truth else "-",
     )
     if not wide:

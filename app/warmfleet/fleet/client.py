@@ -72,7 +72,7 @@ SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
         "apply_control": "prefix worker_id max_entries ttl_ms",
         "apply_server": "prefix server_id max_entries ttl_ms",
         "prove": "worker_id nonce proof cause reason probed owner lease_ms",
-        "register": "worker_id record_json capacity_blocks found replica since_ms ttl_ms paused wait_ms",
+        "register": "worker_id record_json capacity_blocks found replica since_ms ttl_ms paused wait_ms cause reason",
         "drain": "worker_id draining",
         "vouch": "worker_id nonce",
         "eject": "worker_id good first_ms most_ms",

@@ -46,6 +46,7 @@ class Check(NamedTuple):
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
     time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
     put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
+    cause, reason: of a check that failed, a word (background/reports/worker_words) and a sentence.
     """
 
     found: Literal["PASSED", "FAILED", "SLOW", "LEAVING"]
@@ -53,6 +54,8 @@ class Check(NamedTuple):
     since_s: float = 0.0
     paused: bool | None = None
     wait_s: float | None = None
+    cause: str = ""
+    reason: str = ""
 
 
 PASSED = Check("PASSED")
@@ -438,6 +441,8 @@ class Views(ScriptClient):
             ttl_ms=round(1000 * WORKER_TTL_SECONDS),
             paused="" if check.paused is None else int(check.paused),
             wait_ms="" if check.wait_s is None else round(1000 * check.wait_s),
+            cause=check.cause,
+            reason=check.reason,
         )
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 

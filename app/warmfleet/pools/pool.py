@@ -320,14 +320,18 @@ class Pools:
         return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
 
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
-        """Those of the workers that are heard in another pool of the model: worker_id -> the tag of that pool."""
-        silent = {worker.worker_id for worker in workers if not worker.heard}
-        others = [one for one in self.named(pool.name) if one is not pool] if silent else []
+        """Those of the workers that are heard in another pool: worker_id -> the tag of that pool.
+
+        An engine known by its URL may be heard in a pool of another model. Any other worker there is a namesake.
+        """
+        silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
+        others = [one for one in self.all if one is not pool] if silent else []
         return {
             worker.worker_id: other.tag
             for other in others
             for worker in other.view.workers
-            if worker.heard and worker.worker_id in silent
+            if worker.heard and (other.name == pool.name or worker.approximate)
+            if (worker.worker_id, worker.approximate) in silent
         }
 
     def tagged(self, tag: str) -> Pool | None:

@@ -29,13 +29,14 @@ NO_ENGINE = (
     "No engine of `{}` has joined this fleet. For the operator: start vLLM with the plugin and WARMFLEET_REDIS_URL, or "
     "name engines in WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing."
 )
+#: The first words of the next two, by whether the model has more than one engine.
+NONE_OF_ALL, NOT_THE_ONE = "None of the {} engines of `{}` takes requests", "The only engine of `{1}` takes no requests"
 NONE_ROUTABLE = (
-    "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: `warmfleet workers` "
-    "tells the state of each, and `warmfleet doctor` what to do."
+    "{} at this moment: ask again. For the operator: `warmfleet workers` tells the state of each, and `warmfleet "
+    "doctor` what to do."
 )
 OTHER_NAMES = (
-    "None of the {} engines of `{}` takes requests at this moment: ask again. For the operator: {} is misnamed, {}."
-    " `warmfleet workers` tells the state of each."
+    "{} at this moment: ask again. For the operator: {} is misnamed, {}. `warmfleet workers` tells the state of each."
 )
 #: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
@@ -214,8 +215,8 @@ def _question(
 def nobody(pools: Iterable[Pool], model: str) -> str:
     """Why no worker of any of these pools of a model can be chosen, and what to do about it."""
     workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]
+    if not workers:
+        return NO_ENGINE.format(model)
+    none = (NONE_OF_ALL if len(workers) > 1 else NOT_THE_ONE).format(len(workers), model)
     wrong = next((worker for worker in workers if worker.misnamed), None)
-    if wrong is not None:
-        return OTHER_NAMES.format(len(workers), model, wrong.worker_id, misnamed(wrong, model))
-    known = len(workers)
-    return NONE_ROUTABLE.format(known, model) if known else NO_ENGINE.format(model)
+    return OTHER_NAMES.format(none, wrong.worker_id, misnamed(wrong, model)) if wrong else NONE_ROUTABLE.format(none)

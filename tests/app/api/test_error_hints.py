@@ -102,4 +102,4 @@ async def test_over_http(valkey_url: str, model: str) -> None:
         assert "It is for operators" in await message(router, 404, ask, "/explain")
         (worker,) = await router.fleet.workers()
         await router.fleet.drain(worker.worker_id, draining=True)
-        assert "None of the 1 engines" in await message(router, 503, ask)
+        assert f"The only engine of `{model}` takes no requests" in await message(router, 503, ask)

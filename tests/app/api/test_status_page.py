@@ -258,6 +258,27 @@ def test_words_about_a_worker() -> None:
     assert [one["remedy"].partition(": ")[2] for one in told] == ["", "", *["warmfleet drain w.0 --model m --undo"] * 2]
 
 
+async def test_while_no_worker_takes_requests_the_page_tells_why(valkey_url: str, model: str) -> None:
+    """Requests go to the workers known last for some seconds, but Redis is well, and knows what holds each worker."""
+    async with (
+        engine(model) as first,
+        engine("another") as second,
+        replica(valkey_url, model, admin_port=1, static_workers=(first.url, second.url), probe_timeout_s=0.3) as router,
+    ):
+        await router.routable(1)
+        await first.close()
+
+        async def lost() -> Any:
+            [found] = (await data(router))["models"]
+            return found if found["rung"] == "last_known" else None
+
+        found: Any = await poll(lost, 15, "the last worker that took requests is silent")
+        assert {worker["state"] for worker in found["workers"]} == {"silent", "misnamed"}
+        assert all(worker["remedy"] for worker in found["workers"])
+        assert found["rung_reason"].startswith("No worker takes requests. ")
+        assert not found["away"]
+
+
 async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "READ_S", 0.01)
 

@@ -348,6 +348,50 @@ async def test_engines_that_leave_are_asked_a_few_at_a_time(
         assert most == 1
 
 
+@pytest.mark.parametrize(
+    ("broken", "cause", "reason"),
+    [
+        ({"late": {"/v1/models"}}, "late", "The worker does not answer: TimeoutError"),
+        ({"statuses": {"/v1/models": "401 x"}}, "locked", "/v1/models answered 401"),
+        ({"statuses": {"/v1/models": "500 x"}}, "ill", "/v1/models answered 500"),
+        ({"_page": lambda _path: b"{}"}, "ill", "/v1/models answers otherwise than OpenAI's API"),
+        ({"hangs": True}, "late", "The worker does not answer: TimeoutError"),
+    ],
+)
+async def test_a_worker_tells_why_its_check_failed_until_one_passes(
+    replica: Callable[..., Checks],
+    model: str,
+    broken: dict[str, Any],
+    cause: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against a key that changed, or an engine that hangs, it helps nobody to read that it is to be started."""
+    monkeypatch.setattr(stock_engines, "CHECK_TIMEOUT_S", 0.3)
+    async with engines(model, 1) as (engine,):
+        checks = replica(engine.url)
+        await checks.round()
+        with monkeypatch.context() as patched:
+            for name, value in broken.items():
+                patched.setattr(engine, name, value)
+            await checks.round()
+            worker = (await checks.workers())[engine.url]
+            assert (worker.heard, worker.record["cause"], worker.record["reason"]) == (False, cause, reason)
+        await checks.round()
+        worker = (await checks.workers())[engine.url]
+        assert worker.heard
+        assert not {"cause", "reason"} & worker.record.keys()
+
+
+async def test_a_worker_whose_engine_is_gone_says_so(replica: Callable[..., Checks], model: str) -> None:
+    async with engines(model, 1) as (engine,):
+        checks = replica(engine.url)
+        await checks.round()
+    await checks.round()
+    worker = (await checks.workers())[engine.url]
+    assert (worker.heard, worker.record["cause"]) == (False, "away")
+
+
 async def test_an_engine_that_moves_to_another_pool_takes_no_more_requests_in_the_one_before(
     replica: Callable[..., Checks], model: str, valkey_url: str
 ) -> None:

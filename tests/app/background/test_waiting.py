@@ -77,3 +77,14 @@ def test_what_a_pool_waits_for_beside_others(caplog: pytest.LogCaptureFixture) -
         ("INFO", "demo has no engine left"),
     ]
     assert "`warmfleet pools drain POOL --move`" in caplog.messages[0]
+
+
+def test_engines_that_went_to_another_model_are_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    alone = pool("proven")
+    pools: Any = SimpleNamespace(leaving=(), named=lambda _name: (alone,), moved=lambda *_: {"w0": "another"})
+    waiting = Waiting(pools)
+    for alone in (pool("proven"), pool("silent")):
+        pools.all = (alone,)
+        waiting.look()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no engine left" in caplog.text

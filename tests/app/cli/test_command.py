@@ -191,7 +191,7 @@ class TestWorkers:
         assert "sim-1.0: unreachable, not routable: routers get no answer at its URL (it does not answer)\n" in printed
         assert "\n  -> make its URL reachable\n" in printed
         row = next(line.split() for line in printed.splitlines() if line.startswith("sim-1.0  "))
-        assert row == ["sim-1.0", "unreachable", "100%", "7", "14", "7", "never", "1.2", "s"], "with foreign tokens"
+        assert row == ["sim-1.0", "unreachable", "100%", "7", "14", "7", "-", "1.2", "s"], "with foreign tokens"
 
     def test_its_columns_fit_100_characters_and_wide_shows_the_rest(self) -> None:
         loaded = dict.fromkeys(LOAD, 12_345_678) | {"in_flight": 123}

@@ -109,7 +109,9 @@ def test_the_quiet_doctor_prints_faults_only() -> None:
 async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
     """Run it. more: fields of Plan and of Settings."""
     plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}
-    settings = Settings(redis_url=url, models=(model,), **({"trust_templates": True, "decide_timeout_s": 2.0} | more))
+    settings = Settings(
+        redis_url=url, **({"models": (model,)} | {"trust_templates": True, "decide_timeout_s": 2.0} | more)
+    )
     plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
     out = io.StringIO()
     report = Report(out=out, secrets=secrets_of(plan))
@@ -914,6 +916,21 @@ async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: 
     told.names("listed", f"{ill}: /health answers 503", "its core may be dead")
     told.names("listed", f"{well} answers, but no router has registered it", "give every router this list")
     assert len(told.of("listed", State.FAULT)) == 5, told.printed
+
+
+async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valkey_url: str, model: str) -> None:
+    """It has no plugin. One that hangs is not to be started, either."""
+    async with applied(valkey_url, model) as fleet:
+        with answering.replica({"/health": (503, "")}) as (ill, _):
+            away = f"http://127.0.0.1:{free_port()}"
+            for name, url in (("away", away), ("ill", ill)):
+                await fleet.register(name, {"scheme_id": 7, "url": url, "models": [model]}, 50)
+            told = await doctor(valkey_url, model, static_workers=(away,))
+    told.names(
+        "url", f"away is listed as {away}: no connection", "start the engine on this machine, or correct the URL"
+    )
+    told.names("url", f"ill is listed as {ill}: /health answers 503", "its core may be dead")
+    assert "WARMFLEET_WORKER_URL" not in told.printed
 
 
 async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: str, model: str) -> None:

@@ -197,7 +197,7 @@ async def call_the_other_scripts(recorder: Recorder) -> None:
     await recorder.apply_server("w")
     await recorder.prove("w.0", "n1", Proof("url", "no answer", "away", 53, "o1"))
     await recorder.warming("w.0", "n2", "o2", 54)
-    await recorder.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9, True, 6.1))
+    await recorder.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9, True, 6.1, "away", "so"))
     await recorder.drain("w.0", draining=True)
     await recorder.vouch("w.0", "n3")
     await recorder.eject("w.0", good=True)
@@ -242,7 +242,8 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
         (
             "register",
             {"worker_id": "plain", "record_json": '{"a":1}', "capacity_blocks": 55, "found": "FAILED"}
-            | {"replica": "r1", "since_ms": 5_900, "ttl_ms": 15_000, "paused": 1, "wait_ms": 6_100},
+            | {"replica": "r1", "since_ms": 5_900, "ttl_ms": 15_000, "paused": 1, "wait_ms": 6_100}
+            | {"cause": "away", "reason": "so"},
             (),
         ),
         ("drain", {"worker_id": "w.0", "draining": 1}, ()),

@@ -20,6 +20,7 @@ from tests.app.engine import Engine, Seen, answer_by_name, answer_well, engine, 
 from tests.app.replica import Replica, replica
 from tests.conftest import poll, server, valkey_binary
 
+from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import WorkerState
 from warmfleet.pools import pool
 from warmfleet.pools.pool import Pool
@@ -418,6 +419,25 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
 
             await poll(moved, 15, "it serves the other model")
             assert (await asked(router, model))[0] == {200: 24}
+
+            async def told() -> bool:
+                """Nothing is wrong with it."""
+                pools = json.loads((await router.get("/workers"))[1])["models"]
+                rows = {row["state"]: row for pool in pools if pool["model"] == model for row in pool["workers"]}
+                return (rows["silent"]["why"], rows["silent"]["remedy"]) == (f"moved to {other}", "")
+
+            await poll(told, 15, "it is told that it has moved")
+            found = await doctor(valkey_url, model, models=(model, other))
+            assert f" moved to {other}" in found.of("moved", State.OK)[0].detail
+            assert not [*found.of("worker", State.FAULT), *found.of("workers", State.FAULT)], found.printed
+            first.names = [other]
+
+            async def empty() -> bool:
+                return not any(worker.heard for worker in await router.fleet.workers())
+
+            await poll(empty, 15, "the first one moved, too")
+            found = await doctor(valkey_url, model, models=(model, other))
+            found.names("workers", f"no engine of {model} is left", "start one")
 
 
 async def test_a_name_of_one_pool_goes_to_that_pool(valkey_url: str, model: str) -> None:

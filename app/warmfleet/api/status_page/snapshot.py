@@ -56,7 +56,8 @@ async def read(pool: Pool) -> Reading:
 def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
     """Everything about one model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
-    workers = pool.last_known.workers if rung == "last_known" else pool.view.workers
+    away = _away(pool, reached=found.reached)
+    workers = shown_workers(pool, rung, away=away)
     others = any(
         one.routable for other in pools.named(pool.name) if other is not pool for one in other.last_known.workers
     )
@@ -75,6 +76,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "policy_by": pool.policy.source,
         "identity": identity.kind if identity else "text" if pool.view.text else "none",
         "rung": rung,
+        "away": away,
         "rung_reason": rung_in_words(pool, rung, reached=found.reached, others=others),
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
@@ -95,6 +97,17 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         ],
         "decided": pool.recent.decided,
     }
+
+
+def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
+    """The workers of the last reading, and those known last where requests go to them. While Redis is away, these only:
+    the last reading is no newer."""
+    if rung != "last_known":
+        return pool.view.workers
+    if away:
+        return pool.last_known.workers
+    here = {worker.worker_id for worker in pool.view.workers}
+    return [*pool.view.workers, *(one for one in pool.last_known.workers if one.worker_id not in here)]
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
@@ -152,11 +165,12 @@ def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False)
         served = "other pools of its model serve its requests" if others else "requests get 503 until Redis is back"
         return f"Redis is away and no worker of this pool is known: {served}."
     if rung == "last_known":
-        since = "is away" if _away(pool, reached=reached) else "came back without the workers"
+        none = "No worker takes requests" if pool.view.workers else "Redis came back without the workers"
+        since = "Redis is away" if _away(pool, reached=reached) else none
         count = sum(worker.routable for worker in pool.last_known.workers)
         return (
-            f"Redis {since}. Requests go to the {count} workers known last, by a hash of the prompt; nothing is booked "
-            "and the engines are asked for their health every 5 s."
+            f"{since}. For now requests go to the workers known last ({count}), by a hash of the prompt; nothing is"
+            " booked and the engines are asked for their health every 5 s."
         )
     unheard = sum(worker.state is WorkerState.UNHEARD for worker in pool.view.workers)
     if rung == "asked":

@@ -50,18 +50,20 @@ class Waiting:
             now, before = (text, routable, len(workers)), self._told.get(pool.tag)
             if now != before:
                 self._told[pool.tag] = now
-                lost = before is not None and before[0] == SERVED and text not in (SERVED, MOVED)
+                elsewhere = text == MOVED and self._beside(pool)
+                lost = before is not None and before[0] == SERVED and text != SERVED and not elsewhere
                 logger.log(logging.WARNING if lost else logging.INFO, text, *_figures(pool, text, routable))
 
     def _nobody(self, pool: Pool) -> str:
         """The text about a pool of which no worker takes requests."""
         workers = pool.view.workers
         if not workers:
-            others = [
-                one for one in self._pools.named(pool.name) if any(worker.routable for worker in one.view.workers)
-            ]
-            return EMPTY if others else NO_ENGINE
+            return EMPTY if self._beside(pool) else NO_ENGINE
         return MOVED if len(self._pools.moved(pool, workers)) == len(workers) else NONE_ROUTABLE
+
+    def _beside(self, pool: Pool) -> bool:
+        """Whether a pool of its model has a worker that takes requests."""
+        return any(worker.routable for one in self._pools.named(pool.name) for worker in one.view.workers)
 
 
 def _text(pool: Pool) -> str:

@@ -63,8 +63,13 @@ REMEDIES: Mapping[WorkerState, str] = {
     _W.LOAD_ONLY: "see app/docs/identity.md, Proof",
     _W.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
 }
-#: The remedy of a stock engine that is silent: it sends no heartbeats.
-STOCK_REMEDY = "start the engine, or make its URL reachable from the routers' hosts"
+#: The remedy of a stock engine that is silent, as it sends no heartbeats, by the cause of its failed check.
+STOCK_REMEDIES: Mapping[str, str] = {
+    "away": "start the engine, or make its URL reachable from the routers' hosts",
+    "late": "read its log, and restart it if it hangs: it takes connections, and answers nothing",
+    "locked": "give the routers the engines' key: WARMFLEET_WORKER_API_KEY",
+    "ill": "read its log: it answers, but not as an engine that is well; or correct its URL",
+}
 #: The remedy of a worker that is placed by load only, by the cause that its probe gave.
 CAUSES: Mapping[str, str] = {
     "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
@@ -89,7 +94,7 @@ def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
     if moved_to:
         return f"moved to {moved_to}"
     if state is _W.SILENT and worker.approximate:
-        return "its health check fails"
+        return f"its health check fails ({record['reason']})" if record.get("reason") else "its health check fails"
     if state is _W.SILENT and worker.heartbeat_age_s is not None:
         return f"its last heartbeat came {worker.heartbeat_age_s:.0f} s ago"
     if state is _W.MISNAMED:
@@ -111,5 +116,5 @@ def remedy(worker: WorkerView, model: str, moved_to: str = "") -> str:
     if state is _W.LOAD_ONLY and cause in CAUSES:
         return CAUSES[cause]
     if state is _W.SILENT and worker.approximate:
-        return STOCK_REMEDY
+        return STOCK_REMEDIES.get(cause, STOCK_REMEDIES["away"])
     return REMEDIES.get(state, "").format(worker=worker.worker_id, model=model, name=served_model(model))

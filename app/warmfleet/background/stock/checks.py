@@ -62,6 +62,7 @@ NAME_CHARACTERS = 64
 #: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
 #: 16 tokens these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
+REASON_CHARACTERS = 200  # of a failed check, in its worker's record
 MAX_COUNT = 2**31  # tokens that an engine may say its context has, as in the announcement of a plugin
 
 
@@ -78,6 +79,10 @@ class CheckedEngine:
     facts: EngineFacts
     facts_at: float
     failing_since: float | None = None
+
+
+class LockedError(ValueError):
+    """The engine refuses the key that this replica has, or wants one."""
 
 
 class StockEngines:
@@ -161,7 +166,7 @@ class StockEngines:
             return
         ready = await self._ready(url, engine, last)
         if last is None or last.failing_since is not None:
-            logger.info("engine %s serves %s", without_userinfo(url), engine.pool.tag)
+            logger.info("engine %s answers: a worker of %s", without_userinfo(url), engine.pool.tag)
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
@@ -187,7 +192,8 @@ class StockEngines:
             logger.warning("engine %s does not answer: %s", without_userinfo(url), error)
             last = replace(last, failing_since=now)
         self._checked[url] = last
-        check = Check("SLOW" if slow else "FAILED", self._replica, now - (last.failing_since or now))
+        told = Check("SLOW" if slow else "FAILED", self._replica, now - (last.failing_since or now))
+        check = told._replace(cause=_cause(error), reason=_reason(error))
         await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
 
     def _works(self, url: str, pool: Pool) -> bool:
@@ -238,6 +244,8 @@ class StockEngines:
     async def _look(self, listed: ListedEngine, last: CheckedEngine | None) -> CheckedEngine:
         url = listed.url
         status, body = await self._client.get(url, "/v1/models", self._headers, CHECK_TIMEOUT_S)
+        if status in (401, 403):
+            raise LockedError(f"/v1/models answered {status}")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         listed_models = orjson.loads(body)["data"]
@@ -301,6 +309,19 @@ class StockEngines:
                 raise
             return known
         return facts
+
+
+def _cause(error: Exception) -> str:
+    """A word for a check that failed (background/reports/worker_words): by it operators are told what to do."""
+    if isinstance(error, UpstreamGone):
+        return "late" if error.late else "away"
+    return "locked" if isinstance(error, LockedError) else "ill"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, WarmfleetError | ValueError):
+        return str(error)[:REASON_CHARACTERS].rstrip(".")
+    return "/v1/models answers otherwise than OpenAI's API"
 
 
 def _told_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -362,13 +362,17 @@ def _beside(known: Known, model: str) -> list[str]:
 
 
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
-    """Workers that another pool of the model hears, and servers on their way between pools: name -> that pool."""
-    siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
+    """Workers that another pool hears, and servers on their way between pools of the model: name -> that pool.
+
+    Of another model's pool these are engines known by their URL: they go with the name that they serve.
+    """
     found: dict[str, str] = {}
-    for tag in siblings:
+    siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
+    for tag in known.fleets.keys() - {model}:
         with suppress(WarmfleetError):  # told where its own workers are checked
             known.workers[tag] = await known.fleets[tag].workers()
-            found |= {worker.worker_id: tag for worker in known.workers[tag] if worker.heard}
+            heard = [worker for worker in known.workers[tag] if worker.heard]
+            found |= {worker.worker_id: tag for worker in heard if worker.approximate or tag in siblings}
     if siblings:
         with suppress(WarmfleetError):
             found |= await pool_checks.on_their_way(plan.url, model, plan.wall())
@@ -427,8 +431,10 @@ async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list
                 if forbidden := engine_checks.allowed(url, addresses, got.addresses):  # before anything is sent there
                     return forbidden
                 reached = await engine_checks.reachable(Engine(url, client, tls, addresses=got.addresses))
-            names = ", ".join(worker.worker_id for worker in workers if worker.url.rstrip("/") == url)
-            wrong = [_of_url(found, names, url) for found in reached if found.state is not State.OK]
+            there = [worker for worker in workers if worker.url.rstrip("/") == url]
+            names = ", ".join(worker.worker_id for worker in there)
+            listed = all(worker.approximate for worker in there)
+            wrong = [_of_url(found, names, url, listed=listed) for found in reached if found.state is not State.OK]
             return wrong or [_url_ok(plan, names, url)]
 
         groups = await asyncio.gather(*[one(url) for url in list(urls)[:MAX_URLS]])
@@ -474,11 +480,13 @@ async def _listed(plan: Plan, known: Known) -> list[Finding]:
     return [*found, *(finding for group in groups for finding in group)]
 
 
-def _of_url(found: Finding, names: str, url: str) -> Finding:
-    remedy = found.remedy
-    if is_loopback(place_of(url)[0]):
+def _of_url(found: Finding, names: str, url: str, *, listed: bool) -> Finding:
+    """listed: the operator lists the engine, so it announces no URL."""
+    shown, remedy = fleet_checks.shown(url), found.remedy
+    if not listed and found.check == "reachable" and is_loopback(place_of(url)[0]):
         remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
-    return Finding("url", found.state, f"{names} announces {fleet_checks.shown(url)}: {found.detail}", remedy)
+    said = "is listed as" if listed else "announces"
+    return Finding("url", found.state, f"{names} {said} {shown}: {found.detail.removeprefix(f'{shown}: ')}", remedy)
 
 
 def _url_ok(plan: Plan, names: str, url: str) -> Finding:

@@ -71,7 +71,7 @@ async def reachable(engine: Engine) -> list[Finding]:
     if got.failed:
         remedy = REACH_REMEDIES[got.failed]
         if is_loopback(engine.host) and got.failed == "connection":
-            remedy = f"start the engine on this machine, or correct the URL; if it runs on another one: {LOOPBACK_HELP}"
+            remedy = "start the engine on this machine, or correct the URL: 127.0.0.1 means each machine itself"
         what = {"name": "the name cannot be resolved", "connection": "no connection", "tls": "TLS fails"}[got.failed]
         return [fault("reachable", f"{shown(engine.url)}: {what} ({got.why})", remedy)]
     found = [ok("reachable", f"connection in {1000 * got.seconds:.1f} ms")]

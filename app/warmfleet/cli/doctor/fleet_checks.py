@@ -12,6 +12,7 @@ from warmfleet.background.reports.worker_words import CAUSES, REMEDIES, remedy, 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
+from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
 
@@ -72,7 +73,9 @@ def all_of(fleet: Fleet) -> list[Finding]:
         findings.append(ok("moved", f"{_some(list(gone))} moved to {where}, or will be there within a minute"))
     left = [worker.worker_id for worker in here if worker.state is WorkerState.LEFT]
     here = [worker for worker in here if worker.worker_id not in left]
-    if not here and not findings[1:] and not fleet.drained:
+    if gone and not here and not any(served_model(to) == served_model(fleet.tag) for to in gone.values()):
+        findings.append(fault("workers", f"no engine of {fleet.tag} is left", "start one that serves this name"))
+    elif not here and not findings[1:] and not fleet.drained:
         findings.append(_nobody(fleet, left))
     elif left:
         findings.append(ok("left", f"{_some(left)} said goodbye"))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 NAMED = 8
+NONE_HELP = "`warmfleet workers` tells the state of each, why, and what to do"
 SWITCH = "warmfleet policy NAME --model {}"
 ADMIN_HELP = (
     f"name the replica's WARMFLEET_ADMIN_PORT (by default {ADMIN_PORT}) in --router, and put its key into"
@@ -165,7 +166,7 @@ def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registe
     if not listed and any(one.get("workers") for one in seen.values() if one.get("served_model") == served_model(tag)):
         return []  # an empty pool beside others: told where its workers are checked
     if not routable:
-        findings = [fault("workers", f"it has no routable worker of {tag}", "see the checks of its workers above")]
+        findings = [fault("workers", f"it has no routable worker of {tag}", NONE_HELP)]
     return findings + _settings(tag, served_model(tag) if registered else tag, told)
 
 
@@ -180,11 +181,14 @@ def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
         remedy = f"read it, then approve it: warmfleet artifacts --model {named}; warmfleet artifacts approve SHA256"
         findings.append(note("template", text, remedy))
     if told.get("identity") in ("none", "text") and told.get("workers"):
-        text = (
-            f"it has no tokenizer of {tag}: prompts are placed"
-            f" {'by their text' if told['identity'] == 'text' else 'by load'}"
+        by_text = told["identity"] == "text"
+        text = f"it has no tokenizer of {tag}: prompts are placed {'by their text' if by_text else 'by load'}"
+        remedy = (
+            "set WARMFLEET_TOKENIZER (`warmfleet up --tokenizer`), as engines known by their URL bring none"
+            if by_text
+            else "see its log, and the checks of identity above"
         )
-        findings.append(note("identity", text, "see its log, and the checks of identity above"))
+        findings.append(note("identity", text, remedy))
     if str(told.get("tokenizer", "")).startswith("slow"):
         text = f"the tokenizer of {tag} is {told['tokenizer']}: 30 to 90 times slower than others"
         findings.append(note("tokenizer", text, "see app/docs/identity.md, What a turn of a conversation costs"))

@@ -52,7 +52,10 @@ class RunningStack:
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
     """The stack that runs now, of several the latest; None without any."""
-    files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
+    try:
+        files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
+    except OSError:  # the home of another user
+        return None
     return next(filter(None, map(_read, files)), None)
 
 

@@ -103,6 +103,13 @@ def test_a_folder_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: 
         assert found() is None
 
 
+def test_a_folder_that_cannot_be_looked_into_has_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home of another user, where ``sudo`` keeps HOME; here one whose name is too long, which root cannot read."""
+    monkeypatch.setenv("XDG_STATE_HOME", "/" + 300 * "x")
+    assert found() is None
+    assert build_parser().parse_args(["workers"])
+
+
 def test_commands_take_address_store_and_models_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with announced(STACK):
         parser = build_parser()

@@ -177,7 +177,7 @@ function show() {
 }
 
 /** Whether the workers that are shown are those of a reading before Redis went away. */
-const old = (model) => model.rung === "last_known" || model.rung === "nothing";
+const old = (model) => model.away;
 const routable = (model) => model.workers.filter((worker) => worker.routable).length;
 
 function showModels(model) {
@@ -194,7 +194,7 @@ function showHead(model) {
   document.title = `${routable(model)} of ${model.workers.length} workers, ${model.model} – Warmfleet`;
   const drains = ["draining", "moving"].includes(model.pool_state) ? `this pool is ${model.pool_state}; ` : "";
   say($("model-facts"), `${drains}policy ${model.policy} (${model.policy_by}), prompts identified: ${model.identity}`);
-  const nobody = !old(model) && !routable(model);
+  const nobody = ["redis", "asked"].includes(model.rung) && !routable(model);
   const steps = last.rungs.map((rung) => {
     const now = rung === model.rung;
     const colour = nobody ? "bad" : RUNGS[rung][1];
