@@ -147,28 +147,3 @@ def test_a_model_is_taken_away_by_its_label(api: FakeApi, tmp_path: Path, mine: 
     assert done.returncode == 0, done.stderr
     gone = {re.sub("-[a-z0-9]{10}$", "", f"{key.kind.kind}/{key.name}") for key in before - set(api.store.objects)}
     assert gone == {"Deployment/worker-code", "PodDisruptionBudget/worker-code", "ConfigMap/worker-settings-code"}
-
-
-def test_an_overlay_with_one_set_of_workers_is_upgraded(
-    api: FakeApi,
-    tmp_path: Path,
-    rendered: dict[str, str],
-    program: Program,
-) -> None:
-    """Before, all workers were Deployment `worker`, whose selector and budget named no model."""
-    old = rendered["prod"].replace("worker-chat", "worker").replace(f"{INSTANCE}: chat", "x: x")
-    (tmp_path / "old.yaml").write_text(re.sub(r"^ +x: x\n", "", old, flags=re.MULTILINE))
-    (tmp_path / "new.yaml").write_text(rendered["prod"])
-    (line,) = re.findall(r"^    kubectl -n warmfleet delete --ignore-not-found .*\n.*$", README, re.MULTILINE)
-    assert apply(api, tmp_path, "-f", str(tmp_path / "old.yaml")).returncode == 0
-
-    applied = apply(api, tmp_path, "-f", str(tmp_path / "new.yaml"))
-    between = CHECKS["budgets"](list(api.store.objects.values()), program)
-    deleted = run(api, tmp_path, *line.replace("\\\n", " ").split()[1:], "--wait=false")
-
-    assert applied.returncode == 0, applied.stderr
-    assert any("under 2 budgets" in problem for problem in between), "the reason for the command"
-    assert deleted.returncode == 0, deleted.stderr
-    left = list(api.store.objects.values())
-    assert [name_of(item) for item in of_role(left, "worker")] == ["Deployment/worker-chat"]
-    assert CHECKS["budgets"](left, program) == CHECKS["selectors"](left, program) == []
