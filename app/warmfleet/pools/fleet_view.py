@@ -87,7 +87,8 @@ class View:
         lacking = self.names.lacking(model)
         if not self.limits:
             return lacking
-        able = [worker for worker in self.limits if worker not in lacking]
+        lacks = frozenset(lacking)
+        able = [worker for worker in self.limits if worker not in lacks]
         short = [worker for worker in able if self.limits[worker] < tokens]
         return (*lacking, *short) if len(short) < len(able) else lacking
 
