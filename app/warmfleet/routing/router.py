@@ -401,15 +401,16 @@ class _Retries:
         # What was under way at a worker that died is asked again once, however much that is. To refuse a name costs a
         # worker nothing.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
-        if (self._last and not gone) or self._too_much or (costs and self._budget.empty):
+        free = gone or by_name
+        if (self._last and not free) or self._too_much or (costs and self._budget.empty):
             raise error
         if costs:
             self._budget.spend()
-        if gone:
+        if not gone and (not isinstance(error, NameRefused) or error.counts):
+            self.to_blame = (*self.to_blame, (pool, decision))
+        if free:
             self._gone_left -= 1
         else:
-            if not isinstance(error, NameRefused) or error.counts:
-                self.to_blame = (*self.to_blame, (pool, decision))
             self._next()
             self.pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
         lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile

@@ -317,6 +317,19 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
     assert sum(statuses.values()) > 100
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_finds_the_one_engine_that_still_serves_its_name(
+    valkey_url: str, model: str, way: str, stream: bool
+) -> None:
+    """Nobody has told yet that all others lost it, so the request meets some of them first."""
+    async with fleet_of(valkey_url, model, way, *[[model, "alias"]] * 8, routable=8) as (router, engines):
+        for one in engines[1:]:
+            one.engine.names = [model]
+        for _ in range(8):
+            assert (await asked(router, "alias", 1, stream=stream))[0] == {200: 1}
+        assert sum(one.refused for one in engines) >= 1
+
+
 # ---------------------------------------------------------------- an answer of 404
 
 
@@ -460,10 +473,11 @@ async def test_a_name_of_one_pool_goes_to_that_pool(valkey_url: str, model: str)
         assert workers <= {"e0.0", "e1.0"}
 
 
-async def test_a_name_that_is_no_tag_is_that_of_its_pool(valkey_url: str, model: str) -> None:
-    """As ``warmfleet up`` makes it: what a tag cannot have is a hyphen there."""
-    odd = f"{model}: a b"
+@pytest.mark.parametrize("behind", [": a b", "-模型-7b", "😀", "/é/"])
+async def test_a_name_that_is_no_tag_is_that_of_its_pool(valkey_url: str, model: str, behind: str) -> None:
+    """As ``warmfleet up`` makes it: each character that a tag cannot have is a hyphen there."""
+    odd = model + behind
     async with engine(model, answer_by_name) as one:
         one.names = [odd]
-        async with replica(valkey_url, f"{model}--a-b", one.url) as router:
+        async with replica(valkey_url, wire.tag_of(odd), one.url) as router:
             assert (await asked(router, odd))[0] == {200: 24}
