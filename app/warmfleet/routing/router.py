@@ -138,8 +138,7 @@ class Router:
                 outcome = "failed"
                 if answer.started:
                     raise
-                # An answer of 500 may be the request's own fault, and a worker without the name is well for others.
-                if not error.answered or (error.refused and not isinstance(error, NameRefused)):
+                if error.warns_others:
                     attempt.worker_failed()
                 retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
