@@ -143,11 +143,11 @@ class Router:
                 retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
                 _retried(job, decision.worker_id, error)
-                job = job.admitted()
+                job = job.admitted().as_of_now()
             except NoWorker as error:
-                retries.no_worker(
-                    error, avoided_some=bool(attempt.avoided)
-                )  # raises unless an avoided worker may serve
+                before, job = job, job.as_of_now()
+                if job is before:  # raises unless an avoided worker may serve
+                    retries.no_worker(error, avoided_some=bool(attempt.avoided))
             except WarmfleetError:
                 outcome = "failed"
                 raise
@@ -412,8 +412,7 @@ class _Retries:
         else:
             self._next()
             self.pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
-        lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile
-        self.failed_workers = (*self.failed_workers, decision.worker_id, *lacking)
+        self.failed_workers = (*self.failed_workers, decision.worker_id)
 
     @property
     def _too_much(self) -> bool:
