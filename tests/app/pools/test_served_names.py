@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.api.test_client_keys import line
 from tests.app.background.test_prober import worker
 from tests.app.cli.test_doctor import doctor
 from tests.app.engine import Engine, Seen, answer_by_name, answer_well, engine, no_model, reply
@@ -30,6 +31,7 @@ from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from tests.app.engine import Answer
 
@@ -193,6 +195,27 @@ async def test_clients_of_a_fleet_whose_engines_all_have_another_name_are_told_w
         status, _, answer = await router.post({"model": model, "prompt": "x"}, "/explain")
         assert f"--served-model-name {model}" in json.loads(answer)["error"]["message"]
         assert not any(one.engine.seen for one in engines if way == "url")
+
+
+async def test_clients_learn_no_worker_and_no_name_that_is_not_theirs(
+    valkey_url: str, model: str, way: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.jsonl"
+    keys.write_text(line("any", "wf-any") + line("one", "wf-one", models=[model]))
+    names = ["/models/theirs"], ["/models/theirs"]
+    hidden: dict[str, Any] = {"client_keys_file": str(keys), "answer_headers": "request_id"}
+    async with fleet_of(valkey_url, model, way, *names, routable=0, **hidden) as (router, engines):
+
+        async def told(key: str, name: str) -> str:
+            _, _, answer = await router.post({"model": name, "prompt": "x"}, Authorization=f"Bearer {key}")
+            return str(json.loads(answer)["error"]["message"])
+
+        await poll(lambda: _misnamed(router, 2), 30, "the replica knows both")
+        for name in (model, "/models/theirs"):
+            said = await told("wf-any", name)
+            assert "it serves /models/theirs" in said
+            assert not any(one.known_as in said for one in engines)
+        assert "theirs" not in await told("wf-one", model)
 
 
 async def _misnamed(router: Replica, count: int) -> bool:
