@@ -105,7 +105,7 @@ class View:
             self,
             hashers=self.hashers or before.hashers,
             text=self.text or (before.text and not self.hashers),
-            names=self.names if self.names.counts else before.names,
+            names=self.names if self.names.counts else before.names.remembered(),
             max_model_len=before.max_model_len,
             limits=before.limits,
         )

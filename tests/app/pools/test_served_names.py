@@ -197,6 +197,16 @@ async def test_clients_of_a_fleet_whose_engines_all_have_another_name_are_told_w
         assert not any(one.engine.seen for one in engines if way == "url")
 
 
+async def test_names_that_nobody_serves_any_more_are_listed_no_more(valkey_url: str, model: str) -> None:
+    """All engines have another name: the model is listed by its own, as one without workers."""
+    async with fleet_of(valkey_url, model, "url", *[[model, "alias"]] * 2, routable=2) as (router, engines):
+        assert await listed(router) == {model, "alias"}
+        for one in engines:
+            one.serve("other")
+        await poll(lambda: _misnamed(router, 2), 30, "the replica knows both")
+        assert await listed(router) == {model}
+
+
 async def test_clients_learn_no_worker_and_no_name_that_is_not_theirs(
     valkey_url: str, model: str, way: str, tmp_path: Path
 ) -> None:
