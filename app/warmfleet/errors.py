@@ -173,6 +173,11 @@ class UpstreamGone(UpstreamError):
         self.refused = refused
         self.answered = answered
 
+    @property
+    def warns_others(self) -> bool:
+        """Other requests should avoid the worker, too. An answer of 500 may be the request's own fault."""
+        return self.refused or not self.answered
+
 
 class NameRefused(UpstreamGone):
     """The worker does not serve the request's name any more, and another one does. Its answer cost it nothing.
@@ -186,6 +191,11 @@ class NameRefused(UpstreamGone):
     def __init__(self, model: str, *, counts: bool) -> None:
         super().__init__(f"The model `{model[:200]}` is not served any more.", refused=True, answered=True)
         self.counts = counts
+
+    @property
+    def warns_others(self) -> bool:
+        """The worker is well for other names."""
+        return False
 
 
 class EngineTimeout(UpstreamError):

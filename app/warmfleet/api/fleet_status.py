@@ -276,11 +276,12 @@ async def _by_last_reading(pool: Pool, request: Request, settings: Settings) -> 
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
     prompt = await pool.identify(request, settings.expected_output_tokens)
-    exclude = {*prompt.unable_workers, *pool.avoided()}
-    able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in exclude]
-    chosen = pool.degraded.choose(able, prompt.beginning)
+    able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in prompt.unable_workers]
+    chosen = pool.degraded.choose(able, prompt.beginning, pool.avoided()) or pool.degraded.choose(
+        able, prompt.beginning
+    )
     if chosen is None:
-        raise NoWorker("")
+        raise NoWorker(nobody((pool,), pool.name))
     rows = [
         {
             "worker_id": one.worker_id,

@@ -87,7 +87,8 @@ class View:
         lacking = self.names.lacking(model)
         if not self.limits:
             return lacking
-        able = [worker for worker in self.limits if worker not in lacking]
+        lacks = frozenset(lacking)
+        able = [worker for worker in self.limits if worker not in lacks]
         short = [worker for worker in able if self.limits[worker] < tokens]
         return (*lacking, *short) if len(short) < len(able) else lacking
 
@@ -104,7 +105,7 @@ class View:
             self,
             hashers=self.hashers or before.hashers,
             text=self.text or (before.text and not self.hashers),
-            names=self.names if self.names.counts else before.names,
+            names=self.names if self.names.counts else before.names.remembered(),
             max_model_len=before.max_model_len,
             limits=before.limits,
         )

@@ -103,7 +103,12 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
         return None
     if _lora(other, request) != _lora(view, request):
         return None
-    barred = _barred(request, other, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
+    return as_of(prompt, request, other)
+
+
+def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedPrompt:
+    """The prompt with the workers that cannot serve it by this view: names change while a request waits."""
+    barred = _barred(request, view, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 
 

@@ -382,7 +382,7 @@ class Pools:
         for pool in self.all:
             for worker in pool.view.workers:
                 if worker.misnamed and model in worker.names:
-                    return f"{worker.worker_id} is in the pool `{pool.tag}`, and {misnamed(worker, pool.name)}"
+                    return f"an engine in the pool `{pool.tag}` is misnamed, {misnamed(worker, pool.name)}"
         return ""
 
     async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:

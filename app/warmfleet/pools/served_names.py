@@ -89,6 +89,12 @@ class ServedNames:
         """What the worker has told of its names, to be compared; None for a worker that is not known."""
         return next(((one.models, one.loras) for one in self._groups if worker_id in one.ids), None)
 
+    def remembered(self) -> ServedNames:
+        """These names, of an earlier reading: no routable worker serves them now."""
+        changed = copy.copy(self)
+        changed.routable = ()
+        return changed
+
     def without(self, worker_id: str, name: str) -> ServedNames:
         """These names, but for one that this worker refused: it has changed since it was read."""
         lacking = self.lacking(name)

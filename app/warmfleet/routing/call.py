@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.engines.engine_priority import priority
+from warmfleet.pools.identified_prompt import as_of
 from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
@@ -177,6 +178,11 @@ class Job(NamedTuple):
             return None
         came_at_s = time.time() - (time.perf_counter() - self.call.received_at)
         return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
+
+    def as_of_now(self) -> Job:
+        """The job with the workers that cannot serve it by the last reading; itself if these are the same."""
+        prompt = as_of(self.prompt, self.request, self.pool.view)
+        return self if prompt is self.prompt else self._replace(prompt=prompt)
 
     def admitted(self) -> Job:
         """The job for another attempt: the limits of its client have let it in, and do not refuse it half-way."""

@@ -36,7 +36,8 @@ NONE_ROUTABLE = (
     "doctor` what to do."
 )
 OTHER_NAMES = (
-    "{} at this moment: ask again. For the operator: {} is misnamed, {}. `warmfleet workers` tells the state of each."
+    "{} at this moment: ask again. For the operator: an engine is misnamed, {}. `warmfleet workers` tells the state of "
+    "each."
 )
 #: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
@@ -187,7 +188,8 @@ class Decider:
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            raise NoWorker(nobody(job.homes or (pool,), pool.name))
+            told = nobody(job.homes or (pool,), pool.name, tells_names=job.call.models is None)
+            raise NoWorker(told)
         self._metrics.fallback.labels(reason, pool.tag).inc()
         if job.call.limits is not None and not job.homes:
             self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
@@ -212,11 +214,16 @@ def _question(
     return ask, place, rings
 
 
-def nobody(pools: Iterable[Pool], model: str) -> str:
-    """Why no worker of any of these pools of a model can be chosen, and what to do about it."""
+def nobody(pools: Iterable[Pool], model: str, *, tells_names: bool = True) -> str:
+    """Why no worker of any of these pools of a model can be chosen, and what to do about it.
+
+    tells_names: who reads it may know names besides this one. Which workers there are is told to operators only.
+    """
     workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]
     if not workers:
         return NO_ENGINE.format(model)
     none = (NONE_OF_ALL if len(workers) > 1 else NOT_THE_ONE).format(len(workers), model)
     wrong = next((worker for worker in workers if worker.misnamed), None)
-    return OTHER_NAMES.format(none, wrong.worker_id, misnamed(wrong, model)) if wrong else NONE_ROUTABLE.format(none)
+    if wrong is not None and tells_names:
+        return OTHER_NAMES.format(none, misnamed(wrong, model))
+    return NONE_ROUTABLE.format(none)

@@ -138,17 +138,16 @@ class Router:
                 outcome = "failed"
                 if answer.started:
                     raise
-                # An answer of 500 may be the request's own fault, and a worker without the name is well for others.
-                if not error.answered or (error.refused and not isinstance(error, NameRefused)):
+                if error.warns_others:
                     attempt.worker_failed()
                 retries.worker_failed(job.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
                 _retried(job, decision.worker_id, error)
-                job = job.admitted()
+                job = job.admitted().as_of_now()
             except NoWorker as error:
-                retries.no_worker(
-                    error, avoided_some=bool(attempt.avoided)
-                )  # raises unless an avoided worker may serve
+                before, job = job, job.as_of_now()
+                if job is before:  # raises unless an avoided worker may serve
+                    retries.no_worker(error, avoided_some=bool(attempt.avoided))
             except WarmfleetError:
                 outcome = "failed"
                 raise
@@ -401,19 +400,19 @@ class _Retries:
         # What was under way at a worker that died is asked again once, however much that is. To refuse a name costs a
         # worker nothing.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
-        if (self._last and not gone) or self._too_much or (costs and self._budget.empty):
+        free = gone or by_name
+        if (self._last and not free) or self._too_much or (costs and self._budget.empty):
             raise error
         if costs:
             self._budget.spend()
-        if gone:
+        if not gone and (not isinstance(error, NameRefused) or error.counts):
+            self.to_blame = (*self.to_blame, (pool, decision))
+        if free:
             self._gone_left -= 1
         else:
-            if not isinstance(error, NameRefused) or error.counts:
-                self.to_blame = (*self.to_blame, (pool, decision))
             self._next()
             self.pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
-        lacking = pool.view.names.lacking(self._job.request.model) if by_name else ()  # others refused it meanwhile
-        self.failed_workers = (*self.failed_workers, decision.worker_id, *lacking)
+        self.failed_workers = (*self.failed_workers, decision.worker_id)
 
     @property
     def _too_much(self) -> bool:

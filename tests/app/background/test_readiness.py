@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.app.background.test_stock_engines import Checks, asked, sent
 from tests.app.background.test_stock_engines import replica as replica
-from tests.app.engine import STREAM_HEAD, Engine, chunk, engine, event
+from tests.app.engine import STREAM_HEAD, Engine, answer_by_name, chunk, engine, event
+from tests.app.replica import Replica
 from tests.app.replica import replica as whole_replica
 from tests.conftest import poll
 
@@ -289,6 +290,43 @@ async def test_where_all_are_full_requests_wait_until_one_is_not(valkey_url: str
             assert not one.seen
             pages.at["/metrics"] = RUNS.format(8, 0, 150)
             assert (await request)[0] == 200
+
+
+@pytest.mark.parametrize("goes", [False, True])
+async def test_a_request_that_waits_goes_to_the_engine_that_serves_its_name_then(
+    goes: bool, valkey_url: str, model: str
+) -> None:
+    """Its name moved to the other engine while both were full. goes: the engine that had the name has ended, too."""
+    async with engine(model, answer_by_name) as has, engine(model, answer_by_name) as gets:
+        pages = [Pages({"/metrics": RUNS.format(8, 50, 100)}) for _ in range(2)]
+        has.names, gets.names = [model, "alias"], [model]
+        for page, one in zip(pages, (has, gets), strict=True):
+            page.put(one)
+        async with whole_replica(valkey_url, model, has.url, gets.url, health_interval_s=0.3) as router:
+            await router.routable(2)
+            request = asyncio.create_task(router.post({"model": "alias", "prompt": "word " * 40}))
+            await poll(lambda: _waits(router), 20, "it waits")
+            gets.names = [model, "alias"]
+            await poll(lambda: _serve_alias(router, 2), 20, "it has the name, too")
+            if goes:
+                await has.die()
+                await router.routable(1)
+            else:
+                has.names = [model]
+                await poll(lambda: _serve_alias(router, 1), 20, "the other one has it no longer")
+            for page in pages:
+                page.at["/metrics"] = RUNS.format(8, 0, 150)
+            assert (await request)[0] == 200
+            assert [len(one.seen) for one in (has, gets)][goes:] == [1, 1][goes:]
+
+
+async def _waits(router: Replica) -> bool:
+    return await router.metric("warmfleet_queued_requests") == 1
+
+
+async def _serve_alias(router: Replica, count: int) -> bool:
+    (told,) = json.loads((await router.get("/workers"))[1])["models"]
+    return sum("alias" in one["models"] for one in told["workers"]) == count
 
 
 def test_a_page_is_read_as_it_stands() -> None:

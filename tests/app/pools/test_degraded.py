@@ -205,6 +205,29 @@ async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None
             await router.unloaded()
 
 
+async def test_explain_without_redis_says_what_a_request_would_meet(valkey_url: str, model: str) -> None:
+    """The only engine, though it failed a moment ago; with no engine at all the words that the request would get."""
+    async with engine(model) as one, gate(valkey_url) as door:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with (
+            replica(url, model, one.url, look_url=valkey_url) as router,
+            replica(url, f"{model}-b", look_url=valkey_url) as empty,
+        ):
+            body = {"prompt": "the same beginning " * 50}
+            assert [(await each.post(body))[0] for each in (router, empty)] == [200, 503], "both have read the fleet"
+            await door.shut()
+            await one.die()
+            assert (await router.post(body))[0] == 502
+            status, _, said = await router.post(body, "/explain")
+            (known,) = [row["worker_id"] for row in json.loads(said)["candidates"]]
+            assert (status, json.loads(said)["chosen"]) == (200, known)
+            status, _, said = await empty.post(body, "/explain")
+            assert (status, json.loads(said)["error"]["message"].split(".")[0]) == (
+                503,
+                f"No engine of `{model}-b` has joined this fleet",
+            )
+
+
 async def test_a_slow_redis_costs_one_time_limit_not_many(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, gate(valkey_url) as door:
         url = f"redis://127.0.0.1:{door.port}"

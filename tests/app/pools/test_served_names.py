@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.api.test_client_keys import line
 from tests.app.background.test_prober import worker
 from tests.app.cli.test_doctor import doctor
 from tests.app.engine import Engine, Seen, answer_by_name, answer_well, engine, no_model, reply
@@ -30,6 +31,7 @@ from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from tests.app.engine import Answer
 
@@ -195,6 +197,37 @@ async def test_clients_of_a_fleet_whose_engines_all_have_another_name_are_told_w
         assert not any(one.engine.seen for one in engines if way == "url")
 
 
+async def test_names_that_nobody_serves_any_more_are_listed_no_more(valkey_url: str, model: str) -> None:
+    """All engines have another name: the model is listed by its own, as one without workers."""
+    async with fleet_of(valkey_url, model, "url", *[[model, "alias"]] * 2, routable=2) as (router, engines):
+        assert await listed(router) == {model, "alias"}
+        for one in engines:
+            one.serve("other")
+        await poll(lambda: _misnamed(router, 2), 30, "the replica knows both")
+        assert await listed(router) == {model}
+
+
+async def test_clients_learn_no_worker_and_no_name_that_is_not_theirs(
+    valkey_url: str, model: str, way: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.jsonl"
+    keys.write_text(line("any", "wf-any") + line("one", "wf-one", models=[model]))
+    names = ["/models/theirs"], ["/models/theirs"]
+    hidden: dict[str, Any] = {"client_keys_file": str(keys), "answer_headers": "request_id"}
+    async with fleet_of(valkey_url, model, way, *names, routable=0, **hidden) as (router, engines):
+
+        async def told(key: str, name: str) -> str:
+            _, _, answer = await router.post({"model": name, "prompt": "x"}, Authorization=f"Bearer {key}")
+            return str(json.loads(answer)["error"]["message"])
+
+        await poll(lambda: _misnamed(router, 2), 30, "the replica knows both")
+        for name in (model, "/models/theirs"):
+            said = await told("wf-any", name)
+            assert "it serves /models/theirs" in said
+            assert not any(one.known_as in said for one in engines)
+        assert "theirs" not in await told("wf-one", model)
+
+
 async def _misnamed(router: Replica, count: int) -> bool:
     return await router.metric('warmfleet_workers{state="misnamed"}') == count
 
@@ -315,6 +348,19 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
     assert statuses.keys() == {200}, (found, refused)
     assert len(found) == 3
     assert sum(statuses.values()) > 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_finds_the_one_engine_that_still_serves_its_name(
+    valkey_url: str, model: str, way: str, stream: bool
+) -> None:
+    """Nobody has told yet that all others lost it, so the request meets some of them first."""
+    async with fleet_of(valkey_url, model, way, *[[model, "alias"]] * 8, routable=8) as (router, engines):
+        for one in engines[1:]:
+            one.engine.names = [model]
+        for _ in range(8):
+            assert (await asked(router, "alias", 1, stream=stream))[0] == {200: 1}
+        assert sum(one.refused for one in engines) >= 1
 
 
 # ---------------------------------------------------------------- an answer of 404
@@ -460,10 +506,11 @@ async def test_a_name_of_one_pool_goes_to_that_pool(valkey_url: str, model: str)
         assert workers <= {"e0.0", "e1.0"}
 
 
-async def test_a_name_that_is_no_tag_is_that_of_its_pool(valkey_url: str, model: str) -> None:
-    """As ``warmfleet up`` makes it: what a tag cannot have is a hyphen there."""
-    odd = f"{model}: a b"
+@pytest.mark.parametrize("behind", [": a b", "-模型-7b", "😀", "/é/"])
+async def test_a_name_that_is_no_tag_is_that_of_its_pool(valkey_url: str, model: str, behind: str) -> None:
+    """As ``warmfleet up`` makes it: each character that a tag cannot have is a hyphen there."""
+    odd = model + behind
     async with engine(model, answer_by_name) as one:
         one.names = [odd]
-        async with replica(valkey_url, f"{model}--a-b", one.url) as router:
+        async with replica(valkey_url, wire.tag_of(odd), one.url) as router:
             assert (await asked(router, odd))[0] == {200: 24}

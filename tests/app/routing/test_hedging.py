@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.api.test_client_keys import line
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, reply, reset
+from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, no_model, reply, reset
 from tests.app.replica import Replica, replica
 from tests.app.routing.test_pool_choice import Fixture
 from tests.conftest import poll
 
-from warmfleet.errors import NoWorker, UpstreamGone
+from warmfleet.errors import NameRefused, UpstreamGone
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.rescue import hedging, retry_budget
 from warmfleet.routing.rescue.hedging import Hedging, Race
@@ -34,7 +34,8 @@ class Plan:
     """What the engines do with their requests, in the order in which these come, whichever engine is asked.
 
     Words of ``does``: ``waits`` for ``go``, then answers; ``dies`` after ``go``; ``breaks`` off once both are asked;
-    ``fails`` with 500 then; ``begins`` to answer, and goes on after ``go``; ``hangs``; any other word: answers well.
+    ``fails`` with 500 then; ``lacks`` the name then; ``begins`` to answer, and goes on after ``go``; ``hangs``; any
+    other word: answers well.
     """
 
     does: list[str]
@@ -47,7 +48,7 @@ class Plan:
         self.asked.append(one.url)
         if word in ("waits", "dies"):
             await self.go.wait()
-        if word in ("breaks", "fails"):
+        if word in ("breaks", "fails", "lacks"):
             await self.both_asked()
         if word == "hangs":
             await asyncio.sleep(60)
@@ -61,6 +62,8 @@ class Plan:
             reset(writer)
         elif word == "fails":
             reply(writer, b"{}", "500 Internal Server Error")
+        elif word == "lacks":
+            reply(writer, no_model(str(seen.json["model"])), "404 Not Found")
         else:
             await answer_well(one, seen, writer)
 
@@ -169,16 +172,23 @@ async def test_a_second_worker_that_fails_is_no_failure(valkey_url: str, model: 
 
 
 @pytest.mark.parametrize(
-    ("does", "avoided"), [(("breaks", "waits"), [0]), (("waits", "breaks"), [1]), (("waits", "fails"), [])]
+    ("does", "avoided"),
+    [
+        (("breaks", "waits"), [0]),
+        (("waits", "breaks"), [1]),
+        (("waits", "fails"), []),
+        (("lacks", "waits"), []),
+        (("waits", "lacks"), []),
+    ],
 )
 async def test_other_requests_avoid_a_worker_that_died(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, does: tuple[str, str], avoided: list[int]
 ) -> None:
-    """Whichever of the two it is; an answer of 500 may be the request's own fault."""
+    """Whichever of the two it is; an answer of 500 may be the request's own fault, and a name concerns no other."""
     found: list[str] = []
     monkeypatch.setattr(Pool, "avoid", lambda _pool, worker: found.append(worker))
     async with pair(valkey_url, model, *does) as (router, plan):
-        asked = asyncio.create_task(router.post(STREAM))
+        asked = asyncio.create_task(router.post(STREAM | {"model": model}))
         await plan.both_asked()
         ids = {one.url: one.worker_id for one in await router.fleet.workers()}
         await poll(lambda: len(found) == len(avoided), 20, "it is avoided")
@@ -189,18 +199,17 @@ async def test_other_requests_avoid_a_worker_that_died(
 
 
 @pytest.mark.parametrize(
-    ("error", "blamed"),
+    ("error", "warns"),
     [
-        (None, False),
-        (NoWorker("no room"), False),
         (UpstreamGone("died"), True),
         (UpstreamGone("refused", refused=True), True),
         (UpstreamGone("503", refused=True, answered=True), True),
         (UpstreamGone("500", answered=True), False),
+        (NameRefused("x", counts=True), False),
     ],
 )
-def test_a_worker_is_blamed_for_what_no_request_causes(error: Exception | None, blamed: bool) -> None:
-    assert hedging._blames_worker(error) is blamed
+def test_other_requests_are_warned_of_what_no_request_causes(error: UpstreamGone, warns: bool) -> None:
+    assert error.warns_others is warns
 
 
 async def test_a_first_worker_that_fails_meanwhile_is_replaced_by_the_second(valkey_url: str, model: str) -> None:

@@ -118,7 +118,8 @@ class Hedging:
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
         failed = race.winner is None and first.done()
         if failed:
-            if _blames_worker(first.exception()):
+            error = first.exception()
+            if isinstance(error, UpstreamGone) and error.warns_others:
                 attempt.worker_failed()
             attempt.release("failed")
         if race.winner is None:
@@ -146,7 +147,7 @@ class Hedging:
             outcome = "cancelled"
             raise
         except UpstreamGone as error:
-            if _blames_worker(error):
+            if error.warns_others:
                 attempt.worker_failed()
             raise
         finally:
@@ -156,11 +157,6 @@ class Hedging:
 
 def _release(attempt: Attempt, _task: object) -> None:
     attempt.release("cancelled")
-
-
-def _blames_worker(error: BaseException | None) -> bool:
-    """Whether other requests should avoid the worker, too. An answer of 500 may be the request's own fault."""
-    return isinstance(error, UpstreamGone) and (error.refused or not error.answered)
 
 
 def hedgeable(job: Job) -> bool:
