@@ -22,6 +22,8 @@ from warmfleet.prompt import request as prompt
 from warmfleet.settings import POLICIES, PerModel, Settings, policies
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.app.replica import Replica
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -138,7 +140,10 @@ def test_a_model_without_workers_is_warned_about(
 
 
 @pytest.mark.parametrize("words", [["best"], ["cost"]])
-def test_an_impossible_switch_is_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_switch_is_explained(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # a stack that somebody runs would be switched
     assert main(["policy", *words]) == 2
     said = capsys.readouterr().err
     assert ("no policy" in said) if words == ["best"] else ("--model" in said)
