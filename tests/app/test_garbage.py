@@ -58,6 +58,13 @@ async def reset_midway(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> 
     reset(writer)
 
 
+async def plain_reset_midway(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\nContent-Length: 100\r\n\r\nbegun")
+    await writer.drain()
+    await asyncio.sleep(0.1)  # what was sent has left
+    reset(writer)
+
+
 async def refused(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
     reply(writer, b"", "503 Service Unavailable")
 
@@ -92,6 +99,7 @@ async def sent(router: Replica, raw: bytes, until: bytes) -> None:
         pytest.param(streamed, b"[DONE]", id="streamed"),
         pytest.param(freezing(STREAM_HEAD, event(" one")), b"one", id="the client hangs up"),
         pytest.param(reset_midway, b"upstream_gone", id="the engine dies"),
+        pytest.param(plain_reset_midway, b"begun", id="the engine dies in a plain answer"),
         pytest.param(refused, b"\r\n\r\n", id="the engine refuses"),
     ],
 )

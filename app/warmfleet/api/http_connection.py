@@ -339,8 +339,11 @@ class HttpConnection(asyncio.Protocol):
         self._shared.body_bytes -= len(request.body)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s %s failed", request.method.decode(), request.target[:200], exc_info=error)
-        if not answer.complete and not self.lost:
+        if answer.complete:
+            return
+        if not self.lost:
             self._close()  # so the client learns that its answer is cut off
+        self._answer = self._task = None  # else they hold each other until a full collection
 
     def write(self, data: bytes) -> None:
         """Send these bytes, unless the connection was lost."""

@@ -234,7 +234,7 @@ async def test_a_wait_ends_when_somebody_undoes_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["drain", "nobody", "--model", "m"], "no worker is called 'nobody'; known are: none"),
+        (["drain", "nobody", "--model", "test/of-nobody"], "no worker is called 'nobody'; known are: none"),
         (["drain", "w", "--model", "m", "--undo", "--wait"], "choose one of them"),
         (["drain", "w"], "name the model with --model"),
         (["drain", "w", "--model", "a{b}"], "a{b}"),
