@@ -125,6 +125,14 @@ def test_a_run_that_ends_by_itself_leaves_no_process_and_has_its_own_status(tmp_
     assert not left
 
 
+@pytest.fixture(autouse=True)
+def outside_nohup() -> Iterator[None]:
+    """Runs of these tests hear SIGHUP, also where the run that they belong to was told to ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def run_of(case: Case, folder: Path) -> Iterator[psutil.Process]:
     """A run of the tests in ``folder`` that leads a process group. Its output is shown if the test fails."""

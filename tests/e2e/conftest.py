@@ -51,7 +51,7 @@ def started(left: ExitStack, plan: Plan) -> Stack:
     try:
         return left.enter_context(Stack(plan))
     except CommandError as error:
-        if "address already in use" not in str(error):
+        if "address already in use" not in str(error).lower():
             raise
     return left.enter_context(Stack(plan))
 

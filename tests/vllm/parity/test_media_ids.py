@@ -50,7 +50,7 @@ def png(colour: str) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def model(folder: Path) -> Path:
+def model_with_eyes(folder: Path) -> Path:
     """A model that looks at pictures, without weights: BLIP-2 with a tiny Llama."""
     shutil.copytree(LIKE, folder, ignore=shutil.ignore_patterns("*.safetensors", "generation_config.json"))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -110,7 +110,12 @@ def started(folder: Path) -> Iterator[Caches]:
         "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
         "PYTHONPATH": str(ROOT),
     }
-    command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.parity.media_cache", str(model(folder / "model"))]
+    command = [
+        str(VENV / "bin" / "python"),
+        "-m",
+        "tests.vllm.parity.media_cache",
+        str(model_with_eyes(folder / "model")),
+    ]
     pipe, log = subprocess.PIPE, folder / "caches.log"
     with (
         log.open("w") as errors,
@@ -149,10 +154,10 @@ class Clients:
 
 
 @asynccontextmanager
-async def clients(redis_url: str, caches: Caches, **settings: Any) -> AsyncIterator[Clients]:
+async def clients(redis_url: str, model: str, caches: Caches, **settings: Any) -> AsyncIterator[Clients]:
     async with (
-        engine("m") as upstream,
-        replica(redis_url, "m", upstream.url, tenant_header="X-Tenant", **settings) as router,
+        engine(model) as upstream,
+        replica(redis_url, model, upstream.url, tenant_header="X-Tenant", **settings) as router,
     ):
         yield Clients(router, upstream, caches)
 
@@ -222,18 +227,18 @@ def cases(begin: int) -> Iterator[tuple[str, str, str, Ask]]:
         yield case, name, where, (path, body.replace(b"77", name.encode()).replace(rb"\u00377", rb"\u0037%d" % number))
 
 
-async def test_a_tenant_sees_no_picture_of_another(valkey_url: str, caches: Caches) -> None:
+async def test_a_tenant_sees_no_picture_of_another(valkey_url: str, model: str, caches: Caches) -> None:
     seen = {}
-    async with clients(valkey_url, caches, tenant_key=TENANT_KEY) as tenants:
+    async with clients(valkey_url, model, caches, tenant_key=TENANT_KEY) as tenants:
         for case, name, where, mine in cases(100):
             seen[case] = [await tenants.ask("a", *shown(name, "red", where))]
             seen[case] += [await tenants.ask(tenant, *mine) for tenant in ("b", "a")]
     assert seen == {case: [["red"], MISSED, ["red"]] for case in ASKS}
 
 
-async def test_a_tenant_puts_no_picture_in_anothers_place(valkey_url: str, caches: Caches) -> None:
+async def test_a_tenant_puts_no_picture_in_anothers_place(valkey_url: str, model: str, caches: Caches) -> None:
     seen = {}
-    async with clients(valkey_url, caches, tenant_key=TENANT_KEY) as tenants:
+    async with clients(valkey_url, model, caches, tenant_key=TENANT_KEY) as tenants:
         for case, name, where, mine in cases(200):
             seen[case] = [await tenants.ask("b", *shown(name, "blue", where)), await tenants.ask("a", *mine)]
             seen[case] += [await tenants.ask("a", *shown(name, "red", where))]
