@@ -25,7 +25,7 @@ from warmfleet.api.access.cors import Cors
 from warmfleet.api.access.operators import Operators, is_loopback
 from warmfleet.api.access_log import AccessLog
 from warmfleet.api.application import Application, ServiceApplication
-from warmfleet.api.completions import CompletionsProxy
+from warmfleet.api.completions import CompletionsProxy, Noting
 from warmfleet.api.connections import Connections
 from warmfleet.api.error_answers import UnknownPath, error_response, internal_error
 from warmfleet.api.gateway_routes import GatewayRoutes
@@ -236,8 +236,8 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
     inside = documented([*service.for_everybody(), *for_operators], (), settings)
     outside = [*service.for_everybody(), *service.for_clients(), *([] if apart else for_operators)]
     outside = documented(outside, paths.all(), settings)
-    notes = (replica.last, replica.tracing, access_log)
-    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, *notes))
+    noting = Noting(replica.last, replica.tracing, access_log)
+    proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, noting))
     served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica))
     public = Application(served, proxies, Cors(settings.cors_origins), access_log)
     clients = Connections(public, health, settings, metrics)
@@ -365,21 +365,27 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
     return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S, tag), policy, objective_s)
 
 
-@asynccontextmanager
-async def _background(replica: _Replica, identities: Identities, beats: Beats) -> AsyncIterator[None]:
-    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
-    announcements = ReplicaAnnouncements(
-        pools,
+def _announcements(replica: _Replica) -> ReplicaAnnouncements:
+    return ReplicaAnnouncements(
+        replica.pools,
         replica.place,
         draining=lambda: replica.health.draining,
         waiting=lambda pool: replica.past.now(pool).waiting,
         last_minute=replica.past.last_minute,
     )
-    static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
-    reader = ViewReader(pools, identities, settings, metrics)
-    prober = Prober(pools, engine_client, settings, metrics)
+
+
+def _rounds(
+    replica: _Replica,
+    identities: Identities,
+    reader: ViewReader,
+    prober: Prober,
+    announcements: ReplicaAnnouncements,
+) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
+    """Background work over all pools: a name, the seconds between two rounds, and the round."""
+    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
     hung = HungEngines(pools, engine_client, settings, metrics)
-    rounds: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
+    return [
         ("view", settings.view_interval_s, partial(_look, reader.round, prober, Waiting(pools))),
         ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
@@ -399,6 +405,16 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
         ("kept", SWEEP_INTERVAL_S, replica.upstream.sweep),
         ("announce", ANNOUNCE_S, announcements.round),
     ]
+
+
+@asynccontextmanager
+async def _background(replica: _Replica, identities: Identities, beats: Beats) -> AsyncIterator[None]:
+    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
+    announcements = _announcements(replica)
+    static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
+    reader = ViewReader(pools, identities, settings, metrics)
+    prober = Prober(pools, engine_client, settings, metrics)
+    rounds = _rounds(replica, identities, reader, prober, announcements)
 
     contact = asyncio.Event()
     numbers = itertools.count()  # of pools, in the order in which this replica met them

@@ -227,8 +227,8 @@ class Settings:
     port: int = _setting(8080, "port to listen on")
     admin_port: int = _setting(
         ADMIN_PORT,
-        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/explain`, `/why`, "
-        "`/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
+        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/replicas`, `/explain`, "
+        "`/why`, `/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
     )
     log_level: str = _setting("info", "least level of the log's lines: `debug`, `info`, `warning`, `error`")
     log_format: str = _setting(

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import math
 import re
-import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import OUR_BUG, send_error
@@ -54,6 +53,14 @@ PASSED_ON = {
 }
 
 
+class Noting(NamedTuple):
+    """Takes the records of requests: for people who ask, and, where the operator wants it, a collector and a log."""
+
+    last: LastRequests
+    tracing: Tracing | None = None
+    access_log: AccessLog | None = None
+
+
 class CompletionsProxy:
     """Serves one path. Its task is cancelled when the client hangs up, in whatever step the call is."""
 
@@ -64,14 +71,10 @@ class CompletionsProxy:
         keys: ClientKeys,
         settings: Settings,
         metrics: Metrics,
-        last: LastRequests,
-        tracing: Tracing | None = None,
-        access_log: AccessLog | None = None,
+        noting: Noting,
     ) -> None:
         self._path = path
-        self._tracing = tracing
-        self._last = last
-        self._access_log = access_log
+        self._last, self._tracing, self._access_log = noting
         self._keys = keys
         self._methods = {method.encode(): method for method in path.methods}
         self._router = router
@@ -117,9 +120,8 @@ class CompletionsProxy:
 
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
         """The request is over: let everybody know who keeps or tells what became of it."""
-        record.ended_at, record.status, record.complete = time.perf_counter(), answer.status, answer.complete
-        if record.failure is not None and record.first_byte_at:  # the end of the answer is this error
-            record.complete = False
+        ended_by_error = record.failure is not None and record.first_byte_at > 0  # that is the end of the answer
+        record.end(answer.status, complete=answer.complete and not ended_by_error)
         self._last.ended(record)
         if self._access_log is not None:
             self._access_log.engines(record)

@@ -30,7 +30,7 @@ WINDOW_LOG = 23  # 8 MiB, more than which RFC 9659 allows no sender of zstd
 
 
 class Stream(Protocol):
-    """One compressed stream."""
+    """Decompresses a stream, piece by piece."""
 
     @property
     def eof(self) -> bool: ...

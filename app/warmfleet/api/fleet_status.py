@@ -130,17 +130,17 @@ async def replicas(pools: Pools) -> dict[str, Any]:
             fresh = False
             continue
         for view in views:
-            row = found.setdefault(view.name, replica_row(view))
+            row = found.setdefault(view.name, replica_facts(view) | {"pools": {}} | dict.fromkeys(SUMS, 0))
             if view.age_s < row["heard_s"]:
-                row |= replica_row(view) | {name: row[name] for name in ("pools", *SUMS)}
+                row |= replica_facts(view)
             for name in SUMS:
                 row[name] += getattr(view.told, name, 0) or getattr(view.told.minute, name, 0)
             row["pools"][pool.tag] = view.told.policy
     return {"fresh": fresh, "replicas": [found[name] for name in sorted(found)]}
 
 
-def replica_row(view: ReplicaView) -> dict[str, Any]:
-    """What a replica tells of itself as a whole. Its SUMS over pools are 0 here."""
+def replica_facts(view: ReplicaView) -> dict[str, Any]:
+    """The facts of a replica that are the same in all its pools."""
     told = view.told
     return {
         "replica": view.name,
@@ -149,8 +149,6 @@ def replica_row(view: ReplicaView) -> dict[str, Any]:
         "heard_s": round(view.age_s, 1),
         "version": told.version,
         "started": told.started,
-        "pools": {},
-        **dict.fromkeys(SUMS, 0),
     }
 
 

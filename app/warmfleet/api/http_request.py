@@ -55,10 +55,7 @@ class HttpRequest:
     ``coding``: by which the body is still compressed; ``decode`` of the request then makes the body that was meant.
     """
 
-    __slots__ = (
-        *("body", "coding", "decode", "headers", "keeps_open", "method", "received_at", "target"),
-        "version",
-    )
+    __slots__ = ("body", "coding", "decode", "headers", "keeps_open", "method", "received_at", "target", "version")
 
     def __init__(
         self, method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]], *, keeps_open: bool

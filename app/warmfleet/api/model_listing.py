@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ListedPool:
-    """What the entries of one pool's models have in common, by its routable workers.
+    """The facts that the entries of one pool's models share, by its routable workers.
 
     ``names``: that they serve. ``created``: when the first of them started, or joined, as Unix time; 0 if none tells.
     """

@@ -87,7 +87,7 @@ def in_words(record: RequestRecord, found: list[Part], now: float) -> str:
 
 
 def _head(record: RequestRecord, now: float) -> str:
-    """What became of the request, and how long that took."""
+    """The outcome of the request, and its time."""
     took_s = (record.ended_at or now) - record.began_at
     first_at, failure = record.first_byte_at, record.failure
     if failure is not None and failure.word == HUNG_UP:
@@ -170,7 +170,7 @@ def _at_engine(one: TryRecord, record: RequestRecord, until: float) -> Part:
 
 
 def _compared(one: TryRecord, record: RequestRecord, seconds: float, predicted: float | None) -> tuple[str, str]:
-    """What an engine's time is to be compared with, and what helps."""
+    """Compares an engine's time with the predicted one; returns the words and the remedy."""
     decision, to = one.decision, "to its first byte" if record.streams else "to its whole answer"
     if decision is None or predicted is None:
         why = "it was chosen without Redis" if one.fallback else "its speed is not known yet"
@@ -196,7 +196,7 @@ def _compared(one: TryRecord, record: RequestRecord, seconds: float, predicted: 
 
 
 def _after(record: RequestRecord, now: float) -> Iterator[str]:
-    """What came after the first byte."""
+    """Sentences about the time after the first byte."""
     first_at, served = record.first_byte_at, served_by(record)
     if not first_at or served is None:
         return

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
-    """What each replica answers, by its URL. named: by the user, so that each of them must answer; else one must.
+    """The answer of each replica, by its URL. named: by the user, so that each of them must answer; else one must.
 
     Raises CommandError.
     """

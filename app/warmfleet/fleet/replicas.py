@@ -21,7 +21,7 @@ MAX_BUCKETS = 256
 
 @dataclass(frozen=True, slots=True)
 class LastMinute:
-    """What a replica did in one pool in the last minute.
+    """The figures of a replica in one pool in the last minute.
 
     decided: decisions, of which fallbacks were made without Redis; the tokens are those of the others. waits: how many
     streamed answers had their first token in which bucket of ``pools/ttft_window``.
@@ -36,7 +36,7 @@ class LastMinute:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a replica tells of itself in one pool.
+    """The record by which a replica tells of itself in one pool.
 
     url: where it answers operators; empty if it does not know. started: Unix time. in_flight: its requests at engines;
     waiting: those that wait in it for their turn.

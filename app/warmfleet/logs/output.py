@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
 FOLDED_LOOK_S = 5.0  # between two looks whether folded lines are to be told
-GATHERED_S = (
-    0.05  # lines that the thread makes are gathered for so long: it wakes once, and writes once, for all of them
-)
+GATHERED_S = 0.05  # lines that the thread makes are gathered for so long: it wakes and writes once for all of them
 CLOSE_S = 2.0  # for the lines that wait at the end
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}

@@ -86,7 +86,7 @@ class ServedNames:
         return any(worker not in lacking for ids in serving for worker in ids)
 
     def told(self, worker_id: str) -> object:
-        """What the worker has told of its names, to be compared; None for a worker that is not known."""
+        """The names that the worker has told, to be compared; None for a worker that is not known."""
         return next(((one.models, one.loras) for one in self._groups if worker_id in one.ids), None)
 
     def remembered(self) -> ServedNames:

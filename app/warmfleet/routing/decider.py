@@ -144,10 +144,7 @@ class Decider:
         counted = self._of_model(pool.tag)
         if attempt.record is not None:
             self._log.note(attempt.record)
-        if attempt.noted is not None:
-            speed_tps = pool.view.speeds.get(decision.worker_id, 0)
-            token_s = 1 / speed_tps if speed_tps > 0 else pool.view.token_s
-            attempt.noted.decided(decision, policy, attempt.asked_at, token_s)
+        self.noted(attempt, decision, policy)
         counted.prompt_tokens.inc(decision.prompt_tokens)
         counted.matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()

@@ -382,7 +382,7 @@ class _Retries:
     @property
     def tried_elsewhere(self) -> frozenset[int]:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
-        if self._last or self._budget.left < 1 or self._job.worker_count < 2:
+        if self._last or self._budget.empty or not self._job.has_another_worker:
             return NO_STATUS
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
 
@@ -428,8 +428,7 @@ class _Retries:
     async def moment(self) -> None:
         """Wait before another worker is risked, if two have died under the request."""
         pause_s, self.pause_s = self.pause_s, 0.0
-        if pause_s:
-            await asyncio.sleep(pause_s)
+        await asyncio.sleep(pause_s)
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
         """Let the next attempt choose the avoided workers, too, but none that failed this job.

@@ -76,7 +76,7 @@ class History:
         return Point(self._clock(), *sums, p50_s, p90_s, p99_s, int(gauge.samples[0].value))
 
     def last_minute(self, pool: Pool) -> LastMinute:
-        """What this replica did in the pool in the last minute, as it tells the other replicas."""
+        """The figures of this replica in the pool in the last minute, for the other replicas."""
         now = self.now(pool)
         before = _before([*self._of(pool), now], RATIO_S)
         return LastMinute(

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.api.fleet_status import replica_facts
 from warmfleet.api.status_page.words import why_in_words
 from warmfleet.background.reports.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
@@ -111,7 +112,7 @@ def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
-    """What all replicas that are heard did in the last minute, together: in the words of a replica's own figures."""
+    """The last minute of all replicas that are heard, together: in the words of a replica's own figures."""
     minutes = [view.told.minute for view in replicas if view.heard]
     prompt, matched = (sum(getattr(one, name) for one in minutes) for name in ("prompt_tokens", "matched_tokens"))
     return {
@@ -126,12 +127,7 @@ def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
 def replica_row(view: ReplicaView) -> dict[str, Any]:
     """One replica in this pool. decisions, hit_ratio: of the last minute."""
     told, minute = view.told, view.told.minute
-    return {
-        "replica": view.name,
-        "url": told.url,
-        "state": view.state,
-        "heard_s": round(view.age_s, 1),
-        "version": told.version,
+    return replica_facts(view) | {
         "up_s": max(0, round(time.time()) - told.started),
         "policy": told.policy,
         "in_flight": told.in_flight,

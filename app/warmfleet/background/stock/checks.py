@@ -325,7 +325,7 @@ def _reason(error: Exception) -> str:
 
 
 def _told_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What an engine's /v1/models tells besides names: the longest context, and the models of adapters."""
+    """The facts of an engine's /v1/models besides names: the longest context, and the models of adapters."""
     told: dict[str, Any] = {}
     limit = max((_count(entry.get("max_model_len")) for entry in entries), default=0)
     if limit:

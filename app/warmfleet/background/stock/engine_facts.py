@@ -52,7 +52,7 @@ def from_metrics(page: bytes) -> EngineFacts:
 
 
 def identity_of(page: bytes) -> str:
-    """What no other process tells on its page of /metrics, and this one on every page; empty if there is nothing such.
+    """Figures on a page of /metrics that no other process has, and this one has on every page; empty without any.
 
     The client library for Python writes when the process started, in hundredths of a second, and when it made each
     counter, in microseconds. Engines that a script starts together may have the first in common, not both.

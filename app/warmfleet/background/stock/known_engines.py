@@ -112,9 +112,9 @@ class KnownEngines:
         exact = [has.worker.worker_id for has in found if not has.worker.approximate]
         own = next((has for has in found if (has.pool.tag, has.worker.worker_id) == (tag, name)), None)
         before = [has.worker.worker_id for has in found if has.worker.approximate and _goes_before(has, own, name)]
-        for worker_id in [*exact, *before]:
+        if holders := [*exact, *before]:
             self.release(url)
-            return worker_id
+            return holders[0]
         for mark in key.marks():
             other = self._holders.get(mark, url)
             if other != url and self._listed[other][0].same(key):
@@ -145,7 +145,7 @@ class KnownEngines:
 
 
 async def identity_at(client: EngineClient, url: str) -> str | None:
-    """What the engine at this URL tells of its process, as ``identity_of``; None if its page could not be read."""
+    """The identity of the engine's process at this URL, as ``identity_of``; None if its page could not be read."""
     try:
         status, page = await client.get(url, "/metrics", {}, ASK_TIMEOUT_S)
     except WarmfleetError:

@@ -42,7 +42,7 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """What an engine told. paused: by somebody, or asleep. wait_s: until a request that comes now would begin.
+    """The answers of an engine. paused: by somebody, or asleep. wait_s: until a request that comes now would begin.
 
     None: it was not asked, or gave no answer.
     """
@@ -52,7 +52,7 @@ class Ready(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What a page of /metrics tells of an engine's requests. asleep: None if it tells nothing of that."""
+    """The requests of an engine by a page of its /metrics. asleep: None if it tells nothing of that."""
 
     running: float
     waiting: float

@@ -70,7 +70,7 @@ def all_of(fleet: Fleet) -> list[Finding]:
     here = [worker for worker in fleet.workers if worker.worker_id not in gone]
     if gone:
         where = " or ".join(dict.fromkeys(gone.values()))
-        findings.append(ok("moved", f"{_some(list(gone))} moved to {where}, or will be there within a minute"))
+        findings.append(ok("moved", f"{some(list(gone))} moved to {where}, or will be there within a minute"))
     left = [worker.worker_id for worker in here if worker.state is WorkerState.LEFT]
     here = [worker for worker in here if worker.worker_id not in left]
     if gone and not here and not any(served_model(to) == served_model(fleet.tag) for to in gone.values()):
@@ -78,7 +78,7 @@ def all_of(fleet: Fleet) -> list[Finding]:
     elif not here and not findings[1:] and not fleet.drained:
         findings.append(_nobody(fleet, left))
     elif left:
-        findings.append(ok("left", f"{_some(left)} said goodbye"))
+        findings.append(ok("left", f"{some(left)} said goodbye"))
     findings += [worker_finding(worker, fleet.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
     findings += schemes(exact) + identities(exact) + shared_urls(exact)
@@ -110,14 +110,14 @@ def _nobody(fleet: Fleet, left: Sequence[str]) -> Finding:
     if fleet.beside:
         return note(
             "workers",
-            f"no engine has joined {fleet.tag}, while {_some(fleet.beside)} have some: its prompts go there",
+            f"no engine has joined {fleet.tag}, while {some(fleet.beside)} have some: its prompts go there",
             f"start engines: with WARMFLEET_MODEL={fleet.name} they join the pool with the least capacity; or send"
             f" those of another pool: warmfleet pools drain {fleet.beside[0]} --move (app/docs/pools.md)",
         )
     if left:
-        return fault("workers", f"no engine of {fleet.tag} is left: {_some(left)} said goodbye", "start an engine")
+        return fault("workers", f"no engine of {fleet.tag} is left: {some(left)} said goodbye", "start an engine")
     others = sorted(fleet.others, key=lambda name: SequenceMatcher(None, name, fleet.tag).ratio(), reverse=True)
-    meant = f"if one of {_some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
+    meant = f"if one of {some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
     return fault(
         "workers",
         f"no engine has joined {fleet.tag}",
@@ -201,7 +201,7 @@ def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
 
 def _differing(groups: dict[Scheme, list[str]]) -> Finding:
     told = "; ".join(
-        f"{_in_words(scheme)}, {seed_of(scheme) or 'unknown seed'}: {_some(names)}" for scheme, names in groups.items()
+        f"{_in_words(scheme)}, {seed_of(scheme) or 'unknown seed'}: {some(names)}" for scheme, names in groups.items()
     )
     return fault(
         "schemes",
@@ -212,7 +212,7 @@ def _differing(groups: dict[Scheme, list[str]]) -> Finding:
 
 
 def _random_seed(names: list[str], *, several: bool) -> Finding:
-    text = f"{_some(names)}: the hash seed is random (vLLM 0.28, or xxhash, without PYTHONHASHSEED) or one of your own"
+    text = f"{some(names)}: the hash seed is random (vLLM 0.28, or xxhash, without PYTHONHASHSEED) or one of your own"
     remedy = "set PYTHONHASHSEED=0 for every engine of this model, the same in all its processes"
     if several:
         return fault("seed", f"{text}; engines with different seeds have no block hash in common", remedy)
@@ -247,9 +247,7 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
     findings = []
     for names, help_ in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
         if names:
-            text = (
-                f"{_some(names)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
-            )
+            text = f"{some(names)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
             findings.append(note("identity", f"{text} is asked", help_))
     if len(groups) == 1:
         ((key, same),) = groups.items()
@@ -258,7 +256,7 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
         first = next(iter(groups.values()))[0]
         differing = announced.listed(announced.differences(other[0], first))
         text = (
-            f"{_some([one.worker_id for one in other])} announce other files or facts than {first.worker_id}:"
+            f"{some([one.worker_id for one in other])} announce other files or facts than {first.worker_id}:"
             f" {differing}"
         )
         findings.append(fault("identity", text, CAUSES["differs"]))
@@ -279,7 +277,7 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
     return [
         fault(
             "address",
-            f"{_some(sorted(servers))} announce the same address {shown(url)}: requests for one reach the other",
+            f"{some(sorted(servers))} announce the same address {shown(url)}: requests for one reach the other",
             "set WARMFLEET_WORKER_URL of each engine to its own address, or stop the process that was left over",
         )
         for url, servers in of_url.items()
@@ -338,6 +336,7 @@ def fights(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[Fi
     ]
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first NAMED names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

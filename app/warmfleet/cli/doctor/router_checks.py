@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
+from warmfleet.cli.doctor.fleet_checks import some
 from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
 from warmfleet.protocol.pools import served_model
 from warmfleet.settings import ADMIN_PORT
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet import ReplicaView
 
 TIMEOUT_S = 10.0
-NAMED = 8
 NONE_HELP = "`warmfleet workers` tells the state of each, why, and what to do"
 SWITCH = "warmfleet policy NAME --model {}"
 ADMIN_HELP = (
@@ -69,7 +69,7 @@ async def replica(
 
 
 def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
-    """What the replicas of the fleet tell of themselves in Redis. pools: by tag the replicas that serve it."""
+    """Findings about the replicas that announce themselves in Redis. pools: by tag the replicas that serve it."""
     found: dict[str, ReplicaView] = {}
     for view in (view for views in pools.values() for view in views):
         if view.name not in found or view.age_s < found[view.name].age_s:
@@ -77,9 +77,7 @@ def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
     if not found:
         return []
     heard = [view for view in found.values() if view.heard]
-    findings = (
-        [ok("replicas", f"{_some([view.name for view in heard])} of version {_versions(heard)}")] if heard else []
-    )
+    findings = [ok("replicas", f"{some([view.name for view in heard])} of version {_versions(heard)}")] if heard else []
     if len({view.told.version for view in heard}) > 1:
         findings = [
             note(
@@ -106,11 +104,6 @@ def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
 
 def _versions(views: Sequence[ReplicaView]) -> str:
     return ", ".join(sorted({view.told.version for view in views}))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def _ready(answer: httpx.Response) -> Finding:

@@ -5,8 +5,7 @@ A worker's state has two layers. Its *standing* says what is known of its identi
 missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the operator drains it. While
 a hold lasts, the standing underneath stays, and may change; when the last hold ends, the worker is where its standing
 says. One hold does not keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is
-``unheard``, and
-routable. ``app/docs/worker-life.md`` draws both tables.
+``unheard``, and routable. ``app/docs/worker-life.md`` draws both tables.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.

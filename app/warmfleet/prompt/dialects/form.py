@@ -77,7 +77,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after(body: bytes, at: int) -> bytes:
-    """What follows a boundary at ``at``: the end of its line, or the ``--`` of the last; empty if it is none."""
+    """The bytes behind a boundary, at ``at``: the end of its line, or the ``--`` of the last; empty if it is none."""
     if body.startswith(b"--", at):
         return b"--"
     rest = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")

@@ -9,20 +9,20 @@ BUDGET_MOST = 128.0  # tries saved up: as many requests as may be under way at a
 class RetryBudget:
     """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
 
-    ``left``: tries that are saved up. A try after a refused connection is free: it did not cost the worker anything.
+    A try after a refused connection is free: it did not cost the worker anything.
     """
 
     def __init__(self) -> None:
-        self.left = BUDGET_MOST
+        self._left = BUDGET_MOST
 
     def earn(self) -> None:
         """A request came."""
-        self.left = min(self.left + BUDGET_SHARE, BUDGET_MOST)
+        self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
 
     @property
     def empty(self) -> bool:
-        return self.left < 1.0
+        return self._left < 1.0
 
     def spend(self) -> None:
         """A request is tried again."""
-        self.left -= 1.0
+        self._left -= 1.0
