@@ -171,7 +171,7 @@ class CompletionsProxy:
         return Call(
             self._path,
             request.body,
-            record.request_id,
+            record,
             header_lines(passed_on.values()),
             tenancy.name(raw, client.name),
             tenancy.flow(raw, client.name),
@@ -182,7 +182,6 @@ class CompletionsProxy:
             query.decode(),
             client.models,
             client.limits,
-            record,
             passed_on[b"content-type"][1],
             b"x-request-id" in for_router,
         )

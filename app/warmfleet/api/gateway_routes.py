@@ -87,7 +87,7 @@ class GatewayRoutes:
         call = Call(
             record.path,
             body,
-            record.request_id,
+            record,
             b"",
             tenant,
             tenancy.flow(raw, client),
@@ -95,7 +95,6 @@ class GatewayRoutes:
             record.began_at,
             operators_hints(raw),
             limits=self._keys.limits_of(client),
-            record=record,
             content_type=given.get(b"content-type", b""),
             named=b"x-request-id" in given,
         )

@@ -102,8 +102,7 @@ class Attempts:
         reservation = new_reservation(prompt.prompt_count, exact=prompt.kind == "exact", key=key, client=tag)
         never = (*prompt.unable_workers, *failed_workers) if failed_workers else prompt.unable_workers
         attempt = Attempt(self, job.pool, reservation, never, avoids_failing=avoids_failing)
-        if job.call.record is not None:
-            attempt.noted = job.call.record.begin_try(reservation)
+        attempt.noted = job.call.record.begin_try(reservation)
         return attempt
 
     def tell(
@@ -172,7 +171,7 @@ class Attempt:
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
     client with limits only. ``counted``: the request as it counts for such a client, where the model has several pools.
     ``tail``: the end of an approximate worker's answer, and ``shortfall`` what that says it lacked of the prompt.
-    ``noted``: the record of this try; None where nobody keeps one, and beside another attempt.
+    ``noted``: the record of this try; None for an attempt beside another one.
     """
 
     __slots__ = (

@@ -49,18 +49,18 @@ NO_HINTS = Hints()
 class Call(NamedTuple):
     """One request as it was read from its connection.
 
-    headers: the lines of the headers that the engine gets. tenant: the value of the tenant header, empty unless
-    tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue takes turns by them.
-    patience_s: the longest wait in the queue that the client accepts. received_at: when the body was complete, by
-    ``time.perf_counter``. query: of the URL, as the client wrote it. models: the names that the client may use,
-    None for all. limits: of the client's key, None if it has none. record: of what happens to the request; None: nobody
-    keeps one. content_type: of the body. named: the client gave the request's id in a header, which counts before one
-    in the body.
+    record: of what happens to the request. headers: the lines of the headers that the engine gets. tenant: the
+    value of the tenant header, empty unless tenants are kept apart. flow: 8 bytes made of the tenant header's
+    value; the queue takes turns by them. patience_s: the longest wait in the queue that the client accepts.
+    received_at: when the body was complete, by ``time.perf_counter``. query: of the URL, as the client wrote it.
+    models: the names that the client may use, None for all. limits: of the client's key, None if it has none.
+    content_type: of the body. named: the client gave the request's id in a header, which counts before one in the
+    body.
     """
 
     path: EnginePath
     body: bytes
-    request_id: str
+    record: RequestRecord
     headers: bytes
     tenant: bytes = b""
     flow: bytes = b""
@@ -71,9 +71,13 @@ class Call(NamedTuple):
     query: str = ""
     models: frozenset[str] | None = None
     limits: ClientLimits | None = None
-    record: RequestRecord | None = None
     content_type: bytes = b""
     named: bool = True
+
+    @property
+    def request_id(self) -> str:
+        """The client's name for the request, or a name that the router gave it."""
+        return self.record.request_id
 
     @property
     def target(self) -> str:

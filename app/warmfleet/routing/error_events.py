@@ -44,12 +44,11 @@ class ErrorEvents:
         """``client``; where events have numbers, with every piece that it gets seen here first."""
         return Watched(self.see, client) if self._form == "responses" else client
 
-    async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord | None) -> None:
+    async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:
         """End the answer with the error; the record of its request tells it. A client that hung up is told nothing."""
         if answer.lost:
             return
-        if record is not None:
-            record.refused(error)
+        record.refused(error)
         await answer.body(self.event(error), more=False)
 
     def event(self, error: WarmfleetError) -> bytes:

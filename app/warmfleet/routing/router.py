@@ -161,19 +161,16 @@ class Router:
             call = call._replace(body=requests.in_utf8(call.body))
         request = bodies.parse(call.path, call.body, self._allowed_fields, call.content_type)  # 1 parse
         if request.request_id and not call.named:
-            call = call._replace(request_id=safe_request_id(request.request_id.encode("ascii", "ignore")))
-            if call.record is not None:
-                call.record.request_id = call.request_id
-                tell_request(call.request_id, call.record.trace_id)
+            call.record.request_id = safe_request_id(request.request_id.encode("ascii", "ignore"))
+            tell_request(call.request_id, call.record.trace_id)
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model, call.models)
         self._check_model(call, request, pool)
         served = self.pools.served[pool.name]
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
-        if call.record is not None:
-            named, tokens = request.model or pool.name, prompt.prompt_tokens
-            call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
+        named, tokens = request.model or pool.name, prompt.prompt_tokens
+        call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
         homes = () if served.only else served.order_for(prompt, request.model, self._prefix_tokens)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants(), homes=homes)
 
@@ -323,8 +320,7 @@ class Router:
 
 
 def _retried(job: Job, worker_id: str, error: UpstreamGone) -> None:
-    if job.call.record is not None:
-        job.call.record.event("retry", **{"warmfleet.worker": worker_id, "error.type": error.code})
+    job.call.record.event("retry", **{"warmfleet.worker": worker_id, "error.type": error.code})
 
 
 def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:

@@ -28,6 +28,7 @@ from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import NOTHING
+from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -152,7 +153,14 @@ class Replica:
         """A request whose decision asks for ``ask``, under a policy that gives its order."""
         request = from_dict("completions", {"prompt": "x"})
         prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
-        return Job(Call(KNOWN["/v1/completions"], b"", "", b""), request, b"", self.pool, prompt, NOTHING)
+        return Job(
+            Call(KNOWN["/v1/completions"], b"", RequestRecord("id", KNOWN["/v1/completions"], "POST", 0.0), b""),
+            request,
+            b"",
+            self.pool,
+            prompt,
+            NOTHING,
+        )
 
     async def end(self, which: int, outcome: Any) -> None:
         if self.attempts:

@@ -52,6 +52,7 @@ from warmfleet.routing.router import Router, _holder
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer
 from warmfleet.settings import Settings
+from warmfleet.tracing.request_record import RequestRecord
 from warmfleet.tracing.spans import TrySpan
 
 if TYPE_CHECKING:
@@ -188,7 +189,14 @@ class Fixture:
         self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.counting, self.metrics)
 
     def job(self, **more: Any) -> Job:
-        call = Call(KNOWN["/v1/completions"], b"{}", "id", b"", received_at=time.perf_counter(), **more)
+        call = Call(
+            KNOWN["/v1/completions"],
+            b"{}",
+            RequestRecord("id", KNOWN["/v1/completions"], "POST", 0.0),
+            b"",
+            received_at=time.perf_counter(),
+            **more,
+        )
         request = bodies.parse(call.path, b'{"model":"m","prompt":"text"}')
         prompt = IdentifiedPrompt((), 100, 110, "exact")
         return Job(call, request, b"{}", self.pools[0], prompt, Offer(), homes=tuple(self.pools))

@@ -29,6 +29,7 @@ from warmfleet.routing.engine_tokenizer import EngineTokenizer
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import Settings
+from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
@@ -338,7 +339,10 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
         task = asyncio.create_task(
-            served.serve(Call(KNOWN["/v1/completions"], body, "id", b""), ClientAnswer(Unwritten()))
+            served.serve(
+                Call(KNOWN["/v1/completions"], body, RequestRecord("id", KNOWN["/v1/completions"], "POST", 0.0), b""),
+                ClientAnswer(Unwritten()),
+            )
         )
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0

@@ -121,8 +121,7 @@ class Continuation:
         """
         result, error, record = "failed", cut.error, job.call.record
         errors = ErrorEvents(job.call.path.form)
-        if record is not None:
-            record.event("continuation", **{"warmfleet.worker": cut.worker_id, "error.type": error.code})
+        record.event("continuation", **{"warmfleet.worker": cut.worker_id, "error.type": error.code})
         try:
             result = await self._try(job, cut.worker_id, cut.followed)
         except UpstreamError as second:

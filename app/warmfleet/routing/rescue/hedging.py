@@ -111,8 +111,7 @@ class Hedging:
         self, race: Race, first: asyncio.Task[Outcome], attempt: Attempt, decision: Decision
     ) -> Outcome:
         job = race.job
-        if job.call.record is not None:
-            job.call.record.event("hedge", **{"warmfleet.worker": decision.worker_id})
+        job.call.record.event("hedge", **{"warmfleet.worker": decision.worker_id})
         other = self._attempts.begin(job, (*attempt.never, decision.worker_id), avoids_failing=True)
         second = race.run(other, self._second(job, other, race.answer))
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
