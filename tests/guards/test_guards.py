@@ -1,11 +1,13 @@
-"""Every guard of ``guards.toml`` has a test that fails without it. A guard is a line of code that prevents one mistake.
+"""Every guard has a test that fails without it. A guard is a line of code that prevents one mistake.
 
-The default run checks that the table still fits the sources. The long run takes out one guard after the other, each in
-a copy of the sources, and runs the test that the table names.
+The guards of a room stand in ``guards.toml`` beside the room's tests. The default run checks that the rows still fit
+the sources. The long run takes out one guard after the other, each in a copy of the sources, and runs the test that
+the row names.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -25,7 +27,7 @@ LIMIT_S = 60  # some code never ends without its guard
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One row. case: the event that may happen; why: how the guard handles it. Replacing ``cut`` by ``put`` in ``file``
+    """A row. case: the event that may happen; why: how the guard handles it. Replacing ``cut`` by ``put`` in ``file``
     takes the guard out, and then the test ``red`` must fail."""
 
     case: str
@@ -36,12 +38,17 @@ class Guard:
     put: str = ""
 
 
-GUARDS = [Guard(**row) for row in tomllib.loads(Path(__file__).with_name("guards.toml").read_text())["guard"]]
-NAMES = [f"{at + 1}: {guard.case}" for at, guard in enumerate(GUARDS)]
+TABLES = {
+    str(path.relative_to(ROOT)): [Guard(**row) for row in tomllib.loads(path.read_text())["guard"]]
+    for path in sorted((ROOT / "tests").rglob("guards.toml"))
+}
+GUARDS = [guard for rows in TABLES.values() for guard in rows]
+NAMES = [f"{at + 1}: {guard.file}: {guard.case}" for at, guard in enumerate(GUARDS)]
 LONG = pytest.mark.long(
     minutes=18,
     shows=(
-        "every protection in guards.toml is taken away once, in a copy of the sources: the test that it names must fail"
+        "every protection in a guards.toml is taken away once, in a copy of the sources: "
+        "the test that it names must fail"
     ),
 )
 
@@ -86,13 +93,32 @@ def pytest_in(folder: Path, *tests: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("guard", GUARDS, ids=NAMES)
-def test_the_table_is_true(guard: Guard) -> None:
-    assert (ROOT / guard.file).read_text().count(guard.cut) == 1, "the fragment is in the file once"
-    assert guard.cut != guard.put
+def nearest(cut: str, text: str) -> str:
+    """The lines of ``text`` that are most like ``cut``, with the number of the first."""
+    lines, height = text.splitlines(), cut.count("\n") + 1
+    windows = ["\n".join(lines[at : at + height]) for at in range(max(1, len(lines) - height + 1))]
+    best = difflib.get_close_matches(cut, windows, n=1, cutoff=0.0)[0]
+    return f"line {windows.index(best) + 1}: {best}"
+
+
+def fault(guard: Guard) -> str:
+    """Why this row does not fit the sources, empty where it does."""
+    path = ROOT / guard.file
+    text = path.read_text() if path.is_file() else ""
+    if text.count(guard.cut) != 1:
+        return f"its cut stands there {text.count(guard.cut)} times; nearest {nearest(guard.cut, text)}"
+    if guard.cut == guard.put:
+        return "its put is its cut"
     file, _, test = guard.red.partition("::")
-    name, _, _ = test.partition("[")
-    assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE), "the test is there"
+    name, tests = test.partition("[")[0], (ROOT / file)
+    there = tests.is_file() and re.search(rf"^(async )?def {name}\(", tests.read_text(), re.MULTILINE)
+    return "" if there else f"there is no test {guard.red}"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_fits_the_sources(table: str) -> None:
+    faults = [f"{guard.file}, {guard.cut!r}: {why}" for guard in TABLES[table] if (why := fault(guard))]
+    assert not faults, "\n".join(faults)
 
 
 def test_every_case_has_a_guard() -> None:
