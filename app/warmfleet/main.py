@@ -40,24 +40,23 @@ from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.api.why_routes import WhyRoutes
-from warmfleet.background import hung_engines, outage_checks, pool_changes, upkeep, vouching
-from warmfleet.background.beats import Beats
+from warmfleet.background import hung_engines, outage_checks, pool_changes, spare_files, upkeep, vouching
+from warmfleet.background.clock import Clock
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
-from warmfleet.background.memory import spare_files
-from warmfleet.background.memory.spare_files import SpareFiles
-from warmfleet.background.memory.watch import MemoryWatch
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.background.pool_changes import PoolChanges
 from warmfleet.background.prober import Prober
+from warmfleet.background.redis_memory import MemoryWatch
 from warmfleet.background.replica_announcements import ReplicaAnnouncements, ReplicaPlace
-from warmfleet.background.reports.waiting import Waiting
+from warmfleet.background.spare_files import SpareFiles
 from warmfleet.background.stock import checks
 from warmfleet.background.stock.checks import StockEngines
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.background.vouching import Vouching
+from warmfleet.background.waiting_models import Waiting
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
@@ -71,7 +70,8 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools import degraded
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.engine_paths import EnginePaths
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.tokenizer import ONE_THREAD
@@ -210,15 +210,15 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         stack.push_async_callback(templates.close)
         identities = Identities(executor, Trie(settings.trie_bytes), templates)
         stack.push_async_callback(_drain, replica.router)
-        beats = Beats()
-        await stack.enter_async_context(_background(replica, identities, beats))
+        clock = Clock()
+        await stack.enter_async_context(_background(replica, identities, clock))
         stack.push_async_callback(replica.page.close)
-        stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, beats)])
+        stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, clock)])
         if keys.required:
-            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics, beats)
+            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics, clock)
             stack.push_async_callback(stop, [followed])
         if certificates is not None:
-            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics, beats)
+            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics, clock)
             stack.push_async_callback(stop, [followed])
         yield
 
@@ -408,7 +408,7 @@ def _rounds(
 
 
 @asynccontextmanager
-async def _background(replica: _Replica, identities: Identities, beats: Beats) -> AsyncIterator[None]:
+async def _background(replica: _Replica, identities: Identities, clock: Clock) -> AsyncIterator[None]:
     settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
     announcements = _announcements(replica)
     static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
@@ -421,10 +421,10 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
 
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
-        until_beat = partial(beats.until, upkeep.REST_STEP_S, share)
+        until_beat = partial(clock.until, upkeep.REST_STEP_S, share)
         apply, alarm = partial(upkeep.apply, pool, metrics, until_beat), partial(_alarm, pool, reader, prober)
         of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))  # a step of apply waits by itself
-        return [_task(name, seconds, call, metrics, beats, contact, pool.tag) for name, seconds, call in of_all]
+        return [_task(name, seconds, call, metrics, clock, contact, pool.tag) for name, seconds, call in of_all]
 
     registries = [PoolRegistry(replica.redis.of(model_tag(name)), name) for name in pools.served]
     make = partial(_pool, settings=settings, redis=replica.redis)
@@ -432,7 +432,7 @@ async def _background(replica: _Replica, identities: Identities, beats: Beats) -
     rounds.append(("pools", pool_changes.FOLLOW_INTERVAL_S, changes.round))
     if settings.static_workers:
         rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober, changes)))
-    tasks = [_task(name, seconds, call, metrics, beats, contact) for name, seconds, call in rounds]
+    tasks = [_task(name, seconds, call, metrics, clock, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:
         yield
@@ -453,14 +453,14 @@ def _task(
     seconds: float,
     work: Callable[[], Awaitable[object]],
     metrics: Metrics,
-    beats: Beats,
+    clock: Clock,
     after: asyncio.Event | None = None,
     tag: str = "",
 ) -> asyncio.Task[None]:
     async def supervised() -> None:
         if after is not None:
             await after.wait()
-        await supervise(name, seconds, work, metrics, beats, tag)
+        await supervise(name, seconds, work, metrics, clock, tag)
 
     return asyncio.create_task(supervised(), name=name)
 

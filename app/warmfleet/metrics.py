@@ -389,7 +389,7 @@ class Metrics:
     def _of_each_worker(self) -> None:
         """Each worker at the last reading. Every replica reads the same values: take the maximum, not the sum.
 
-        They are set anew as a whole (``background/reports/worker_gauges``, ``background/index_health``), so that no
+        They are set anew as a whole (``background/worker_gauges``, ``background/index_health``), so that no
         worker that left stays.
         """
 

@@ -19,7 +19,8 @@ from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.settings import Settings

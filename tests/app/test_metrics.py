@@ -13,8 +13,9 @@ from warmfleet import metrics
 from warmfleet.api.service_routes import Health, ServiceRoutes
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
 from warmfleet.pools.reasons import FALLBACK
+from warmfleet.pools.served_models import Pools
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tests.conftest import poll
 from warmfleet.fleet import Flag, views
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.rescue import retry_budget
+from warmfleet.routing.recovery import retry_budget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -20,7 +20,7 @@ from warmfleet.cli.pools import command
 from warmfleet.cli.terminal.output import show
 from warmfleet.cli.workers import parts_of
 from warmfleet.protocol.wire import Keys
-from warmfleet_worker import seat as seats
+from warmfleet_worker import pool_assignment
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class Clients:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers and engines follow the registry of pools at once."""
     for module, name, seconds in (
-        (seats, "ASK_SECONDS", 0.2),
-        (seats, "SETTLE_MS", 1_000),
+        (pool_assignment, "ASK_SECONDS", 0.2),
+        (pool_assignment, "SETTLE_MS", 1_000),
         (wire, "HEARTBEAT_SECONDS", 0.2),
         (command, "LET_GO_S", 0.5),
         (pool_changes, "FOLLOW_INTERVAL_S", 0.1),

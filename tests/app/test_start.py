@@ -19,7 +19,7 @@ from warmfleet.api.listening.server import Sockets
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
-from warmfleet.pools import pool
+from warmfleet.pools import served_models
 from warmfleet.settings import Settings
 
 
@@ -35,7 +35,7 @@ async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: s
 
 
 async def test_without_redis_all_wait_together_and_not_for_long(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FIRST_READING_S", 1.0)
+    monkeypatch.setattr(served_models, "FIRST_READING_S", 1.0)
     async with replica("unix:///nowhere/at/all", model) as started:
 
         async def ask(name: str) -> float:

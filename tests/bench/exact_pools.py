@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from warmfleet.fleet import Weights
-from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, Offer, prices, turn_s
-from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.pools.home_pools import Beginnings, in_order
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet.routing.pool_prices import HOMES, Offer, prices, turn_s
 from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, DECODE_S
 
 if TYPE_CHECKING:
@@ -285,7 +284,7 @@ class ExactPools:
     # ------------------------------------------------ between pools
 
     def _choose(self, job: Job) -> Answer:
-        """The cheapest answer of the pools that are asked, as in ``routing/homes/pool_choice``."""
+        """The cheapest answer of the pools that are asked, as in ``routing/pool_choice``."""
         if len(self._pools) == 1:
             return self._ask(job, 0)
         answers = [self._ask(job, pool) for pool in self._in_order(job)[: self._setup.homes]]

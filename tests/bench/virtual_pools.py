@@ -6,9 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision, Place, Queued
-from warmfleet.pools.homes.beginnings import Beginnings
-from warmfleet.pools.homes.prices import HOMES, Offer, best, turn_s
-from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.pools.home_pools import Beginnings, in_order
+from warmfleet.routing.pool_prices import HOMES, Offer, best, turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
 from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ from warmfleet_worker.protocol.wire import SINGLE_KEYS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "app" / "docs"
 README = (ROOT / "README.md").read_text()
-MAX_PROSE_CHARACTERS = 140
 #: Every document of the repository. Links into the plugin and to lua/ are not followed.
 DOCUMENTS = sorted(
     path
@@ -38,13 +35,6 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
     if path.relative_to(ROOT).parts[0][0] != "."
 )
-#: A document with a map of modules, and the folder that it maps.
-MAPS = {
-    "app/README.md": "app/warmfleet",
-    "worker_plugin/README.md": "worker_plugin/warmfleet_worker",
-    "loadtest/README.md": "loadtest/warmfleet_loadtest",
-    "lua/README.md": "lua",
-}
 PACKAGES = {"warmfleet_worker", "warmfleet_loadtest"}
 SHELL_ENDS = frozenset({">", ">>", "|", "&&", ";"})
 DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -93,42 +83,6 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def mapped(document: Path) -> set[str]:
-    """The modules that a document's tables name, each behind the folder that the table's head or its row names.
-
-    A module stands in the column "module", or in the first one.
-    """
-    names: set[str] = set()
-    folder, column = "", 1
-    for above, line in pairwise(["", *document.read_text().splitlines()]):
-        if not line.startswith("|"):
-            continue
-        cells = [cell.strip() for cell in line.split("|")]
-        folders = re.findall(r"`([\w/]+/)`", cells[1])
-        if not above.startswith("|"):
-            folder, column = (
-                (folders[0] if len(folders) == 1 else ""),
-                cells.index("module") if "module" in cells else 1,
-            )
-        elif column > 1 and folders:
-            folder = folders[0]
-        if above.startswith("|"):
-            names |= {folder + name for name in re.findall(r"`([\w/]+)`", cells[column])}
-    return names
-
-
-def modules(folder: Path) -> set[str]:
-    """The path of every module below, without its ending; links are followed, but not the one to lua/."""
-    found = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if name not in ("__pycache__", "data")]
-        if folder.name == "warmfleet" and "lua" in folders:
-            folders.remove("lua")
-        paths = [Path(place, name) for name in files if name.endswith((".py", ".lua"))]
-        found |= {str(path.relative_to(folder).with_suffix("")) for path in paths if path.name != "__init__.py"}
-    return {name.removeprefix("parts/") for name in found}  # of lua/, as scripts include them
-
-
 def test_every_command_and_target_is_documented() -> None:
     told = "".join(document.read_text() for document in DOCUMENTS)
     wanted = [f"warmfleet {name}" for name in commands()] + [f"make {name}" for name in targets()]
@@ -173,14 +127,6 @@ def test_every_path_of_engines_is_documented_with_its_label() -> None:
     assert told == {path: known.name for path, known in KNOWN.items()}
     refused = set(re.findall(r"`(/.*?)`", rest.partition("WARMFLEET_CORS")[0])) - {"/v1/responses/{response_id}"}
     assert {path for path in refused if "{" not in path} == NEVER
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_every_module_is_in_the_map_of_its_distribution(name: str) -> None:
-    there, told = modules(ROOT / MAPS[name]), mapped(ROOT / name)
-    assert len(there) > 10
-    assert there - told == set()
-    assert {module for module in told if "/" in module} - there == set()
 
 
 @DOCUMENT
@@ -263,11 +209,6 @@ def test_settings_and_metrics_that_are_named_exist(document: Path) -> None:
     metrics |= {f"{metric.name}_bucket" for metric in families if metric.type == "histogram"}
     named = set(re.findall(r"\bwarmfleet_[a-z_]+[a-z](?![a-z_/.*])", text)) - PACKAGES
     assert {name for name in named if name.removesuffix("_total") not in metrics} == set()
-
-
-@DOCUMENT
-def test_no_line_of_prose_is_too_long(document: Path) -> None:
-    assert [line for line in prose(document) if len(line) > MAX_PROSE_CHARACTERS] == []
 
 
 @DOCUMENT

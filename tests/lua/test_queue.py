@@ -14,8 +14,8 @@ from tests.lua.world import READY, World
 
 from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
-from warmfleet.pools.homes.prices import turn_s
 from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
+from warmfleet.routing.pool_prices import turn_s
 from warmfleet_worker.load import REMEMBERED_WORK_SECONDS
 
 pytestmark = pytest.mark.in_turn

@@ -16,7 +16,7 @@ from warmfleet_worker.stream import Outage, Refused, StreamGone, StreamWriter, c
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from warmfleet_worker.seat import Seat
+    from warmfleet_worker.pool_assignment import PoolAssignment
 
 logger = logging.getLogger("vllm.warmfleet")
 
@@ -56,10 +56,10 @@ class ServerPublisher:
     Before the join it stores the artifacts, in chunks that are named by their digest.
     """
 
-    def __init__(self, config: ServerConfig, seat: Seat | None = None) -> None:
-        """seat: tells the pool to join; without it that is ``config.model``."""
+    def __init__(self, config: ServerConfig, assignment: PoolAssignment | None = None) -> None:
+        """assignment: tells the pool to join; without it that is ``config.model``."""
         self.config = config
-        self._seat = seat
+        self._assignment = assignment
         self._open(config.model)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warmfleet-server", daemon=True)
@@ -99,8 +99,8 @@ class ServerPublisher:
                     self._round()
             except StreamGone:
                 self.joined = False
-                if self._seat is not None:
-                    self._seat.doubt()  # the pool may have been removed
+                if self._assignment is not None:
+                    self._assignment.doubt()  # the pool may have been removed
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except (RedisError, Refused, OSError) as error:
                 outage.wait(error)
@@ -123,8 +123,8 @@ class ServerPublisher:
 
     def _round(self) -> None:
         """Join, if that is due, and send a heartbeat."""
-        if self._seat is not None:
-            self._sit(self._seat.look(time.monotonic()))
+        if self._assignment is not None:
+            self._sit(self._assignment.look(time.monotonic()))
         moved = self._stream.moved and time.monotonic() - self._joined_at < YOUNG_SECONDS
         if not self.joined or moved:
             self._join()
@@ -199,8 +199,8 @@ class ServerPublisher:
     def _leave(self) -> None:
         self._goodbye()
         self._stream.close()
-        if self._seat is not None:
-            self._seat.close()
+        if self._assignment is not None:
+            self._assignment.close()
 
     def _goodbye(self) -> None:
         if self.joined:

@@ -27,7 +27,7 @@ from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, St
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from warmfleet_worker.seat import Seat
+    from warmfleet_worker.pool_assignment import PoolAssignment
     from warmfleet_worker.tracker import Run, Transitions
 
 logger = logging.getLogger("vllm.warmfleet")
@@ -49,8 +49,8 @@ class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
     ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
-    ``load`` is called in the publisher's thread. seat: tells the pool to join; without it that is ``config.model``.
-    moved: called in that thread when the worker has left a pool for another.
+    ``load`` is called in the publisher's thread. assignment: tells the pool to join; without it, that
+    is ``config.model``. moved: called in that thread when the worker has left a pool for another.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class WorkerPublisher:
         config: PublisherConfig,
         transitions: Transitions,
         load: Callable[[], Load] = Load,
-        seat: Seat | None = None,
+        assignment: PoolAssignment | None = None,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self._transitions = transitions
         self._load = load
-        self._seat = seat
+        self._assignment = assignment
         self._moved = moved
         self._open(config.model)
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
@@ -137,8 +137,8 @@ class WorkerPublisher:
             except StreamGone:
                 logger.warning("warmfleet: the stream of %s is gone: joining again", self.config.worker_id)
                 self._update(joined=False, acknowledged=False)
-                if self._seat is not None:
-                    self._seat.doubt()  # the pool may have been removed
+                if self._assignment is not None:
+                    self._assignment.doubt()  # the pool may have been removed
                 self._stopping.wait(wire.FLUSH_SECONDS)
             except Exception as error:  # noqa: BLE001 - a bug here must not end the reports of a healthy engine
                 self._outage.wait(error)
@@ -151,8 +151,8 @@ class WorkerPublisher:
                     break
                 self._wait()
         self._stream.close()
-        if self._seat is not None:
-            self._seat.close()
+        if self._assignment is not None:
+            self._assignment.close()
 
     def _wait(self) -> None:
         if self._wake.wait(self._due.next() - time.monotonic()) and not self._stopping.is_set():
@@ -164,8 +164,8 @@ class WorkerPublisher:
 
         The thread calls it; tests and simulations that have a clock of their own call it instead of the thread.
         """
-        if self._seat is not None and not self._stopping.is_set():
-            self._sit(self._seat.look(now))
+        if self._assignment is not None and not self._stopping.is_set():
+            self._sit(self._assignment.look(now))
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # entries that a failed round has left

@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background.reports.worker_gauges import set_worker_gauges
-from warmfleet.background.reports.worker_words import remedy, why
+from warmfleet.background.worker_gauges import set_worker_gauges
+from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
-from warmfleet.pools.homes.prices import HOMES, Offer, best, prices, turn_s
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
-from warmfleet.routing.homes.pool_choice import MOST_ASKED, at_once
+from warmfleet.routing.pool_choice import MOST_ASKED, at_once
+from warmfleet.routing.pool_prices import HOMES, Offer, best, prices, turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Place, ReplicaView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
-    from warmfleet.pools.pool import Pool, Pools, ServedModel
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools, ServedModel
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
     from warmfleet.settings import Settings

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.fleet import WorkerView
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 
 class ListedPool:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
 
 LIMIT_INTERVAL_S = 1.0  # between two looks for requests over a time limit

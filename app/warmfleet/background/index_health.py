@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerTruth
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 RESYNC = "resync_"  # prefix of the counters of snapshots that replaced a worker's part of the index
 

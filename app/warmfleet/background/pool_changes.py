@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet.pool_registry import clear
-from warmfleet.pools.pool import ServedModel, as_answered
+from warmfleet.pools.served_models import ServedModel, as_answered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 

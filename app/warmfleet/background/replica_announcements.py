@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Announcement
-from warmfleet.pools.pool import all_of
+from warmfleet.pools.served_models import all_of
 from warmfleet.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.fleet import LastMinute
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 
 @dataclass(frozen=True, slots=True)

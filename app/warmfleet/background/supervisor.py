@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tenacity import RetryCallState
 
-    from warmfleet.background.beats import Beats
+    from warmfleet.background.clock import Clock
     from warmfleet.metrics import Metrics
 
 logger = logging.getLogger("warmfleet.background.supervisor")
@@ -27,7 +27,7 @@ CANCEL_AGAIN_S = 0.2
 
 
 async def supervise(
-    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, beats: Beats, tag: str = ""
+    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, clock: Clock, tag: str = ""
 ) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
@@ -44,7 +44,7 @@ async def supervise(
             while True:
                 await work()
                 spell.retry_state.attempt_number = 1  # after a good round the next failure waits FIRST_RETRY_S again
-                await asyncio.sleep(interval_s and beats.until(interval_s))
+                await asyncio.sleep(interval_s and clock.until(interval_s))
 
 
 class _FailureReport:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.untrusted.template_approval import Templates
 
 logger = logging.getLogger("warmfleet.background.upkeep")
@@ -127,11 +128,11 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float]) -
     loop = asyncio.get_running_loop()
     due = loop.time() + APPLY_INTERVAL_S
     may_rest = len(pool.view.streams) <= REST_STREAMS
-    metrics.applied_blocks.inc(await pool.fleet.step(rest=may_rest and pool.rest.lasts))
+    metrics.applied_blocks.inc(await pool.fleet.step(rest=may_rest and pool.idle.lasts))
     if pool.fleet.stirred or pool.reservations:
-        pool.rest.stir()
-    if may_rest and pool.rest.lasts:
-        await pool.rest.wait(until_beat())
+        pool.idle.wake()
+    if may_rest and pool.idle.lasts:
+        await pool.idle.wait(until_beat())
         return
     if not pool.fleet.busy:
         await pool.fleet.await_events(pool.view.streams, TICK_WITHIN_S)

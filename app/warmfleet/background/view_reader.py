@@ -22,7 +22,7 @@ from warmfleet.fleet.views import BadArtifact
 from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
-from warmfleet.pools.pool import all_of, as_answered
+from warmfleet.pools.served_models import all_of, as_answered
 from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
 from warmfleet.protocol.wire import Scheme, WireError
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.identities import Identities
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.settings import Settings
 
@@ -86,7 +87,7 @@ class ViewReader:
         A worker that misses heartbeats is looked at as often as ever: it is to be asked before it expires.
         """
         until_s = self._rest_s - self._settings.view_interval_s / 2
-        return pool.rest.lasts and pool.view_age_s < until_s and pool.fleet.quiet_s < ASK_AFTER_S - self._rest_s
+        return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.quiet_s < ASK_AFTER_S - self._rest_s
 
     async def refresh(self) -> None:
         """Read the workers of every pool once. Raises FleetUnavailable if a pool cannot be read."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from warmfleet.engines.engine_client import EngineClient
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.background.vouching")

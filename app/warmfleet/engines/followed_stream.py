@@ -1,6 +1,6 @@
 """A stream of events that is read on its way to the client, so that another worker can go on where it breaks off.
 
-Only the streams of requests that may be continued are read (``routing/rescue/continuation``); the bytes of all others
+Only the streams of requests that may be continued are read (``routing/recovery/continuation``); the bytes of all others
 pass unread.
 """
 

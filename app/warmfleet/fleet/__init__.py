@@ -6,8 +6,7 @@ Keys and scripts are described in lua/README.md.
 from __future__ import annotations
 
 from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
-from warmfleet.fleet.clients.counts import KEEP_AT_ONCE, ClientCounts
-from warmfleet.fleet.clients.limits import MAX_LIMIT, ClientLimits, ClientUse
+from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts
-from warmfleet.fleet.clients.limits import ClientUse
+from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet.clients.limits import ClientLimits
+    from warmfleet.fleet.client_limits import ClientLimits
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.prompt.block_hashes import Chain

@@ -310,7 +310,7 @@ class Views(ScriptClient):
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
         """The piece as one of the first few servers has it that announced it at the last reading, if one has it right.
 
-        Most servers of a large pool have empty pieces (``background/memory/spare_files``).
+        Most servers of a large pool have empty pieces (``background/spare_files``).
         """
         for server_id in islice(self._announcing(digest), PIECE_ASKED_OF):
             piece = await self._piece(server_id, digest)

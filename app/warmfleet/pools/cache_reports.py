@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warmfleet.engines.told_usage import Usage
+    from warmfleet.engines.reported_usage import Usage
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View

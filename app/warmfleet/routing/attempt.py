@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.engines.output_tokens import OutputTokens
-    from warmfleet.engines.told_usage import AnswerTail
+    from warmfleet.engines.reported_usage import AnswerTail
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision, Queued, Shortfall
     from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
-    from warmfleet.routing.clients.counting import Counted
+    from warmfleet.routing.client_limits import Counted
     from warmfleet.routing.tickets import Tickets
     from warmfleet.tracing.request_record import TryRecord
 

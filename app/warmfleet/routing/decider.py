@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Place, Queued
 from warmfleet.pools.degraded import unbooked
-from warmfleet.pools.pool import NOT_READ
+from warmfleet.pools.served_models import NOT_READ
 from warmfleet.pools.served_names import misnamed
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation

@@ -14,7 +14,7 @@ from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens
-from warmfleet.engines.told_usage import AnswerTail
+from warmfleet.engines.reported_usage import AnswerTail
 from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
 from warmfleet.metrics import PLAIN, STREAM
@@ -251,7 +251,7 @@ class Relay:
         word = attempt.reservation_word
         if streams and word == "booked" and job.prompt.prompt_count == 1:
             took_s = now - attempt.asked_at
-            pool.way.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
+            pool.lead_time.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
         self._requests(job.call.path.name, status, word, pool.tag).inc()
         if whole is not None:
             return

@@ -28,15 +28,15 @@ from warmfleet.protocol.wire import RESERVATION_LENGTH
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts
 from warmfleet.routing.call import Job, Placement
-from warmfleet.routing.clients.counting import Counting
-from warmfleet.routing.clients.tenants import Tenancy
+from warmfleet.routing.client_limits import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
-from warmfleet.routing.homes.pool_choice import PoolChoice
+from warmfleet.routing.pool_choice import PoolChoice
+from warmfleet.routing.recovery.continuation import Continuation
+from warmfleet.routing.recovery.hedging import Hedging
+from warmfleet.routing.recovery.retry_budget import RetryBudget
 from warmfleet.routing.relay import Relay
-from warmfleet.routing.rescue.continuation import Continuation
-from warmfleet.routing.rescue.hedging import Hedging
-from warmfleet.routing.rescue.retry_budget import RetryBudget
+from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import offer
 
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.prompt.request import Request
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Call, Ending, Handover

@@ -144,7 +144,7 @@ class TicketPolls:
                         await self._soon.wait()
         finally:
             self.task = None
-            self.pool.way.waiting(0.0)  # nobody looks at the queue any more
+            self.pool.lead_time.waiting(0.0)  # nobody looks at the queue any more
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:
@@ -181,7 +181,7 @@ class TicketPolls:
 
     def _take_answer(self, line: Line) -> None:
         self.work_s, self._room_in_s = line.work_s, line.room_in_s
-        self.pool.way.waiting(line.work_s)
+        self.pool.lead_time.waiting(line.work_s)
         for ticket, standing in (*line.standings.items(), *((ticket, Standing.TURN) for ticket in line.turns)):
             future = self._waiting.get(ticket)
             if standing is not Standing.WAITS and future is not None and not future.done():

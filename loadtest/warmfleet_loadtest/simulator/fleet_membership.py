@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from warmfleet_loadtest.simulator.api import VERSION
 from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.pool_assignment import core_assignment, server_assignment
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.seat import core_seat, server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -56,7 +56,7 @@ class Halves:
             version=f"sim {VERSION}",
             closed=scheduler.follower is None,  # T-LRU may give up what a conversation shares with a longer one
         )
-        self.worker = WorkerPublisher(config, tracker, core.load, core_seat(config), core.moved)
+        self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved)
         server = ServerConfig(
             redis_url=membership.redis_url,
             model=membership.model,
@@ -67,8 +67,8 @@ class Halves:
             artifacts=artifacts,
             facts=tokenizer.facts(scheduler.limits.max_model_len),
         )
-        seat = server_seat(membership.redis_url, membership.model, membership.server_id)
-        self.server = ServerPublisher(server, seat)
+        assignment = server_assignment(membership.redis_url, membership.model, membership.server_id)
+        self.server = ServerPublisher(server, assignment)
 
     def start(self) -> None:
         self.worker.start()

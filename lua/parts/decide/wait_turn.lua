@@ -19,7 +19,7 @@ than the choice if that has no room), and a function to call when the request is
 makes. The price of the turn is of the worker that the ticket finds (shared/room_left): what remains to compute, how
 long that worker is overdue, and half of the wait for it and for this request's share of the work that is served before
 its ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
-(WAIT_PRICE in app/warmfleet/pools/homes/prices.py).
+(WAIT_PRICE in app/warmfleet/routing/pool_prices.py).
 --]]
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"

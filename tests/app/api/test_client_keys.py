@@ -17,7 +17,7 @@ from warmfleet.__main__ import main
 from warmfleet.api.access.client_keys import parse
 from warmfleet.errors import BadArgument
 from warmfleet.main import create_app
-from warmfleet.routing.clients.tenants import Tenancy
+from warmfleet.routing.tenants import Tenancy
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:

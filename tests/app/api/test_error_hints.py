@@ -14,7 +14,7 @@ from tests.app.replica import replica
 
 from warmfleet.api.error_answers import UnknownPath
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.pool import NAMED_MODELS, Pools
+from warmfleet.pools.served_models import NAMED_MODELS, Pools
 from warmfleet.prompt.engine_paths import KNOWN
 
 if TYPE_CHECKING:

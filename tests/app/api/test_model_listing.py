@@ -17,7 +17,8 @@ from warmfleet.api.model_listing import entries
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 
 if TYPE_CHECKING:
     from collections.abc import Callable

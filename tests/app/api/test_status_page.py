@@ -24,7 +24,7 @@ from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState, Wo
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
 from warmfleet.pools.reasons import FALLBACK
-from warmfleet.pools.recent.decisions import KEPT, TOLD, RecentDecisions
+from warmfleet.pools.recent_decisions import KEPT, TOLD, RecentDecisions
 from warmfleet.settings import Settings
 from warmfleet.tracing.last_requests import LastRequests
 

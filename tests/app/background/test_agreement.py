@@ -11,7 +11,8 @@ from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.records import Records
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.settings import Settings
 from warmfleet_worker.protocol.wire import Scheme, default_none_hash
 

@@ -9,13 +9,14 @@ import pytest
 from tests.conftest import server as server_of
 from tests.conftest import valkey_binary
 
-from warmfleet.background.memory.watch import MemoryWatch
+from warmfleet.background.redis_memory import MemoryWatch
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools, ServedModel
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools, ServedModel
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Memory

@@ -20,7 +20,8 @@ from warmfleet.fleet import Fleet, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis

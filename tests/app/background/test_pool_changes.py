@@ -19,7 +19,8 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

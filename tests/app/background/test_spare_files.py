@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from warmfleet.background import spare_files
 from warmfleet.background.announced import MAX_SERVERS
-from warmfleet.background.memory import spare_files
-from warmfleet.background.memory.spare_files import KEPT, SpareFiles
+from warmfleet.background.spare_files import KEPT, SpareFiles
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet_worker.protocol import artifacts
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Fleet
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 ENTRY, PIECES = artifacts.split(b"a tokenizer")
 (SHA256,) = PIECES

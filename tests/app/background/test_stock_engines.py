@@ -20,7 +20,8 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import Ask, Fleet, connect, new_reservation
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, text_chain
 from warmfleet.settings import Settings
 

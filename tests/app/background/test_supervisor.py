@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tests.conftest import poll
 
 from warmfleet.background import supervisor
-from warmfleet.background.beats import Beats
+from warmfleet.background.clock import Clock
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.logs.folding import Folding
@@ -35,7 +35,7 @@ async def test_a_failing_round_is_counted_and_tried_again(
             raise ZeroDivisionError
 
     with caplog.filtering(Folding()):  # as every process folds its lines
-        task = asyncio.create_task(supervise("test", 0.001, work, metrics, Beats()))
+        task = asyncio.create_task(supervise("test", 0.001, work, metrics, Clock()))
         await poll(lambda: len(rounds) >= 22, what="rounds after twenty failures")
         await stop([task])
     assert b'warmfleet_task_failures_total{task="test"} 20.0' in metrics.render()
@@ -58,7 +58,7 @@ async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(
     with caplog.filtering(Folding()):
         for name in ("one", "two"):
             last = rounds + 20
-            task = asyncio.create_task(supervise(name, 0.001, work, Metrics(), Beats()))
+            task = asyncio.create_task(supervise(name, 0.001, work, Metrics(), Clock()))
             await poll(lambda: rounds >= last, what="failures")  # noqa: B023  it is called at once
             await stop([task])
     assert "two failed" in caplog.text
@@ -74,7 +74,7 @@ async def test_the_wait_doubles_from_failure_to_failure_and_begins_anew_after_a_
         if len(rounds) in (1, 2, 4):
             raise FleetUnavailable("away")
 
-    task = asyncio.create_task(supervise("test", 0.001, work, Metrics(), Beats()))
+    task = asyncio.create_task(supervise("test", 0.001, work, Metrics(), Clock()))
     await poll(lambda: len(rounds) >= 5, what="a round after three failures")
     await stop([task])
     waits = [record.message for record in caplog.records if "test failed" in record.message]
@@ -85,7 +85,7 @@ async def test_a_failure_names_the_pool_that_the_task_is_for(caplog: pytest.LogC
     async def work() -> None:
         raise FleetUnavailable("away")
 
-    task = asyncio.create_task(supervise("apply", 0.001, work, Metrics(), Beats(), "demo#2"))
+    task = asyncio.create_task(supervise("apply", 0.001, work, Metrics(), Clock(), "demo#2"))
     await poll(lambda: caplog.messages, what="a failure")
     await stop([task])
     assert caplog.messages[0] == "demo#2: apply failed, again in 0.2 s: away"

@@ -13,7 +13,8 @@ from warmfleet.background import upkeep
 from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 
 if TYPE_CHECKING:
     import pytest

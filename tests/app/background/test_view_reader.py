@@ -20,9 +20,10 @@ from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.metrics import Metrics
+from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools, ServedModel
-from warmfleet.pools.recent import rest
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.prompt import request as prompt
 from warmfleet.settings import Settings
 from warmfleet_worker.protocol import wire
@@ -152,12 +153,12 @@ async def test_a_pool_at_rest_is_read_every_other_round(
         reader, pool = replica.reader, replica.pool
         assert await reader.round(), "it was never read"
         assert await reader.round(), "a start is no rest"
-        monkeypatch.setattr(rest, "AFTER_S", 0.0)
+        monkeypatch.setattr(idle, "AFTER_S", 0.0)
         assert not await reader.round()
         pool.view = replace(pool.view, read_at=pool.view.read_at - 1.6)
         assert await reader.round(), "the next round would come too late"
-        monkeypatch.setattr(rest, "AFTER_S", 10.0)
-        pool.rest.stir()
+        monkeypatch.setattr(idle, "AFTER_S", 10.0)
+        pool.idle.wake()
         assert await reader.round(), "a request has come"
 
 
@@ -165,7 +166,7 @@ async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(
     store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is to be asked over HTTP 12.5 s after its last heartbeat, before it expires."""
-    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    monkeypatch.setattr(idle, "AFTER_S", 0.0)
     world = World(store, fleet)
     await healthy(world)
     now_ms = 1_000 * int((await store.time())[0])

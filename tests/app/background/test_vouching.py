@@ -20,7 +20,8 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.settings import Settings
 from warmfleet_worker.protocol import wire
 

@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background.reports.waiting import Waiting
+from warmfleet.background.waiting_models import Waiting
 
 if TYPE_CHECKING:
     import pytest

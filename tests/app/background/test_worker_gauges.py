@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from warmfleet.background.index_health import IndexHealthWatch
-from warmfleet.background.reports.worker_gauges import MAX_VERSION, set_worker_gauges
+from warmfleet.background.worker_gauges import MAX_VERSION, set_worker_gauges
 from warmfleet.fleet import Truth, WorkerTruth, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.fleet.worker.state import WorkerState
 from warmfleet.metrics import Metrics
 
 if TYPE_CHECKING:
-    from warmfleet.pools.pool import Pools
+    from warmfleet.pools.served_models import Pools
 
 LOAD = LoadRow(
     prefill_tokens=100, foreign_prefill_tokens=20, decode_tokens=7, foreign_decode_tokens=3, in_flight=4, speed_tps=900,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from warmfleet.background.reports.worker_words import REMEDIES, STATES, remedy, why
+from warmfleet.background.worker_words import REMEDIES, STATES, remedy, why
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.state import ROUTABLE
 

@@ -23,10 +23,10 @@ from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import Keys
-from warmfleet_worker import seat as seats
+from warmfleet_worker import pool_assignment
 from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.pool_assignment import core_assignment, server_assignment
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.seat import core_seat, server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
@@ -41,8 +41,8 @@ FILES = {"tokenizer.json": b"{}"}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LET_GO_S", 0.01)
-    monkeypatch.setattr(seats, "ASK_SECONDS", 0.1)
-    monkeypatch.setattr(seats, "SETTLE_MS", 100)
+    monkeypatch.setattr(pool_assignment, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(pool_assignment, "SETTLE_MS", 100)
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
 
 
@@ -54,9 +54,9 @@ def engines(url: str, model: str, *names: str) -> Iterator[None]:
         tracker = Tracker()
         tracker.stored(BLOCKS)
         said = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
-        halves.append(WorkerPublisher(said, tracker, seat=core_seat(said)))
+        halves.append(WorkerPublisher(said, tracker, assignment=core_assignment(said)))
         server = ServerConfig(url, model, name, "http://127.0.0.1:9", (served_model(model),), "test", FILES)
-        halves.append(ServerPublisher(server, server_seat(url, model, name)))
+        halves.append(ServerPublisher(server, server_assignment(url, model, name)))
     for half in halves:
         half.start()
     try:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from warmfleet.engines.told_usage import TAIL_BYTES, AnswerTail, Usage
+from warmfleet.engines.reported_usage import TAIL_BYTES, AnswerTail, Usage
 
 
 def body(usage: object, text: str = "ok", **more: object) -> bytes:

@@ -19,7 +19,8 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.policy import PolicyChoice
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.request import from_dict
 from warmfleet.routing.attempt import Attempt, Attempts, AttemptState

@@ -24,9 +24,9 @@ from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WOR
 from warmfleet.fleet.pool_registry import PoolRegistry, clear
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.pool_assignment import server_assignment
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.pools import PoolEntry
-from warmfleet_worker.seat import server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
@@ -207,7 +207,7 @@ async def test_a_worker_takes_a_place_in_a_pool_as_far_as_its_rights_let_it(guar
         admin.execute_command("ACL", "SETUSER", f"worker-{name}", *told)
         admin.hset(wire.Keys(model).pools, tag, PoolEntry(tag).encode())
         said = ServerConfig(guarded.url(f"worker-{name}"), model, name, "http://127.0.0.1:9", (model,), "v1")
-        half = ServerPublisher(said, server_seat(said.redis_url, model, name))
+        half = ServerPublisher(said, server_assignment(said.redis_url, model, name))
         half.start()
         try:
             await poll(lambda: half.joined, what="it joined")

@@ -21,7 +21,7 @@ from tests.survival import SCHEME
 from tests.topology import QUIET, Servers, free_ports, sentinels, until
 
 from warmfleet.background import upkeep
-from warmfleet.background.beats import Beats
+from warmfleet.background.clock import Clock
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Ask, Fleet, Proof, Spans, connect
@@ -81,14 +81,14 @@ class Living:
         self.replicas = [Replica(connect(url, tag), model, "cost", [], Spans()) for _ in range(REPLICAS)]
         self.fleet = Fleet(connect(url, tag), model)
         self.number = 0
-        beats = Beats()
-        self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics, beats))]
+        clock = Clock()
+        self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics, clock))]
         for one in self.replicas:
             renew = partial(upkeep.renew, one.pools, one.metrics)
             outcomes, clear = partial(upkeep.tell_again, one.pools), partial(upkeep.clear, one.pools)
             rounds = ("renew", size.renewal_s, renew), ("outcomes", 1.0, outcomes), ("clear", 1.0, clear)
             for name, seconds, work in rounds:
-                self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics, beats)))
+                self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics, clock)))
         self.load = asyncio.create_task(asyncio.sleep(0))
 
     async def _step(self) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.pools.pool import all_of, as_answered
+from warmfleet.pools.served_models import all_of, as_answered
 
 
 def question() -> asyncio.Future[int]:

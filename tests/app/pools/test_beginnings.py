@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from warmfleet.pools.homes.beginnings import WINDOW, Beginnings
+from warmfleet.pools.home_pools import WINDOW, Beginnings
 from warmfleet.prompt.block_hashes import Chain
 
 DEPTH, BLOCK, POOLS = 1_024, 16, 8

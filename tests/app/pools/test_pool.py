@@ -14,10 +14,11 @@ import pytest
 from warmfleet.errors import ModelNotFound
 from warmfleet.fleet import Decision, Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.metrics import Metrics
-from warmfleet.pools import pool as pool_module
+from warmfleet.pools import served_models
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
-from warmfleet.pools.pool import Pool, Pools, ServedModel
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.pools.served_names import ServedNames
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Prompt
@@ -106,7 +107,7 @@ def test_ready_with_a_worker_and_its_tokenizer_and_for_good() -> None:
 
 
 def test_ready_after_a_ttl_even_if_the_fleet_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "WORKER_TTL_SECONDS", 0.02)
+    monkeypatch.setattr(served_models, "WORKER_TTL_SECONDS", 0.02)
     fleet = pools()
     fleet.all[0].show(View((), read_at=time.monotonic()))
     assert fleet.unready()

@@ -23,7 +23,7 @@ from warmfleet.pools import stalled_requests
 from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, STILL_S, Tries, Try
 from warmfleet.protocol.pools import weight
 from warmfleet_worker import load
-from warmfleet_worker.seat import ASK_SECONDS
+from warmfleet_worker.pool_assignment import ASK_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -25,8 +25,8 @@ from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable
 from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.pool import Pool
-from warmfleet.pools.recent.engine_way import EngineWay
 from warmfleet.routing.tickets import PAUSES, POLL_S, TicketPolls, Tickets
 
 if TYPE_CHECKING:
@@ -238,12 +238,12 @@ async def test_a_refused_request_did_not_wait(valkey_url: str, model: str, lasti
 async def test_a_first_byte_tells_how_long_the_way_to_the_engine_was(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[EngineWay, Decision, float]] = []
+    told: list[tuple[EngineLeadTime, Decision, float]] = []
 
-    def first_byte(way: EngineWay, decision: Decision, _speed_tps: int, took_s: float) -> None:
+    def first_byte(way: EngineLeadTime, decision: Decision, _speed_tps: int, took_s: float) -> None:
         told.append((way, decision, took_s))
 
-    monkeypatch.setattr(EngineWay, "first_byte", first_byte)
+    monkeypatch.setattr(EngineLeadTime, "first_byte", first_byte)
     async with simulated(valkey_url, model) as slow, replica(valkey_url, model, **SETTINGS) as router:
         await router.routable(1)
         slow.engine.core.costs = replace(slow.engine.core.costs, base_s=0.1)

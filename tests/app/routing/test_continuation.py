@@ -26,8 +26,8 @@ from warmfleet.engines import followed_stream
 from warmfleet.engines.followed_stream import FollowedStream, KeptIds
 from warmfleet.errors import UpstreamGone
 from warmfleet.pools import outliers
-from warmfleet.routing.rescue import continuation, retry_budget
-from warmfleet.routing.rescue.continuation import continuable, takes
+from warmfleet.routing.recovery import continuation, retry_budget
+from warmfleet.routing.recovery.continuation import continuable, takes
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ async def test_the_text_is_that_of_a_stream_that_did_not_break(
         assert len(whole.of("finish_reason")) == whole.done == 1
         for count in range(1, TOKENS):
             plan.dies(count)
-            with caplog.at_level(logging.WARNING, "warmfleet.routing.rescue.continuation"):
+            with caplog.at_level(logging.WARNING, "warmfleet.routing.recovery.continuation"):
                 heard = await hear(router, path, **USAGE)
             assert (heard.text, heard.error) == (whole.text, "")
             check_form(heard, path)

@@ -20,7 +20,7 @@ from tests.conftest import poll, server, valkey_binary
 
 from warmfleet.pools import fleet_view as view
 from warmfleet.prompt.request import TOKEN_BYTES
-from warmfleet.routing.rescue.retry_budget import BUDGET_MOST
+from warmfleet.routing.recovery.retry_budget import BUDGET_MOST
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

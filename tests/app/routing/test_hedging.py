@@ -16,8 +16,8 @@ from tests.conftest import poll
 
 from warmfleet.errors import NameRefused, UpstreamGone
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.rescue import hedging, retry_budget
-from warmfleet.routing.rescue.hedging import Hedging, Race
+from warmfleet.routing.recovery import hedging, retry_budget
+from warmfleet.routing.recovery.hedging import Hedging, Race
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,7 +17,7 @@ from tests.topology import whole_cluster
 
 from warmfleet.fleet import ClientLimits
 from warmfleet.fleet.connection.pool_masters import next_tag
-from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.pools.home_pools import in_order
 from warmfleet.protocol.wire import model_tag
 
 if TYPE_CHECKING:

@@ -30,24 +30,25 @@ from warmfleet.errors import (
 from warmfleet.fleet import Decision, Fleet, Line, Queued, Renewal, Standing, Weights, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
+from warmfleet.pools import late_pools
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.homes import late_pools
-from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.pools.home_pools import in_order
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
-from warmfleet.pools.pool import Pool, Pools, ServedModel
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
+from warmfleet.routing import pool_choice
 from warmfleet.routing.admission_queue import AdmissionQueue
 from warmfleet.routing.attempt import Attempts, AttemptState
 from warmfleet.routing.call import Call, Hints, Job
-from warmfleet.routing.clients.counting import Counting
+from warmfleet.routing.client_limits import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
-from warmfleet.routing.homes import pool_choice
-from warmfleet.routing.homes.pool_choice import PoolChoice
-from warmfleet.routing.rescue.retry_budget import RetryBudget
+from warmfleet.routing.pool_choice import PoolChoice
+from warmfleet.routing.recovery.retry_budget import RetryBudget
 from warmfleet.routing.router import Router, _holder
 from warmfleet.routing.tickets import Tickets
 from warmfleet.routing.token_handoff import Offer

@@ -21,7 +21,8 @@ from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing.call import Call
 from warmfleet.routing.client_answer import ClientAnswer

@@ -14,7 +14,7 @@ from tests.app.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
-from warmfleet.routing.clients.tenants import Tenancy
+from warmfleet.routing.tenants import Tenancy
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:

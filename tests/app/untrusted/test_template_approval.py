@@ -19,7 +19,8 @@ from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
-from warmfleet.pools.pool import Pool, Pools
+from warmfleet.pools.pool import Pool
+from warmfleet.pools.served_models import Pools
 from warmfleet.untrusted import template_approval
 from warmfleet.untrusted.template_approval import Templates
 from warmfleet_worker.tracker import Tracker

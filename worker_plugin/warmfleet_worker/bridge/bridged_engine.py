@@ -15,8 +15,8 @@ from warmfleet_worker.bridge.rank import EngineSide, Rank
 from warmfleet_worker.bridge.tokenizer_files import NONE, TokenizerError
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
+from warmfleet_worker.pool_assignment import server_assignment
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.seat import server_seat
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ class BridgedEngine:
             if self._stopping.is_set():
                 return  # nobody would report it any more
             raise NotUsableError("its events cannot be followed; the log says why")
-        seat = server_seat(self._redis_url, config.model, config.server_id, self._host)
-        server = ServerPublisher(config, seat)
+        assignment = server_assignment(self._redis_url, config.model, config.server_id, self._host)
+        server = ServerPublisher(config, assignment)
         for rank in ranks:
             rank.publish()
         server.start()

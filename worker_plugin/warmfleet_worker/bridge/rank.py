@@ -12,7 +12,7 @@ from warmfleet_worker.bridge.block_table import BlockTable
 from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.zmq_events import EventSockets
-from warmfleet_worker.seat import core_seat
+from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -81,7 +81,9 @@ class Rank:
         self._sglang = facts.sglang
         self._sockets = EventSockets(context, source.endpoint, source.replay)
         self._sequence = Sequence(self, self._sockets.replay)
-        self._publisher = WorkerPublisher(self.config, self.tracker, engine.load, core_seat(self.config, engine.host))
+        self._publisher = WorkerPublisher(
+            self.config, self.tracker, engine.load, core_assignment(self.config, engine.host)
+        )
         self._on_restart = engine.on_restart
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-events-{config.worker_id}", daemon=True)

@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.seat import server_seat
+from warmfleet_worker.pool_assignment import server_assignment
 from warmfleet_worker.server_address import Bound, healthy, worker_url
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.vllm_hooks.compatibility import (
@@ -97,7 +97,7 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
         ready=functools.partial(healthy, Bound(args.host, args.port, args.uds, tls=bool(args.ssl_certfile))),
         adapters=functools.partial(adapters, state),
     )
-    publisher = ServerPublisher(config, server_seat(redis_url, config.model, config.server_id))
+    publisher = ServerPublisher(config, server_assignment(redis_url, config.model, config.server_id))
     publisher.start()
     leave_first(engine_client, publisher)
     atexit.register(publisher.stop)  # a server that ends in another way

@@ -12,8 +12,8 @@ from typing import Any
 
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
+from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.seat import core_seat
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
 from warmfleet_worker.vllm_hooks import tail_eviction
@@ -131,7 +131,7 @@ class SchedulerReporter:
                 if self._stopping.wait(0.05):
                     return
             config = self._make_config()
-            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_seat(config), self.moved)
+            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_assignment(config), self.moved)
             self._publisher.start()
 
     def stop(self) -> None:

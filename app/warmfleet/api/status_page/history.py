@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 EVERY_S = 5.0  # between two points: the interval of heartbeats
 SPAN_S = 900.0  # as long as an operator needs to see what led to an alert

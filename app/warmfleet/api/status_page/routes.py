@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from warmfleet.api.access.operators import Operators
     from warmfleet.api.service_routes import Health
     from warmfleet.api.status_page.history import History
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.tracing.last_requests import LastRequests
 
 SNAPSHOT_S = 1.0  # a snapshot is given to everybody who asks within so long: the replica reads workers as often

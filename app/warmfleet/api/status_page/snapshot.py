@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.fleet_status import replica_facts
 from warmfleet.api.status_page.words import why_in_words
-from warmfleet.background.reports.worker_words import remedy, why
+from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from warmfleet.fleet import ReplicaView, WorkerTruth, WorkerView
-    from warmfleet.pools.pool import Pool, Pools
-    from warmfleet.pools.recent.decisions import Recent
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.recent_decisions import Recent
+    from warmfleet.pools.served_models import Pools
 
 READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
 UNREAD_S = 3.0  # Redis counts as away when the last reading is older, as in background/outage_checks

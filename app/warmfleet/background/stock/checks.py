@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from warmfleet.background.stock.readiness import Ready
     from warmfleet.engines.allowed_addresses import Addresses
     from warmfleet.engines.engine_client import EngineClient
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.background.stock.checks")

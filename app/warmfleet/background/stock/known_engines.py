@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_client import EngineClient, Place
     from warmfleet.fleet import WorkerView
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 32

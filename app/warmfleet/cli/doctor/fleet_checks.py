@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
-from warmfleet.background.reports.worker_words import CAUSES, REMEDIES, remedy, why
+from warmfleet.background.worker_words import CAUSES, REMEDIES, remedy, why
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard

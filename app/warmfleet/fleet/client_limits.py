@@ -1,4 +1,5 @@
-"""The limits of a client's key, which all replicas together hold: what scripts take, and what a client is told."""
+"""The limits of a client's key, which all replicas together hold: as scripts take them, as a client is told of
+them, and as one of a model's several pools counts them (lua/client.lua)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import RateLimited, TokensLimited
+from warmfleet.fleet.client import ScriptClient, argv
 from warmfleet.fleet.connection.packing import pack
 from warmfleet.protocol.wire import CLIENT_TAG_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from warmfleet.fleet.connection.multiplexed import OnAnswer
+    from warmfleet.fleet.constants import Spans
 
 MAX_LIMIT = 4_294_967_295
 RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
@@ -95,3 +100,35 @@ class ClientUse:
 
     in_flight: int | None
     tokens: int | None
+
+
+KEEP_AT_ONCE = 200  # requests; lua/client.lua takes no more in one call
+
+
+class ClientCounts(ScriptClient):
+    """Calls of the pool that counts for a client, wherever the client's requests are placed.
+
+    An id is that of a reservation with the tag of its client at the end.
+    """
+
+    spans: Spans
+
+    def admit(self, name: str, limits: ClientLimits, prompt_tokens: int, on_answer: OnAnswer) -> None:
+        """Count a request, unless a limit refuses it. ``on_answer`` gets the answer of the script as it is."""
+        args = argv(
+            "client",
+            [name, limits.record, prompt_tokens],
+            prefix=self._prefix,
+            verb="admit",
+            lease_ms=self.spans.lease_ms,
+        )
+        self.send("client", self.packed["client"].call(args), self.timeouts.request_s, on_answer)
+
+    async def keep_counted(self, names: Sequence[str]) -> None:
+        """Let these requests, KEEP_AT_ONCE at most, count on. Sent before this waits. Raises FleetUnavailable."""
+        await self.keep("client", names, prefix=self._prefix, verb="keep", lease_ms=self.spans.lease_ms)
+
+    def end_counted(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
+        """A request counts no longer. tokens: that it has used besides those of its prompt; it is safe to repeat."""
+        args = argv("client", [name, tokens], prefix=self._prefix, verb="end", lease_ms=self.spans.lease_ms)
+        self.send("client", self.packed["client"].call(args), self.timeouts.upkeep_s, on_answer, patient=True)

@@ -13,7 +13,7 @@ import asyncio
 EARLY, EARLY_S = 1 / 16, 0.01
 
 
-class Beats:
+class Clock:
     """Beats of any period, counted from the making of this object in the running event loop."""
 
     __slots__ = ("_began", "_loop")

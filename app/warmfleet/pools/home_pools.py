@@ -1,22 +1,44 @@
-"""The key by which a prompt's home pools are found: the block hash at a depth at which few conversations are alike.
+"""Which pools of a served model a prompt's home pools are: a key of the prompt, and rendezvous hashing by that key.
 
-A beginning that many conversations share, such as a system prompt, is no key: it would send them all to the same two
-pools. So a replica counts how many of the latest conversations had a beginning. Where that is more than HOT of what one
-pool would get of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
-grows keeps its key: it does not depend on the prompt's length, once the prompt is longer than the depth, and its turns
-count as one conversation, however many they are.
+The key is the block hash at a depth at which few conversations are alike. A beginning that many conversations share,
+such as a system prompt, is no key: it would send them all to the same two pools. So a replica counts how many of the
+latest conversations had a beginning. Where that is more than HOT of what one pool would get of them all, the key is a
+block a quarter deeper, and so on, until the prompt ends. A conversation that grows keeps its key: it does not depend on
+the prompt's length, once the prompt is longer than the depth, and its turns count as one conversation, however many
+they are.
 
 A prompt belongs to a known conversation if it has all known beginnings of it, and perhaps goes on behind their end.
+
+Prompts with the same beginning have the same home pools, at every replica, so their blocks are looked for where they
+are. A pool that joins or leaves moves only the beginnings that it gets or had: one in n. A pool gets as large a share
+of the beginnings as its weight is of all weights, and a weight that changes moves only what that share gains or loses
+(weighted rendezvous hashing, Schindelhauer and Schomaker 2005).
 """
 
 from __future__ import annotations
 
+import hashlib
+from math import log
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from warmfleet.prompt.block_hashes import Chain
+
+DIGEST_BYTES = 8  # that count
+BEYOND = 2.0 ** (8 * DIGEST_BYTES)
+
+
+def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
+    """The tags of pools, the home pools of this key first. weights: by tag, above 0."""
+
+    def late(tag: str) -> float:
+        digest = hashlib.sha256(key + tag.encode()).digest()[:DIGEST_BYTES]
+        return -log((int.from_bytes(digest, "big") + 0.5) / BEYOND) / weights[tag]
+
+    return sorted(weights, key=late)
+
 
 HASH_BYTES = 8  # of a block hash in a chain
 HOT = 0.5  # of a pool's share of all conversations: two pools can well compute so much more than others do

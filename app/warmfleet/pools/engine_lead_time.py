@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision, Fleet
 
-logger = logging.getLogger("warmfleet.pools.recent.engine_way")
+logger = logging.getLogger("warmfleet.pools.engine_lead_time")
 
 SAMPLES = 32  # the last so many requests are looked at
 LOOK_EACH = 8  # requests, from one look at them to the next
@@ -35,7 +35,7 @@ STEP_S = 0.01  # in which the limit changes, so that it does not follow every sa
 MOST_S = 0.5  # of way or steps: a longer way is an engine in trouble, and more ahead would leave no order
 
 
-class EngineWay:
+class EngineLeadTime:
     """The prefill that engines of one model get ahead, by what this replica's requests show and by the engines' steps.
 
     Raises ``max_engine_wait_s`` of its fleet while that is too little, but not above ``objective_s`` (0: none).

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import KEEP_AT_ONCE, ClientUse
-from warmfleet.pools.homes.late_pools import LatePool, late
-from warmfleet.pools.homes.rendezvous import in_order
+from warmfleet.pools.home_pools import in_order
+from warmfleet.pools.late_pools import LatePool, late
 from warmfleet.protocol.wire import RESERVATION_LENGTH
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from warmfleet.errors import RateLimited
     from warmfleet.fleet import ClientLimits
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
-logger = logging.getLogger("warmfleet.routing.clients.counting")
+logger = logging.getLogger("warmfleet.routing.client_limits")
 
 REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
 MAX_REFUSED = 1_024  # clients that are remembered for it

@@ -10,16 +10,17 @@ import logging
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.pools.pool import all_of
+from warmfleet.pools.served_models import all_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmfleet.fleet import Memory
     from warmfleet.metrics import Metrics
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
-logger = logging.getLogger("warmfleet.background.memory.watch")
+logger = logging.getLogger("warmfleet.background.redis_memory")
 
 
 class MemoryWatch:

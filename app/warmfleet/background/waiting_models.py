@@ -6,9 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
-logger = logging.getLogger("warmfleet.background.reports.waiting")
+logger = logging.getLogger("warmfleet.background.waiting_models")
 
 NAMED = 4  # workers that one line names
 NO_ENGINE = (

@@ -15,10 +15,10 @@ from tests.conftest import PATIENT, poll
 
 from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
 from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect
-from warmfleet.pools.homes import late_pools
+from warmfleet.pools import late_pools
+from warmfleet.routing import client_limits
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.call import Ending
-from warmfleet.routing.clients import counting
 from warmfleet.routing.router import Router
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ async def test_replicas_name_the_same_pool_and_clients_spread_over_all(replicas:
     one, other = replicas(2)
     tags = [ClientLimits(f"team-{number}").tag for number in range(60)]
     found = [one.counting.pool_of("m", tag).tag for tag in tags]
-    counting._order.cache_clear()
+    client_limits._order.cache_clear()
     assert found == [other.counting.pool_of("m", tag).tag for tag in tags]
     assert {*found} == {*TAGS}
 
@@ -599,7 +599,7 @@ async def test_a_gateway_keeps_and_ends_what_it_was_given(replicas: Any, valkey_
 async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
     replicas: Any, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counting, "KEEP_AT_ONCE", 1)
+    monkeypatch.setattr(client_limits, "KEEP_AT_ONCE", 1)
     (replica,) = replicas(1)
     (first, _), (second, _) = await begin(replica), await begin(replica)
 

@@ -7,7 +7,7 @@ asked, or if all that can be are full: the workers of a pool that is away may ha
 takes the place of another in a full queue only if all pools that were asked are full.
 
 A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
-wait included (``pools/homes/prices``). While it waits, its other home pool is asked again now and then.
+wait included (``routing/pool_prices``). While it waits, its other home pool is asked again now and then.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Queued
-from warmfleet.pools.homes.late_pools import LatePool, late
-from warmfleet.pools.homes.prices import HOMES, Offer, best, turn_s
 from warmfleet.pools.identified_prompt import same_in
+from warmfleet.pools.late_pools import LatePool, late
 from warmfleet.routing.attempt import AttemptState
 from warmfleet.routing.explain_header import with_pools
+from warmfleet.routing.pool_prices import HOMES, Offer, best, turn_s
 from warmfleet.routing.token_handoff import offer
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from warmfleet.routing.admission_queue import AdmissionQueue
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
-    from warmfleet.routing.clients.counting import Counted, Counting
+    from warmfleet.routing.client_limits import Counted, Counting
     from warmfleet.routing.decider import Decider
     from warmfleet.routing.identifier import Identifier
 
-logger = logging.getLogger("warmfleet.routing.homes.pool_choice")
+logger = logging.getLogger("warmfleet.routing.pool_choice")
 
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away

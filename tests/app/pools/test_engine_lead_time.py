@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from warmfleet.fleet import Decision, QueueLimits
-from warmfleet.pools.recent.engine_way import LOOK_EACH, MOST_S, EngineWay
+from warmfleet.pools.engine_lead_time import LOOK_EACH, MOST_S, EngineLeadTime
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
@@ -22,12 +22,12 @@ def decision(prefill_tokens: int = 1_000, *, wait: int = 0, flagged: bool = Fals
     )
 
 
-def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineWay, Any]:
+def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineLeadTime, Any]:
     fleet = SimpleNamespace(limits=QueueLimits(limit_s, 7, 1.0), keys=SimpleNamespace(tag="m"))
-    return EngineWay(cast("Fleet", fleet), objective_s), fleet
+    return EngineLeadTime(cast("Fleet", fleet), objective_s), fleet
 
 
-def told(way: EngineWay, way_s: float, made: Decision | None = None, speed_tps: int = SPEED_TPS) -> None:
+def told(way: EngineLeadTime, way_s: float, made: Decision | None = None, speed_tps: int = SPEED_TPS) -> None:
     """LOOK_EACH requests whose first byte came so long after the prefill."""
     made = made or decision()
     for _ in range(LOOK_EACH):

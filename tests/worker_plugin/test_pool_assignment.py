@@ -17,10 +17,19 @@ from tests.worker_plugin.publishing import config, equal, upkeep
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.pool_registry import clear
-from warmfleet_worker import seat as seats
+from warmfleet_worker import pool_assignment
+from warmfleet_worker.pool_assignment import (
+    AWAY_MS,
+    SETTLE_MS,
+    Member,
+    PoolAssignment,
+    core_assignment,
+    host_name,
+    server_assignment,
+    take,
+)
 from warmfleet_worker.protocol.pools import Placement, PoolEntry, read_placement
 from warmfleet_worker.protocol.wire import Keys
-from warmfleet_worker.seat import AWAY_MS, SETTLE_MS, Seat, Sitter, core_seat, host_name, server_seat, take
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
@@ -53,8 +62,8 @@ class Town:
 
     def sit(self, server: str, host: str = "", blocks: int = BLOCKS) -> str:
         """The server's core looks where it belongs."""
-        sitter = Sitter(server, host, 0, blocks)
-        self.present[server] = take(self.client, self.name, sitter, self.present.get(server, ""))
+        member = Member(server, host, 0, blocks)
+        self.present[server] = take(self.client, self.name, member, self.present.get(server, ""))
         return self.present[server]
 
     def place(self, server: str) -> Placement:
@@ -104,13 +113,13 @@ def test_a_server_that_has_not_told_its_capacity_counts_as_others_do(town: Town)
     """API servers, whose cores come later: else all of them would see an empty pool."""
     town.register(1), town.register(2)
     for number in range(8):
-        take(town.client, town.name, Sitter(f"s{number}"), "")
+        take(town.client, town.name, Member(f"s{number}"), "")
     servers = [f"s{number}" for number in range(8)]
     pools = [town.place(server).pool for server in servers]
     assert {pools.count(pool) for pool in pools} == {4}
     town.sit("s0"), town.sit("s1")
     for number in range(8, 12):
-        take(town.client, town.name, Sitter(f"s{number}"), "")
+        take(town.client, town.name, Member(f"s{number}"), "")
     pools = [town.place(f"s{number}").pool for number in range(12)]
     assert {pools.count(pool) for pool in pools} == {6}
 
@@ -126,7 +135,7 @@ def test_both_halves_and_all_ranks_of_a_server_are_in_one_pool(town: Town) -> No
     for number in range(3):
         town.register(number)
     for server in "abcdef":
-        halves = [Sitter(server, "h", rank, BLOCKS) for rank in (0, 1)] + [Sitter(server, "h")]
+        halves = [Member(server, "h", rank, BLOCKS) for rank in (0, 1)] + [Member(server, "h")]
         assert len({take(town.client, town.name, half, "") for half in halves}) == 1
         assert town.place(server).blocks == {"0": BLOCKS, "1": BLOCKS}
     assert set(town.capacities(list("abcdef")).values()) == {4 * BLOCKS}
@@ -180,7 +189,7 @@ def test_a_pool_moves_a_few_servers_at_a_time(town: Town) -> None:
         now = [server for server in servers if town.present[server] == town.pool(2)]
         assert len(now) - moved == min(2, len(servers) - moved), "an eighth of 17"
         for server in servers:
-            other_half = take(town.client, town.name, Sitter(server), town.present[server])
+            other_half = take(town.client, town.name, Member(server), town.present[server])
             assert other_half == town.present[server]
         moved = len(now)
         for server in now:  # they have settled in
@@ -232,7 +241,7 @@ def test_servers_that_join_together_are_spread_evenly(town: Town) -> None:
 
     def one(number: int) -> str:
         with redis.Redis.from_url(town.url) as client:
-            return take(client, town.name, Sitter(f"s{number}", "", 0, BLOCKS), "")
+            return take(client, town.name, Member(f"s{number}", "", 0, BLOCKS), "")
 
     with ThreadPoolExecutor(24) as threads:
         pools = list(threads.map(one, range(24)))
@@ -294,45 +303,45 @@ def _one_server(town: Town, states: dict[str, str], word: str, server: str) -> N
         assert counted[town.sit(server)] == min(counted.values())
 
 
-# ---------------------------------------------------------------- seats and publishers
+# ---------------------------------------------------------------- pool_assignment and publishers
 
 
 def test_a_pool_that_the_operator_names_is_not_asked_for(town: Town, caplog: pytest.LogCaptureFixture) -> None:
-    seat = Seat("redis://127.0.0.1:1", f"{town.name}#mine", Sitter("a"))
-    assert seat.look(0.0) == f"{town.name}#mine", "even while Redis is away"
-    seat = Seat(town.url, f"{town.name}#mine", Sitter("a", "h", 0, BLOCKS))
+    assignment = PoolAssignment("redis://127.0.0.1:1", f"{town.name}#mine", Member("a"))
+    assert assignment.look(0.0) == f"{town.name}#mine", "even while Redis is away"
+    assignment = PoolAssignment(town.url, f"{town.name}#mine", Member("a", "h", 0, BLOCKS))
     town.register(1)
-    assert seat.look(0.0) == f"{town.name}#mine"
+    assert assignment.look(0.0) == f"{town.name}#mine"
     assert town.place("a").capacity_blocks == BLOCKS, "its capacity counts for others"
     assert town.place("a").pinned
     assert not town.place(town.sit("b") and "b").pinned
     for now in (100.0, 200.0):
-        seat.look(now)
+        assignment.look(now)
     lacking = [line for line in caplog.messages if "which the registry of" in line]
     assert len(lacking) == 1, "told once, not at every look"
     assert f"a: WARMFLEET_MODEL names the pool {town.name}#mine" in lacking[0]
-    seat.close()
+    assignment.close()
 
 
 def test_a_seat_that_was_never_told_its_pool_waits_for_redis_and_keeps_it_through_an_outage(
     town: Town, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tag = town.register(1)
-    seat = Seat(town.url, town.name, Sitter("a"))
-    whole = seats.take
+    assignment = PoolAssignment(town.url, town.name, Member("a"))
+    whole = pool_assignment.take
 
     def broken(*_: object, **__: object) -> str:
         raise redis.ConnectionError("away")
 
-    monkeypatch.setattr(seats, "take", broken)
+    monkeypatch.setattr(pool_assignment, "take", broken)
     with pytest.raises(redis.ConnectionError):
-        seat.look(0.0)
-    monkeypatch.setattr(seats, "take", whole)
-    assert seat.look(0.1) == tag, "asked again at once"
-    monkeypatch.setattr(seats, "take", broken)
-    assert seat.look(100.0) == tag
+        assignment.look(0.0)
+    monkeypatch.setattr(pool_assignment, "take", whole)
+    assert assignment.look(0.1) == tag, "asked again at once"
+    monkeypatch.setattr(pool_assignment, "take", broken)
+    assert assignment.look(100.0) == tag
     assert caplog.messages[-1].endswith(f"the registry of pools cannot be read: away; it stays in {tag}")
-    seat.close()
+    assignment.close()
 
 
 def test_the_host_is_the_node_where_kubernetes_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,9 +356,9 @@ def halves(
     town: Town, tracker: Tracker, moved: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[WorkerPublisher, ServerPublisher]]:
     told = config(town.url, town.name)
-    core = WorkerPublisher(told, tracker, seat=core_seat(told), moved=moved)
+    core = WorkerPublisher(told, tracker, assignment=core_assignment(told), moved=moved)
     said = ServerConfig(town.url, town.name, "w1", "http://127.0.0.1:9", (town.name,), "test")
-    server = ServerPublisher(said, server_seat(town.url, town.name, "w1"))
+    server = ServerPublisher(said, server_assignment(town.url, town.name, "w1"))
     core.start()
     server.start()
     try:
@@ -362,7 +371,7 @@ def halves(
 @pytest.mark.usefixtures("short_periods")
 async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both halves leave the pool that is drained, and the index of the new one equals the table."""
-    monkeypatch.setattr(seats, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(pool_assignment, "ASK_SECONDS", 0.2)
     old = town.register(1)
     tracker = Tracker()
     tracker.stored([os.urandom(8) for _ in range(500)])
@@ -404,8 +413,8 @@ async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: To
                 town.register(2)
                 town.remove(1)
                 await clear(first, shared=False)
-                await equal(second, tracker, deadline_s=seats.ASK_SECONDS / 2)
-                await poll(lambda: _both(second), seats.ASK_SECONDS / 2, "both halves are in the second pool")
+                await equal(second, tracker, deadline_s=pool_assignment.ASK_SECONDS / 2)
+                await poll(lambda: _both(second), pool_assignment.ASK_SECONDS / 2, "both halves are in the second pool")
             assert not list(town.client.scan_iter(Keys(town.pool(1)).prefix + "*", count=1_000))
     finally:
         await first.close()

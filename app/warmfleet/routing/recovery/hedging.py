@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from warmfleet.routing.attempt import Attempt, Attempts
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
-    from warmfleet.routing.homes.pool_choice import PoolChoice
+    from warmfleet.routing.pool_choice import PoolChoice
+    from warmfleet.routing.recovery.retry_budget import RetryBudget
     from warmfleet.routing.relay import Relay
-    from warmfleet.routing.rescue.retry_budget import RetryBudget
 
 MAX_PROMPT_TOKENS = 8_192  # to compute a longer prompt twice costs more than a late answer
 FAILURES = frozenset({429, 500, 502, 503, 504})  # statuses of the second worker that the client does not get

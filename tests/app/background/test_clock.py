@@ -8,7 +8,7 @@ import re
 import pytest
 
 from warmfleet.background import upkeep
-from warmfleet.background.beats import Beats
+from warmfleet.background.clock import Clock
 from warmfleet.fleet.client import script_source
 from warmfleet.fleet.upkeep import Pace
 
@@ -16,7 +16,7 @@ from warmfleet.fleet.upkeep import Pace
 GRACE_AFTER = r"GRACE_AFTER_MS, [^=]*= (?:redis\.call, )?(\d+)"
 
 
-class Clock:
+class LoopTime:
     """Stands for the time of the event loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,35 +25,35 @@ class Clock:
 
 
 async def test_tasks_that_began_at_different_moments_wake_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    beats, moments = Beats(), set[float]()
+    loop = LoopTime(monkeypatch)
+    clock, moments = Clock(), set[float]()
     for late_s in (0.0, 0.2, 0.55, 0.9):
-        clock.now = 1_000.3 + late_s
-        moments.add(round(clock.now + beats.until(1.0), 6))
-        moments.add(round(clock.now + beats.until(5.0), 6) - 4.0)
+        loop.now = 1_000.3 + late_s
+        moments.add(round(loop.now + clock.until(1.0), 6))
+        moments.add(round(loop.now + clock.until(5.0), 6) - 4.0)
     assert moments == {1_001.3}
 
 
 @pytest.mark.parametrize("period_s", [0.001, 0.1, 1.0, 30.0])
 async def test_each_beat_comes_once_even_if_a_timer_is_early(monkeypatch: pytest.MonkeyPatch, period_s: float) -> None:
-    clock = Clock(monkeypatch)
-    beats = Beats()
+    loop = LoopTime(monkeypatch)
+    clock = Clock()
     for early_s in (0.0, 0.000_02, min(0.002, period_s / 32)):
-        clock.now = 1_000.3 + 7 * period_s - early_s
-        assert clock.now + beats.until(period_s) == pytest.approx(1_000.3 + 8 * period_s)
+        loop.now = 1_000.3 + 7 * period_s - early_s
+        assert loop.now + clock.until(period_s) == pytest.approx(1_000.3 + 8 * period_s)
 
 
 async def test_a_round_that_takes_nearly_its_whole_period_has_the_next_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    beats = Beats()
-    clock.now += 1.98
-    assert beats.until(2.0) == pytest.approx(0.02)
+    loop = LoopTime(monkeypatch)
+    clock = Clock()
+    loop.now += 1.98
+    assert clock.until(2.0) == pytest.approx(0.02)
 
 
 async def test_pools_share_a_few_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch)
-    beats, shares = Beats(), upkeep.REST_SHARES
-    waits = [beats.until(upkeep.REST_STEP_S, number / shares) for number in range(shares)]
+    LoopTime(monkeypatch)
+    clock, shares = Clock(), upkeep.REST_SHARES
+    waits = [clock.until(upkeep.REST_STEP_S, number / shares) for number in range(shares)]
     assert [round(wait / upkeep.REST_STEP_S, 6) for wait in waits] == [1.0, *(n / shares for n in range(1, shares))]
 
 

@@ -1,4 +1,4 @@
-"""Whether a model is at rest in this replica: no request has come for a while, and workers tell only that they live.
+"""Whether a pool is idle in this replica: no request has come for a while, and workers tell only that they live.
 
 Then their heartbeats need not be applied at once, and a replica of many models wakes a few times a second for all.
 """
@@ -11,34 +11,34 @@ import time
 AFTER_S = 10.0  # without anything but heartbeats: joins, probes and a request's last events are over by then
 
 
-class Rest:
-    """``stir`` ends the rest, and a wait that is under way; a request calls it, so it costs next to nothing."""
+class Idle:
+    """``wake`` ends idleness and a wait that is under way; every request calls it, so it costs next to nothing."""
 
-    __slots__ = ("_since", "_stirred", "_waiting")
+    __slots__ = ("_since", "_waiting", "_woken")
 
     def __init__(self) -> None:
         self._since = 0.0  # monotonic seconds
-        self._stirred = True
+        self._woken = True
         self._waiting: asyncio.Future[None] | None = None
 
-    def stir(self) -> None:
+    def wake(self) -> None:
         """A request has come, or a worker has told more than that it lives."""
-        self._stirred = True
+        self._woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     @property
     def lasts(self) -> bool:
-        """Whether nothing has stirred for AFTER_S."""
-        if self._stirred:
-            self._stirred, self._since = False, time.monotonic()
+        """Whether nothing has woken it for AFTER_S."""
+        if self._woken:
+            self._woken, self._since = False, time.monotonic()
         return time.monotonic() - self._since >= AFTER_S
 
     async def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when something stirs."""
+        """Return after so many seconds, or when something wakes the pool."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting = loop.create_future()
-        timer = loop.call_later(seconds, _wake, waiting)
+        timer = loop.call_later(seconds, _end_wait, waiting)
         try:
             await waiting
         finally:
@@ -46,6 +46,6 @@ class Rest:
             self._waiting = None
 
 
-def _wake(waiting: asyncio.Future[None]) -> None:
+def _end_wait(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)

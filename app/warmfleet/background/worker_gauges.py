@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.metrics import Gauge, Metrics
-    from warmfleet.pools.pool import Pools
+    from warmfleet.pools.served_models import Pools
 
 MAX_VERSION = 64  # characters of an engine's version, which its record tells
 

@@ -14,12 +14,12 @@ from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
+from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.pools.idle import Idle
 from warmfleet.pools.pool import Pool
-from warmfleet.pools.recent import rest
-from warmfleet.pools.recent.rest import Rest
 
 if TYPE_CHECKING:
     import pytest
@@ -32,23 +32,23 @@ CORES = 11  # more than a replica at rest applies in one write
 def test_rest_begins_after_a_while_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1_000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    found = Rest()
+    found = Idle()
     assert not found.lasts, "a start is no rest: workers are about to join"
-    now[0] += rest.AFTER_S - 0.1
+    now[0] += idle.AFTER_S - 0.1
     assert not found.lasts
     now[0] += 0.1
     assert found.lasts
-    found.stir()
+    found.wake()
     assert not found.lasts
-    now[0] += rest.AFTER_S
+    now[0] += idle.AFTER_S
     assert found.lasts
 
 
 async def test_a_request_ends_a_wait() -> None:
-    found = Rest()
+    found = Idle()
     waiting = asyncio.create_task(found.wait(LONG_S))
     await asyncio.sleep(0)
-    found.stir()
+    found.wake()
     async with asyncio.timeout(LONG_S / 2):
         await waiting
     async with asyncio.timeout(LONG_S / 2):
@@ -117,7 +117,7 @@ async def test_a_tick_at_rest_looks_at_more_streams_because_it_comes_less_often(
 async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
     store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    monkeypatch.setattr(idle, "AFTER_S", 0.0)
     async with connect(redis_url) as client:
         fleet = Fleet(client, model, timeouts=PATIENT)
         fleet.pace = Pace(rest_gap_ms=0)
@@ -125,7 +125,7 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
         pool = Pool(model, fleet, DegradedMode(1.0))
         rounds = asyncio.create_task(_rounds(pool))
         try:
-            await poll(lambda: pool.rest._waiting is not None, LONG_S / 2, "a round waits")
+            await poll(lambda: pool.idle._waiting is not None, LONG_S / 2, "a round waits")
             before = await store.get(fleet.keys.tick)
             pool.ask(IdentifiedPrompt((), 1, 1, "load"), "wf-1", (), 0, ())
             await poll(lambda: _ticked_since(store, fleet, before), LONG_S / 2, "the request ended the wait")
@@ -136,7 +136,7 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
 
 async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "TICK_WITHIN_S", 0.01)
-    monkeypatch.setattr(rest, "AFTER_S", 0.0)
+    monkeypatch.setattr(idle, "AFTER_S", 0.0)
     pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
     pool.show(View(streams=tuple(f"events:w{number}.0" for number in range(upkeep.REST_STREAMS + 1))))
     async with asyncio.timeout(LONG_S / 2):

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from warmfleet.fleet import Fleet, WorkerView
-    from warmfleet.pools.pool import Pool, Pools
+    from warmfleet.pools.pool import Pool
+    from warmfleet.pools.served_models import Pools
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 

@@ -6,8 +6,8 @@ capacity, of such the one with the fewest servers of its host, and of such the f
 start together are spread as if they had started one after another: each writes its choice only if nobody has written
 since it read (WATCH), else it chooses again. So no server needs the right to run scripts.
 
-Engine core and API server are two processes with a ``Seat`` each. What stands in Redis for their server is binding for
-both; the second follows the first within ASK_SECONDS.
+Engine core and API server are two processes with a ``PoolAssignment`` each. Their server's record in Redis binds both:
+the second follows the first within ASK_SECONDS.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def host_name() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Sitter:
+class Member:
     """A half of a server that wants a pool. rank and blocks: of an engine core; an API server has no capacity."""
 
     server_id: str
@@ -63,17 +63,17 @@ class Sitter:
     blocks: int = 0
 
 
-class Seat:
+class PoolAssignment:
     """The pool of one half of a server. One thread uses it.
 
     model: as it was given; with ``#`` the operator has chosen the pool, and nothing is asked.
     """
 
-    def __init__(self, redis_url: str, model: str, sitter: Sitter) -> None:
+    def __init__(self, redis_url: str, model: str, member: Member) -> None:
         self.tag = model if "#" in model else ""
         self._name = pools.served_model(model)
         self._pinned = bool(self.tag)
-        self._sitter = sitter
+        self._sitter = member
         self._client = connect(redis_url, wire.model_tag(self._name), timeout_seconds=TIMEOUT_SECONDS)
         self._due = 0.0
         self._unanswered = False
@@ -131,11 +131,11 @@ class Seat:
 def take(
     client: redis.Redis,
     name: str,
-    sitter: Sitter,
+    member: Member,
     present: str,
     lacks: Callable[[Sequence[PoolEntry]], None] | None = None,
 ) -> str:
-    """The tag of the pool that ``sitter`` belongs to from now on, and its place in Redis as long as it is seen.
+    """The tag of the pool that ``member`` belongs to from now on, and its place in Redis as long as it is seen.
 
     present: the pool where it is; "" if it has just started. lacks: of a server that stays where it is, whatever the
     registry says; called if that lacks its pool. Raises RedisError.
@@ -145,7 +145,7 @@ def take(
     pipe = client.pipeline(transaction=False)
     pipe.time()
     pipe.hgetall(keys.pools)
-    pipe.hget(keys.placement, sitter.server_id)
+    pipe.hget(keys.placement, member.server_id)
     (seconds, micros), fields, packed = pipe.execute()
     now_ms, own = seconds * 1000 + micros // 1000, pools.read_placement(packed)
     registry = pools.read_registry(name, fields)
@@ -155,16 +155,16 @@ def take(
         lacks(registry)
     pool = present if pinned else stays(registry, own, present, now_ms)
     if not pool:
-        return _choose(client, keys.placement, registry, sitter, present, now_ms)
-    place = replace(seated(own, pool, sitter, present, now_ms), pinned=pinned)
+        return _choose(client, keys.placement, registry, member, present, now_ms)
+    place = replace(placed(own, pool, member, present, now_ms), pinned=pinned)
     told = own and (own.pool, own.blocks, own.pinned)
     if own is None or now_ms - own.seen_ms > SEEN_MS or told != (place.pool, place.blocks, pinned):
-        client.hset(keys.placement, sitter.server_id, place.encode())
+        client.hset(keys.placement, member.server_id, place.encode())
     return pool
 
 
 def _choose(
-    client: redis.Redis, key: str, registry: Sequence[PoolEntry], sitter: Sitter, present: str, now_ms: int
+    client: redis.Redis, key: str, registry: Sequence[PoolEntry], member: Member, present: str, now_ms: int
 ) -> str:
     """Choose by the places of all servers, and write the choice unless another server has written meanwhile."""
     for tries_left in reversed(range(TRIES)):
@@ -172,14 +172,14 @@ def _choose(
             pipe.watch(key)  # type: ignore[no-untyped-call]  # redis-py
             found = {member.decode(): pools.read_placement(packed) for member, packed in pipe.hgetall(key).items()}  # type: ignore[union-attr]  # watching: it has answered
             places = {member: place for member, place in found.items() if place and now_ms - place.seen_ms < KEPT_MS}
-            pool = choose(registry, places, sitter, present, now_ms)
+            pool = choose(registry, places, member, present, now_ms)
             if not tries_left:
                 pipe.unwatch()
             pipe.multi()
             pipe.hset(
-                key, sitter.server_id, seated(places.get(sitter.server_id), pool, sitter, present, now_ms).encode()
+                key, member.server_id, placed(places.get(member.server_id), pool, member, present, now_ms).encode()
             )
-            gone = sorted(found.keys() - places.keys() - {sitter.server_id})[:STRUCK_AT_ONCE]
+            gone = sorted(found.keys() - places.keys() - {member.server_id})[:STRUCK_AT_ONCE]
             if gone:
                 pipe.hdel(key, *gone)
             try:
@@ -191,14 +191,14 @@ def _choose(
     raise AssertionError("the last try watches nothing")
 
 
-def seated(own: Placement | None, pool: str, sitter: Sitter, present: str, now_ms: int) -> Placement:
+def placed(own: Placement | None, pool: str, member: Member, present: str, now_ms: int) -> Placement:
     """What a server writes of itself: the capacity of its other ranks stays, unless it has been restarted."""
     moves = bool(present) and (own.pool if own else present) != pool
     moved_ms = now_ms if moves else own.moved_ms if own else 0
     blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
-    if sitter.rank is not None and sitter.blocks:
-        blocks[str(sitter.rank)] = sitter.blocks
-    return Placement(pool, sitter.host, now_ms, blocks, moved_ms)
+    if member.rank is not None and member.blocks:
+        blocks[str(member.rank)] = member.blocks
+    return Placement(pool, member.host, now_ms, blocks, moved_ms)
 
 
 def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, now_ms: int) -> str:
@@ -214,15 +214,15 @@ def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, no
 
 
 def choose(
-    registry: Sequence[PoolEntry], places: Mapping[str, Placement], sitter: Sitter, present: str, now_ms: int
+    registry: Sequence[PoolEntry], places: Mapping[str, Placement], member: Member, present: str, now_ms: int
 ) -> str:
     """The pool of a server, by the places of all servers of its model."""
-    own = places.get(sitter.server_id)
+    own = places.get(member.server_id)
     kept = stays(registry, own, present, now_ms)
     if kept:
         return kept
     serving = [entry.tag for entry in registry if not entry.draining]
-    others = {server: place for server, place in places.items() if server != sitter.server_id}
+    others = {server: place for server, place in places.items() if server != member.server_id}
     here = [place for place in others.values() if now_ms - place.seen_ms < RECENT_MS]
     if present and any(entry.tag == present for entry in registry):  # its pool is told to move, and can serve meanwhile
         on_the_way = sum(1 for place in here if now_ms - place.moved_ms < SETTLE_MS)
@@ -230,7 +230,7 @@ def choose(
             return present
     told = [place.capacity_blocks for place in others.values() if place.capacity_blocks]
     unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
-    size = seated(own, "", sitter, present, now_ms).capacity_blocks or unknown
+    size = placed(own, "", member, present, now_ms).capacity_blocks or unknown
     old = own.pool if own else ""
     if old in serving:  # it was restarted, and stays, unless another pool would still be the smaller one with it
         full = _capacity(serving, others.values(), unknown)
@@ -241,8 +241,8 @@ def choose(
     filled = _capacity(serving, here, unknown)
     least = min(filled.values())
     equal = [tag for tag in serving if filled[tag] < least + size / 2]  # engines alike differ by a few blocks
-    beside = {tag: sum(1 for place in here if place.pool == tag and place.host == sitter.host) for tag in equal}
-    return min(equal, key=lambda tag: (beside[tag], -pools.weight(tag, sitter.server_id)))
+    beside = {tag: sum(1 for place in here if place.pool == tag and place.host == member.host) for tag in equal}
+    return min(equal, key=lambda tag: (beside[tag], -pools.weight(tag, member.server_id)))
 
 
 def _capacity(tags: Sequence[str], places: Iterable[Placement], unknown: float) -> dict[str, float]:
@@ -253,12 +253,12 @@ def _capacity(tags: Sequence[str], places: Iterable[Placement], unknown: float) 
     return filled
 
 
-def core_seat(config: PublisherConfig, host: str = "") -> Seat:
-    """The seat of an engine core. host: its machine; by default this one."""
-    sitter = Sitter(config.server_id, host or host_name(), config.rank, config.capacity_blocks)
-    return Seat(config.redis_url, config.model, sitter)
+def core_assignment(config: PublisherConfig, host: str = "") -> PoolAssignment:
+    """The assignment of an engine core. host: its machine; by default this one."""
+    member = Member(config.server_id, host or host_name(), config.rank, config.capacity_blocks)
+    return PoolAssignment(config.redis_url, config.model, member)
 
 
-def server_seat(redis_url: str, model: str, server_id: str, host: str = "") -> Seat:
-    """The seat of an API server. host: its machine; by default this one."""
-    return Seat(redis_url, model, Sitter(server_id, host or host_name()))
+def server_assignment(redis_url: str, model: str, server_id: str, host: str = "") -> PoolAssignment:
+    """The assignment of an API server. host: its machine; by default this one."""
+    return PoolAssignment(redis_url, model, Member(server_id, host or host_name()))

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from warmfleet.routing.attempt import Attempts
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
-    from warmfleet.routing.homes.pool_choice import PoolChoice
+    from warmfleet.routing.pool_choice import PoolChoice
+    from warmfleet.routing.recovery.retry_budget import RetryBudget
     from warmfleet.routing.relay import Relay
-    from warmfleet.routing.rescue.retry_budget import RetryBudget
     from warmfleet.settings import Settings
 
-logger = logging.getLogger("warmfleet.routing.rescue.continuation")
+logger = logging.getLogger("warmfleet.routing.recovery.continuation")
 
 IDENTIFIED = ("exact", "engine")  # kinds of prompts that are token ids and nothing else, such as an image
 COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none

@@ -1,1 +1,0 @@
-"""How full Redis is, and what takes memory there that nobody reads."""

@@ -1,1 +1,0 @@
-"""What a replica tells of its fleet: in its log, and by the metrics of each worker."""

@@ -1,1 +1,0 @@
-"""Where a served model has several pools: which of them a request belongs to."""

@@ -1,1 +1,0 @@
-"""What this replica did lately, for people who look."""
