@@ -46,7 +46,7 @@ class Check(NamedTuple):
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
     time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
     put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
-    cause, reason: of a check that failed, a word (background/reports/worker_words) and a sentence.
+    cause, reason: of a check that failed, a word (background/worker_words) and a sentence.
     """
 
     found: Literal["PASSED", "FAILED", "SLOW", "LEAVING"]

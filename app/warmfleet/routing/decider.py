@@ -206,7 +206,7 @@ def _question(
     place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait, displaces=displaces)
     order = pool.policy.order(pool.view, job.request, call.hints.session)
     rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-    limits = None if job.homes else call.limits  # of several pools one counts: routing/clients/counting
+    limits = None if job.homes else call.limits  # of several pools one counts: routing/client_limits
     ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, limits)
     return ask, place, rings
 

@@ -313,7 +313,7 @@ class StockEngines:
 
 
 def _cause(error: Exception) -> str:
-    """A word for a check that failed (background/reports/worker_words): by it operators are told what to do."""
+    """A word for a check that failed (background/worker_words): by it operators are told what to do."""
     if isinstance(error, UpstreamGone):
         return "late" if error.late else "away"
     return "locked" if isinstance(error, LockedError) else "ill"
