@@ -33,6 +33,8 @@ TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_US
 #: How a connection ends if its engine died without having read all of the request: the kernel sends RST then. If the
 #: engine had read it, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
+#: The kernel is asked before a kept connection is used: the event loop notices a hang-up later, and an engine that gets
+#: a request after its own end would count as killed by that request.
 HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: the system does not tell
 
 

@@ -39,7 +39,7 @@ class Weights:
 
     lambda_: float = 2.0  # weight of an uncached token while no worker is idle: its prefill then delays other requests
     kappa: float = 2.5  # the smallest weight that, at this wait_price, keeps a new prefix on at most two workers
-    pressure_price: float = 2.0
+    pressure_price: float = 2.0  # at 0 all conversations with one system prompt go to one worker, at 0.5 up to half
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # weight of a prefill token ahead: a request that joins a line delays those that come after
     stay: float = 2.0  # weight of a token that another worker holds: a session that moves leaves its blocks behind

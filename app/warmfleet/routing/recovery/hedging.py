@@ -3,7 +3,8 @@
 It is off unless the operator sets a delay. The second worker computes the whole prompt again, which a fleet that places
 requests by what workers hold avoids everywhere else: it helps where single engines are late at random. It costs a try
 of the retry budget. Only streams are hedged, since the first byte of a plain answer comes with its last token; and no
-long prompts, which are late because they are long.
+long prompts, which are late because they are long. The delay is a fixed time: under overload every stream would be
+beyond a quantile of a calm minute, and would be computed twice just then.
 """
 
 from __future__ import annotations
