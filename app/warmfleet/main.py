@@ -62,7 +62,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import ANNOUNCE_S, Fleet, QueueLimits, RedisConnections, Timeouts
+from warmfleet.fleet import ANNOUNCE_S, QUEUE_PATIENCE, Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
@@ -164,8 +164,8 @@ def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
     trusted = engine_tls(settings.worker_ca)
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
-    decisions = DecisionLog(settings.decision_log, settings.decision_sample, metrics)
-    identifier = Identifier(EngineTokenizer(engine_client, settings, metrics).token_ids, settings, metrics)
+    decisions = DecisionLog(settings.decision_log, metrics)
+    identifier = Identifier(EngineTokenizer(engine_client, metrics).token_ids, metrics)
     past, may_ask, last = History(pools, metrics), Operators(settings), LastRequests()
     return _Replica(
         settings=settings,
@@ -361,7 +361,7 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, settings.queue_patience)
+    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
     return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S, tag), policy, objective_s)
 
 

@@ -36,8 +36,6 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
-#: Beyond it arrival would count for nothing: a prompt of 1 s would let others overtake it for a quarter of an hour.
-MAX_QUEUE_PATIENCE = 1_000.0
 #: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
 MAX_VIEW_INTERVAL_S = 2.0
 #: A probe lasts up to 30 s for its answers and 5 s for its blocks; the next one must not begin before.
@@ -191,13 +189,14 @@ def _policy(name: str) -> str:
     return name
 
 
-def _setting(default: Any, why: str) -> Any:
-    return field(default=default, metadata={"why": why})
+def _setting(default: Any, why: str, group: str = "") -> Any:
+    """group: the heading in the table of settings under which this one and the next ones stand."""
+    return field(default=default, metadata={"why": why, "group": group})
 
 
-def _secret(default: Any, why: str) -> Any:
+def _secret(default: Any, why: str, group: str = "") -> Any:
     """A setting that ``NAME_FILE`` may give as well, and that no representation of the settings shows."""
-    return field(default=default, repr=False, metadata={"why": why, "secret": True})
+    return field(default=default, repr=False, metadata={"why": why, "secret": True, "group": group})
 
 
 ADMIN_PORT = 9090  # where operators reach a replica if they choose no port
@@ -209,7 +208,9 @@ ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "
 class Settings:
     """Read with ``Settings.from_environment()``. Lists are separated by commas."""
 
-    redis_url: str = _secret("redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets")
+    redis_url: str = _secret(
+        "redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets", group="Redis, models and engines"
+    )
     redis_ca: str = _setting(
         "", "PEM file of the authority that signed Redis' certificate; needs a `rediss` URL; empty = the system's"
     )
@@ -218,46 +219,6 @@ class Settings:
         "model tags to serve, each `name` or `name#pool`; required. Once `warmfleet pools add` was called, the "
         "registry in Redis tells the pools of a model, and of a tag here only its name counts (pools.md)",
     )
-    pool_prefix_tokens: int = _setting(
-        1024,
-        "so many tokens at a prompt's beginning choose its home pools, where a model has several; more, where many "
-        "prompts begin alike (pools.md)",
-    )
-    host: str = _setting("127.0.0.1", "address to listen on; the default is reachable from this machine only")
-    port: int = _setting(8080, "port to listen on")
-    admin_port: int = _setting(
-        ADMIN_PORT,
-        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/replicas`, `/explain`, "
-        "`/why`, `/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
-    )
-    log_level: str = _setting("info", "least level of the log's lines: `debug`, `info`, `warning`, `error`")
-    log_format: str = _setting(
-        "text", "`text`, or `json`: one object a line, with the request's id where the line is about one"
-    )
-    access_log: bool = _setting(
-        False, "log a line for each request: where its time went, its worker, its tokens; nothing of its content"
-    )
-    tls_cert: str = _setting(
-        "",
-        "PEM file of this replica's certificate and those between it and its authority; empty = no TLS (security.md)",
-    )
-    tls_key: str = _setting("", "PEM file of the key of that certificate")
-    tls_client_ca: str = _setting(
-        "", "PEM file of authorities, by one of which clients need a certificate; empty = clients need none"
-    )
-    worker_ca: str = _setting(
-        "", "PEM file of the authority that signed the engines' certificates; empty = the system's authorities"
-    )
-    policy: str = _setting(
-        "cost", 'placement policy (`lua/README.md`, "Policies"); exceptions for single models: `cost,modelA=sticky`'
-    )
-    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  the call makes a field
-        PerModel(0.0), "time to first token that is quick enough; exceptions: `0.5,modelA=1.2`; 0 = no objective"
-    )
-    decision_log: str = _setting(
-        "", "file for a sample of the decisions, for `warmfleet replay`; each replica needs its own; empty = none"
-    )
-    decision_sample: float = _setting(0.01, "share of the decisions that the decision log gets, 0 to 1")
     static_workers: tuple[str, ...] = _setting(
         (),
         "engines without the plugin, which the fleet knows as approximate workers: URLs, `http+dns://name:port` for "
@@ -267,10 +228,46 @@ class Settings:
     worker_api_key: str = _secret(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
     )
+    worker_ca: str = _setting(
+        "", "PEM file of the authority that signed the engines' certificates; empty = the system's authorities"
+    )
+    worker_addresses: tuple[str, ...] = _setting(
+        ANY_PRIVATE,
+        "address ranges that a worker's URL may point to, so that a forged join cannot send requests elsewhere. Set it "
+        "to the engines' own addresses where they want a key: else no unproved worker gets one (security.md)",
+    )
+    tokenizer: str = _setting("", "path or hub name of a tokenizer that replaces those of the workers")
+    host: str = _setting(
+        "127.0.0.1",
+        "address to listen on; the default is reachable from this machine only",
+        group="Addresses and doors",
+    )
+    port: int = _setting(8080, "port to listen on")
+    admin_port: int = _setting(
+        ADMIN_PORT,
+        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/replicas`, `/explain`, "
+        "`/why`, `/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
+    )
+    tls_cert: str = _setting(
+        "",
+        "PEM file of this replica's certificate and those between it and its authority; empty = no TLS (security.md)",
+    )
+    tls_key: str = _setting("", "PEM file of the key of that certificate")
+    tls_client_ca: str = _setting(
+        "", "PEM file of authorities, by one of which clients need a certificate; empty = clients need none"
+    )
+    cors_origins: tuple[str, ...] = _setting(
+        (), "origins whose pages may call this replica from a browser, such as `https://chat.example.com`; `*` = all"
+    )
+    passed_paths: tuple[str, ...] = _setting(
+        ("/v1/audio/*", "/v1/images/*", "/v1/moderations"),
+        "paths of engines that requests may be sent to besides those of `api.md`, by load; `/*` at the end: all below",
+    )
     client_keys_file: str = _setting(
         "",
         "file of API keys, one of which every request to an engine and `/v1/models` must have (security.md); read "
         "again when it changes; empty = every client is served",
+        group="Rights and secrets",
     )
     admin_key: str = _secret(
         "",
@@ -287,70 +284,33 @@ class Settings:
     answer_headers: str = _setting(
         "all", "`all`, or `request_id`: then answers do not tell the worker and the matched tokens"
     )
-    tokenizer: str = _setting("", "path or hub name of a tokenizer that replaces those of the workers")
-    worker_addresses: tuple[str, ...] = _setting(
-        ANY_PRIVATE,
-        "address ranges that a worker's URL may point to, so that a forged join cannot send requests elsewhere. Set it "
-        "to the engines' own addresses where they want a key: else no unproved worker gets one (security.md)",
+    allowed_fields: tuple[str, ...] = _setting(
+        (),
+        "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`, "
+        "`ec_transfer_params`",
+    )
+    approved_templates: tuple[str, ...] = _setting(
+        (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
+    )
+    trust_templates: bool = _setting(
+        False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
+    )
+    policy: str = _setting(
+        "cost",
+        'placement policy (`lua/README.md`, "Policies"); exceptions for single models: `cost,modelA=sticky`',
+        group="The choice of a worker",
+    )
+    ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  the call makes a field
+        PerModel(0.0), "time to first token that is quick enough; exceptions: `0.5,modelA=1.2`; 0 = no objective"
     )
     decide_timeout_s: float = _setting(
         0.05,
         "longest wait for a decision, at most 10; then the fallback chooses. Time in which the event loop is late "
         "does not count, up to 1 s",
     )
-    allowed_fields: tuple[str, ...] = _setting(
-        (),
-        "request fields that are refused unless named here: `chat_template`, `kv_transfer_params`, "
-        "`ec_transfer_params`",
-    )
-    passed_paths: tuple[str, ...] = _setting(
-        ("/v1/audio/*", "/v1/images/*", "/v1/moderations"),
-        "paths of engines that requests may be sent to besides those of `api.md`, by load; `/*` at the end: all below",
-    )
-    cors_origins: tuple[str, ...] = _setting(
-        (), "origins whose pages may call this replica from a browser, such as `https://chat.example.com`; `*` = all"
-    )
-    body_max_bytes: int = _setting(33_554_432, "longest request body; a longer one is answered with 413")
-    uploads_max_bytes: int = _setting(
-        1_073_741_824,
-        "request bodies that one replica holds in memory, no less than `WARMFLEET_BODY_MAX_BYTES`; beyond, the largest "
-        "unfinished one is answered with 503. The operators' port has as much again for itself",
-    )
-    max_connections: int = _setting(
-        4_096,
-        "connections that one replica holds open on each of its ports (clients', operators'); at the limit a new one "
-        "takes the place of an idle one",
-    )
-    keepalive_s: float = _setting(
-        75.0, "a client's connection without a request is closed after this time; a proxy in front must close earlier"
-    )
-    shutdown_grace_s: float = _setting(
-        30.0,
-        "running answers may go on for this long after a stop signal; then they are cut, with error code `stopping`",
-    )
-    stream_idle_s: float = _setting(
-        300.0, "a stream ends with an error if its engine sends nothing for this long in its middle; 0 = no limit"
-    )
-    request_max_s: float = _setting(
-        0.0, "longest time from reading a request to the end of its engine's answer; then 504; 0 = no limit"
-    )
-    continue_greedy: bool = _setting(
-        False,
-        "if the engine of a greedy stream (`temperature` 0) dies, another worker goes on with it; without this only "
-        "where the client sends `X-Warmfleet-Continue` (api.md)",
-    )
-    hedge_after_s: float = _setting(
-        0.0,
-        "a stream without a first byte after this time is asked of a second worker, too, and the first byte wins; it "
-        "computes a prompt twice, so choose more than most first bytes take (operate.md); 0 = off",
-    )
-    drain_s: float = _setting(
-        5.0,
-        "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "
-        "notice, and closes each connection with its next answer",
-    )
-    expected_output_tokens: int = _setting(
-        256, "length of an answer that a decision books, where the request itself asks for no less"
+    token_handoff: bool = _setting(True, "send engines a prompt's token ids, so that they do not tokenise it again")
+    warm_prefixes: int = _setting(
+        0, "number of popular prefixes that an empty worker computes before it takes requests; 0 = none"
     )
     view_interval_s: float = _setting(
         1.0,
@@ -361,36 +321,16 @@ class Settings:
         600.0,
         "time between two probes of a proven worker by any replica, at least 40; 0 = on suspicion only",
     )
-    warm_prefixes: int = _setting(
-        0, "number of popular prefixes that an empty worker computes before it takes requests; 0 = none"
-    )
-    ask_engines: bool = _setting(True, "ask an engine for the token ids that only engines can make")
-    trie_bytes: int = _setting(268_435_456, "about the bound of the prompt trie, which keeps ids and hashes of prompts")
-    approved_templates: tuple[str, ...] = _setting(
-        (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
-    )
-    trust_templates: bool = _setting(
-        False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
-    )
     max_engine_wait_s: float = _setting(
         0.05,
         "a request waits in the queue while its engine has more seconds of prefill before it than this (of work that "
         "came past the routers: than a second and this). The limit is more, up to 0.5 s, where requests need over half "
         "of it to reach engines (twice their way) or steps of engines take over a sixteenth of it at least (16 steps, "
         "up to 64 while much waits). Both are measured. 0: no queue",
-    )
-    queue_patience: float = _setting(
-        1.0,
-        "small prompts go first in the queue, but overtake none that came longer before them than this many times the "
-        "seconds that it takes to compute, at most 1,000; 0 = by arrival",
+        group="The queue",
     )
     queue_max: int = _setting(
         1_024, "requests of one pool (a model without pools has one) that may wait, in all replicas together; then 429"
-    )
-    queue_max_bytes: int = _setting(
-        67_108_864,
-        "bodies that may wait in one replica, of one tenant about half of that; no less than "
-        "`WARMFLEET_BODY_MAX_BYTES`; then 429",
     )
     queue_timeout_s: float = _setting(
         30.0,
@@ -404,7 +344,64 @@ class Settings:
         False,
         "let engines with `--scheduling-policy priority` take waiting prompts by their uncached work, least first",
     )
-    token_handoff: bool = _setting(True, "send engines a prompt's token ids, so that they do not tokenise it again")
+    stream_idle_s: float = _setting(
+        300.0,
+        "a stream ends with an error if its engine sends nothing for this long in its middle; 0 = no limit",
+        group="Slow and failing engines",
+    )
+    request_max_s: float = _setting(
+        0.0, "longest time from reading a request to the end of its engine's answer; then 504; 0 = no limit"
+    )
+    hedge_after_s: float = _setting(
+        0.0,
+        "a stream without a first byte after this time is asked of a second worker, too, and the first byte wins; it "
+        "computes a prompt twice, so choose more than most first bytes take (operate.md); 0 = off",
+    )
+    continue_greedy: bool = _setting(
+        False,
+        "if the engine of a greedy stream (`temperature` 0) dies, another worker goes on with it; without this only "
+        "where the client sends `X-Warmfleet-Continue` (api.md)",
+    )
+    body_max_bytes: int = _setting(
+        33_554_432,
+        "longest request body; a longer one is answered with 413",
+        group="Bounds of a replica, its start and its end",
+    )
+    uploads_max_bytes: int = _setting(
+        1_073_741_824,
+        "request bodies that one replica holds in memory, no less than `WARMFLEET_BODY_MAX_BYTES`; beyond, the largest "
+        "unfinished one is answered with 503. The operators' port has as much again for itself",
+    )
+    max_connections: int = _setting(
+        4_096,
+        "connections that one replica holds open on each of its ports (clients', operators'); at the limit a new one "
+        "takes the place of an idle one",
+    )
+    keepalive_s: float = _setting(
+        75.0, "a client's connection without a request is closed after this time; a proxy in front must close earlier"
+    )
+    trie_bytes: int = _setting(268_435_456, "about the bound of the prompt trie, which keeps ids and hashes of prompts")
+    drain_s: float = _setting(
+        5.0,
+        "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "
+        "notice, and closes each connection with its next answer",
+    )
+    shutdown_grace_s: float = _setting(
+        30.0,
+        "running answers may go on for this long after a stop signal; then they are cut, with error code `stopping`",
+    )
+    log_level: str = _setting(
+        "info", "least level of the log's lines: `debug`, `info`, `warning`, `error`", group="Logs"
+    )
+    log_format: str = _setting(
+        "text", "`text`, or `json`: one object a line, with the request's id where the line is about one"
+    )
+    access_log: bool = _setting(
+        False, "log a line for each request: where its time went, its worker, its tokens; nothing of its content"
+    )
+    decision_log: str = _setting(
+        "", "file for a sample of the decisions, for `warmfleet replay`; each replica needs its own; empty = none"
+    )
 
     def engine_wait_s(self, tag: str) -> float:
         """``max_engine_wait_s`` of a model, or its TTFT objective if that is less: a longer wait would miss it."""
@@ -460,10 +457,6 @@ class Settings:
             yield f"LOG_FORMAT={self.log_format[:80]!r}: known are {', '.join(LOG_FORMATS)}"
         if self.queue_max > MAX_TICKETS:
             yield f"QUEUE_MAX={self.queue_max}: the queue holds at most {MAX_TICKETS} requests"
-        if self.queue_patience > MAX_QUEUE_PATIENCE:
-            yield f"QUEUE_PATIENCE={self.queue_patience:g} must be at most {MAX_QUEUE_PATIENCE:g}"
-        if self.decision_sample > 1:
-            yield f"DECISION_SAMPLE={self.decision_sample} is a share: 0 to 1"
         if self.answer_headers not in ("all", "request_id"):
             yield f"ANSWER_HEADERS={self.answer_headers!r}: known are all, request_id"
         if 0 < len(self.tenant_key) < MIN_SECRET_CHARACTERS:
@@ -510,10 +503,6 @@ class Settings:
         if 0 < self.probe_interval_s < MIN_PROBE_INTERVAL_S:
             limit = f"0 or at least {MIN_PROBE_INTERVAL_S:g}"
             yield f"PROBE_INTERVAL_S={self.probe_interval_s:g} must be {limit}: one probe may last 35 s"
-        if self.max_engine_wait_s and self.queue_max_bytes < self.body_max_bytes:
-            limit = f"WARMFLEET_BODY_MAX_BYTES={self.body_max_bytes}"
-            why = "a request of that size could never wait in the queue"
-            yield f"QUEUE_MAX_BYTES={self.queue_max_bytes} must be at least {limit}: {why}"
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

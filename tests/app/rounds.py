@@ -94,7 +94,7 @@ class Replica:
             ("chat", {"messages": [CHAT, IMAGE]}),
         ):
             request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
-            known = await self.pool.identify(request, 100)
+            known = await self.pool.identify(request)
             assert known.reason != "error", "a mistake of ours"
             kinds.add(known.kind)
         return kinds

@@ -35,9 +35,7 @@ def test_defaults_and_types() -> None:
         ("PORT", "-1"),
         ("PORT", "65536"),
         ("QUEUE_MAX", "4294967296"),
-        ("QUEUE_PATIENCE", "1000.5"),
         ("WORKER_ADDRESSES", "10.0.0.0/33"),
-        ("DECISION_SAMPLE", "2"),
         ("APPROVED_TEMPLATES", "abc"),
         ("QUEUE_TIMEOUT_S", "nan"),
         ("TRUST_TEMPLATES", "maybe"),
@@ -115,19 +113,12 @@ def test_typing_errors_are_noticed() -> None:
         ({"DECIDE_TIMEOUT_S": "0"}, ("DECIDE_TIMEOUT_S=0",)),
         ({"DECIDE_TIMEOUT_S": "30"}, ("DECIDE_TIMEOUT_S=30", "reservation lives 30 s")),
         ({"PROBE_INTERVAL_S": "10"}, ("PROBE_INTERVAL_S=10", "35 s")),
-        ({"QUEUE_MAX_BYTES": "1000"}, ("QUEUE_MAX_BYTES=1000", "BODY_MAX_BYTES=33554432")),
-        ({"BODY_MAX_BYTES": "100000000"}, ("QUEUE_MAX_BYTES=67108864", "BODY_MAX_BYTES=100000000")),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, str], names: tuple[str, ...]) -> None:
     with pytest.raises(BadArgument) as refused:
         Settings.from_environment({PREFIX + name: value for name, value in given.items()})
     assert [name for name in names if name not in refused.value.message] == []
-
-
-def test_without_a_queue_its_bytes_do_not_matter() -> None:
-    given = {"WARMFLEET_MAX_ENGINE_WAIT_S": "0", "WARMFLEET_QUEUE_MAX_BYTES": "0", "WARMFLEET_PROBE_INTERVAL_S": "0"}
-    assert Settings.from_environment(given).queue_max_bytes == 0
 
 
 def test_the_limits_are_those_of_the_modules_that_they_protect() -> None:

@@ -191,7 +191,7 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
                 times = [time.process_time_ns()]
                 request = prompt.parse("chat", one)
                 times.append(time.process_time_ns())
-                found = await identify(request, lambda view=view: view, 100)  # type: ignore[misc]
+                found = await identify(request, lambda view=view: view)  # type: ignore[misc]
                 times.append(time.process_time_ns())
                 assert spliced("chat", one, [given.json() for given in found.prompts])
                 times.append(time.process_time_ns())

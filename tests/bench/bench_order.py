@@ -51,7 +51,7 @@ from tests.bench.virtual_starve import starve, tenants
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import QueueLimits, Weights
+from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits, Weights
 from warmfleet.settings import Settings
 from warmfleet_loadtest.measuring.figures import markdown, quantile
 from warmfleet_loadtest.simulator.step_costs import load_costs
@@ -101,7 +101,7 @@ CASES = {
 PUBLIC = tuple(name for name in CASES if name != "generated")
 STARVE = "starve"
 DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
-NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": DEFAULTS["queue_patience"]}
+NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
 #: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
 #: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
 RULES: Mapping[str, Mapping[str, float]] = {

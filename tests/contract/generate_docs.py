@@ -33,9 +33,6 @@ Traces are set up by the standard variables of OpenTelemetry, such as `OTEL_EXPO
 [tracing.md](tracing.md#variables).
 
 This file is generated from `app/warmfleet/settings.py`: `python -m tests.contract.generate_docs`.
-
-| variable | default | meaning |
-|---|---|---|
 """
 
 METRICS = """\
@@ -70,6 +67,8 @@ def settings_page() -> str:
         value = ",".join(item.default) if isinstance(item.default, tuple) else str(item.default)
         default = f"`{value}`" if value else "empty"
         why = f"secret: {item.metadata['why']}" if item.metadata.get("secret") else item.metadata["why"]
+        if item.metadata["group"]:
+            rows.append(f"\n## {item.metadata['group']}\n| variable | default | meaning |\n|---|---|---|\n")
         rows.append(f"| `{PREFIX}{item.name.upper()}` | {default} | {why} |\n")
     return SETTINGS + "".join(rows)
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools, ServedModel
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
-    from warmfleet.settings import Settings
 
 #: Of a replica, over its pools.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
@@ -153,9 +152,7 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
     }
 
 
-async def explain(
-    model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place
-) -> dict[str, Any]:
+async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
     """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises NoWorker.
 
     If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
@@ -167,24 +164,22 @@ async def explain(
     place: the request's in the queue, but for the workers that cannot serve it.
     """
     try:
-        return await _considered(model, pool, request, hints, settings, place)
+        return await _considered(model, pool, request, hints, place)
     except NoWorker as error:
         raise NoWorker(nobody(model.pools, pool.name)) from error
     except FleetUnavailable:
         if not pool.contacted:
             raise
-        return await _by_last_reading(pool, request, settings)
+        return await _by_last_reading(pool, request)
 
 
-async def _considered(
-    model: ServedModel, pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place
-) -> dict[str, Any]:
+async def _considered(model: ServedModel, pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
     """As ``explain``, but for the words of NoWorker."""
     if len(model.pools) == 1:
-        return await _explained(pool, request, hints, settings, place) | ALONE
-    prompt = await pool.identify(request, settings.expected_output_tokens)
-    homes = model.order_for(prompt, request.model, settings.pool_prefix_tokens, counted=False)
-    answers, failed = await _of_homes(homes, request, hints, settings, place)
+        return await _explained(pool, request, hints, place) | ALONE
+    prompt = await pool.identify(request)
+    homes = model.order_for(prompt, request.model, counted=False)
+    answers, failed = await _of_homes(homes, request, hints, place)
     if not answers:
         raise next(iter(failed.values()))
     full = {one for one, answer in answers.items() if _refuses(answer)}
@@ -215,7 +210,7 @@ async def _considered(
 
 
 async def _of_homes(
-    homes: Sequence[Pool], request: Request, hints: Hints, settings: Settings, place: Place
+    homes: Sequence[Pool], request: Request, hints: Hints, place: Place
 ) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
     """The answers of the pools that a router would ask, and the failures of the others."""
     reachable = [one for one in homes if one.degraded.asks_redis] or homes
@@ -225,9 +220,7 @@ async def _of_homes(
     while left and len(answers) < MOST_ASKED and all(map(_refuses, answers.values())):
         count = 1 if answers or failed else at_once(left)
         asked, left = left[:count], left[count:]
-        found = await asyncio.gather(
-            *(_explained(one, request, hints, settings, place) for one in asked), return_exceptions=True
-        )
+        found = await asyncio.gather(*(_explained(one, request, hints, place) for one in asked), return_exceptions=True)
         for one, answer in zip(asked, found, strict=True):
             if isinstance(answer, WarmfleetError):
                 failed[one] = answer
@@ -269,12 +262,12 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
     return None
 
 
-async def _by_last_reading(pool: Pool, request: Request, settings: Settings) -> dict[str, Any]:
+async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
     """Where the request would go while Redis does not answer: routers then choose by a hash of the prompt's beginning.
 
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
-    prompt = await pool.identify(request, settings.expected_output_tokens)
+    prompt = await pool.identify(request)
     able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in prompt.unable_workers]
     chosen = pool.degraded.choose(able, prompt.beginning, pool.avoided()) or pool.degraded.choose(
         able, prompt.beginning
@@ -318,9 +311,9 @@ def _told(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[
     }
 
 
-async def _explained(pool: Pool, request: Request, hints: Hints, settings: Settings, place: Place) -> dict[str, Any]:
+async def _explained(pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
     """Where the request would go in this pool."""
-    prompt = await pool.identify(request, settings.expected_output_tokens)
+    prompt = await pool.identify(request)
     order = pool.policy.order(pool.view, request, hints.session)
     reservation = new_reservation(prompt.prompt_count)
     ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)

@@ -160,7 +160,7 @@ class ServiceRoutes:
         model = self._pools.served[pool.name]
         flow = self._tenancy.flow(raw) if tenant is None else self._tenancy.flow_of(tenant.encode("utf-8", "replace"))
         place = Place(flow, requests.priority(asked) if self._settings.queue_priority else 0)
-        return JSONResponse(await fleet_status.explain(model, pool, asked, operators_hints(raw), self._settings, place))
+        return JSONResponse(await fleet_status.explain(model, pool, asked, operators_hints(raw), place))
 
     def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
         """The tenant that the operator named in the body, else the one that the request's headers name."""

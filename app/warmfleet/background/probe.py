@@ -140,7 +140,7 @@ class Probe:
             body: dict[str, Any] = {"model": worker.models[0]}
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
-            known = await pool.identify(request, 1)
+            known = await pool.identify(request)
             chain = next((one for one in known.chains if one.scheme_id == worker.load.scheme), None)
             if known.kind != "exact" or chain is None:
                 return None

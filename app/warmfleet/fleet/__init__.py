@@ -9,7 +9,7 @@ from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
 from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
-from warmfleet.fleet.constants import QueueLimits, Spans, Weights
+from warmfleet.fleet.constants import QUEUE_PATIENCE, QueueLimits, Spans, Weights
 from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
 from warmfleet.fleet.operator import OperatorKeys
 from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
@@ -46,6 +46,7 @@ __all__ = [
     "KEEP_AT_ONCE",
     "MAX_LIMIT",
     "POLL_AT_ONCE",
+    "QUEUE_PATIENCE",
     "RENEW_AT_ONCE",
     "SCRIPT_ARGS",
     "SCRIPT_KEYS",

@@ -61,6 +61,11 @@ class Spans:
     linger_ms: int = 500  # engines report a finished request's blocks within 0.2 s; a longer credit hides evictions
 
 
+#: A request is overtaken by smaller ones only if they come less than this many times its own prefill after it: with 1,
+#: a prompt of 3 s waits at worst as if it had come 3 s later to a line by arrival.
+QUEUE_PATIENCE = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     """Limits of the fleet-wide queue of one pool; each pool has a queue of its own."""

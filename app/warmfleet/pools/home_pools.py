@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain
 
+HOME_PREFIX_TOKENS = 1_024  # the first depth: a system prompt is shorter most often, and a conversation soon longer
 DIGEST_BYTES = 8  # that count
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 

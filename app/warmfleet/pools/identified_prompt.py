@@ -68,11 +68,10 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify(request: Request, newest_view: Callable[[], View], expected_output: int) -> IdentifiedPrompt:
+async def identify(request: Request, newest_view: Callable[[], View]) -> IdentifiedPrompt:
     """Identify the prompt with what this replica has of the model. Never fails.
 
     newest_view: asked again at the end, for the workers that cannot serve the request: identifying may take seconds.
-    expected_output: tokens of an answer whose request sets no limit.
     """
     view = newest_view()
     try:
@@ -81,15 +80,13 @@ async def identify(request: Request, newest_view: Callable[[], View], expected_o
         found = await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
         found = _unknown(request, error)
-    return _identified(found, request, newest_view(), expected_output)
+    return _identified(found, request, newest_view())
 
 
-def identify_ids(
-    request: Request, view: View, prompts: list[list[int]], kind: str, expected_output: int
-) -> IdentifiedPrompt:
+def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: str) -> IdentifiedPrompt:
     """Identify a request whose token ids came from elsewhere: from the client, or from an engine."""
     chains = _chains(view, request, max(prompts, key=len))
-    return _identified(_Found(chains, sum(map(len, prompts)), kind), request, view, expected_output)
+    return _identified(_Found(chains, sum(map(len, prompts)), kind), request, view)
 
 
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
@@ -112,10 +109,10 @@ def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedP
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 
 
-def _identified(found: _Found, request: Request, view: View, expected_output: int) -> IdentifiedPrompt:
+def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt:
     chains, prompt_tokens, kind, reason, prompts, identity_key = found
     count = len(request.prompts) or 1
-    decode_tokens = requests.decode_tokens(request, prompt_tokens, expected_output)
+    decode_tokens = requests.decode_tokens(request, prompt_tokens)
     barred = _barred(request, view, prompts, count, prompt_tokens)
     return IdentifiedPrompt(chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred)
 

@@ -150,9 +150,9 @@ class Pool:
         """How many workers serve this name; the workers that were known last, if none does now."""
         return self.view.names.counts.get(model) or self.last_known.names.get(model, 0)
 
-    def identify(self, request: Request, expected_output: int) -> Awaitable[IdentifiedPrompt]:
+    def identify(self, request: Request) -> Awaitable[IdentifiedPrompt]:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
-        return identify(request, lambda: self.view, expected_output)
+        return identify(request, lambda: self.view)
 
     def ask(
         self,

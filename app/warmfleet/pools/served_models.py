@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from warmfleet.errors import BadRequest, FleetUnavailable, ModelNotFound
-from warmfleet.pools.home_pools import Beginnings, in_order
+from warmfleet.pools.home_pools import HOME_PREFIX_TOKENS, Beginnings, in_order
 from warmfleet.pools.served_names import misnamed
 from warmfleet.protocol.pools import DRAINING, SERVING
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
@@ -92,9 +92,7 @@ class ServedModel:
         """How many workers of all pools serve this name."""
         return sum(pool.servers_of(model) for pool in self.pools)
 
-    def order_for(
-        self, prompt: IdentifiedPrompt, model: str, depth_tokens: int, *, counted: bool = True
-    ) -> tuple[Pool, ...]:
+    def order_for(self, prompt: IdentifiedPrompt, model: str, *, counted: bool = True) -> tuple[Pool, ...]:
         """The pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
@@ -103,7 +101,7 @@ class ServedModel:
         able = self.pools
         if model and model != self.name:
             able = tuple(pool for pool in able if pool.servers_of(model)) or able
-        key = self._beginnings.key(prompt.chains, depth_tokens, len(self.pools), counted=counted)
+        key = self._beginnings.key(prompt.chains, HOME_PREFIX_TOKENS, len(self.pools), counted=counted)
         key = key or os.urandom(RANDOM_BYTES)
         by_tag = {pool.tag: pool for pool in able}
         ordered = [by_tag[tag] for tag in in_order(key, {pool.tag: pool.weight for pool in able})]

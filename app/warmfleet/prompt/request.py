@@ -33,6 +33,7 @@ MAX_MESSAGES = 4_096
 MAX_VALUES = 1_100_000
 MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
 TOKEN_BYTES = 16  # bytes of JSON for one token, at most: real text has less than half of that
+EXPECTED_OUTPUT_TOKENS = 256  # booked for an answer whose request asks for no less: most answers of chats are shorter
 MAX_BOOKED_TOKENS = 2**22  # one request must not overflow the sums of a load row
 
 #: Fields by which an engine makes another prompt than the router, or takes what it computes from elsewhere. Refused
@@ -343,10 +344,10 @@ def _text_only(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [*filter(is_text, content)]} if isinstance(content, list) else message
 
 
-def decode_tokens(request: Request, prompt_tokens: int, expected_output: int) -> int:
+def decode_tokens(request: Request, prompt_tokens: int) -> int:
     """Context tokens that each decode step of this request reads, counted once for each of its samples."""
     limit = request.max_tokens
-    output = expected_output if limit is None or limit > expected_output else limit
+    output = EXPECTED_OUTPUT_TOKENS if limit is None or limit > EXPECTED_OUTPUT_TOKENS else limit
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 

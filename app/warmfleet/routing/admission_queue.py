@@ -1,7 +1,7 @@
 """Admits a request to a worker at once, lets it wait in the queue for the worker that suits it, or refuses it.
 
 The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/fair_queue.lua). The bodies wait in
-this replica, which takes at most WARMFLEET_QUEUE_MAX_BYTES of them.
+this replica, which takes as many bytes as BODIES of the largest have.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
+BODIES = 2  # of the largest size that may wait in a replica: one tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
 OF_BYTES = (
-    " For the operator: the room is WARMFLEET_QUEUE_MAX_BYTES, of which the requests of one tenant together get about "
-    "half."
+    " For the operator: the room is twice WARMFLEET_BODY_MAX_BYTES, of which the requests of one tenant together get "
+    "about half."
 )
 
 
@@ -49,7 +50,7 @@ class AdmissionQueue:
         self._settings = settings
         self._metrics = metrics
         self._bytes = 0
-        self._max_bytes = settings.queue_max_bytes
+        self._max_bytes = BODIES * settings.body_max_bytes
         self._tenant_bytes: dict[bytes, int] = {}
 
     async def admit(self, job: Job, attempt: Attempt, decide: Decide) -> Decision:

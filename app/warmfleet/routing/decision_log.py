@@ -1,4 +1,4 @@
-"""Logs a sample of the decisions, each with everything that the choice saw, for ``warmfleet replay`` to make it again.
+"""Logs decisions, each with everything that the choice saw, for ``warmfleet replay`` to make it again.
 
 The log holds no prompt, no block hash and no session key. A line is one JSON object (``record``). A thread writes the
 lines, so a slow disk loses records of the log but delays no request.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 import time
 from contextlib import suppress
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
 MAX_BYTES = 64 * 2**20  # of the file; a full file is renamed to FILE.1, and replaces the one before
+MOST_PER_S = 20  # a sample is enough for a replay, and a decision that tells all it saw costs Redis more than others
 MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
 
 
@@ -71,12 +71,12 @@ def record(
 
 
 class DecisionLog:
-    """Writes a share of all decisions to a file; an empty path turns it off."""
+    """Writes decisions to a file, the first MOST_PER_S of every second; an empty path turns it off."""
 
-    def __init__(self, path: str, share: float, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
-        """share: 0 to 1. Raises BadArgument if the file cannot be written."""
+    def __init__(self, path: str, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
+        """Raises BadArgument if the file cannot be written."""
         self._path = Path(path) if path else None
-        self._share = share if path else 0.0
+        self._until, self._left = 0.0, 0  # the end of this second, and how many of its decisions are still logged
         self._metrics = metrics
         self._max_bytes = max_bytes
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
@@ -88,8 +88,14 @@ class DecisionLog:
             raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
 
     def wants(self) -> bool:
-        """Whether the next decision belongs to the sample."""
-        return self._share > 0.0 and random.random() < self._share
+        """Whether the next decision is logged."""
+        if self._path is None:
+            return False
+        now = time.monotonic()
+        if now >= self._until:
+            self._until, self._left = now + 1.0, MOST_PER_S
+        self._left -= 1
+        return self._left >= 0
 
     def note(self, line: dict[str, Any]) -> None:
         """Hand this record to the thread that writes; drop and count it if MAX_WAITING records wait already."""

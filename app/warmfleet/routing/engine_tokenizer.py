@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.request import Dialect, Request
-    from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
@@ -60,10 +59,9 @@ class _Route(NamedTuple):
 class EngineTokenizer:
     """Asks engines for token ids. Remembers only which engines did not answer within the last REST_S."""
 
-    def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
         self._client = client
         self._metrics = metrics
-        self._enabled = settings.ask_engines
         self._in_flight = 0
         self._rests_until: dict[str, float] = {}
 
@@ -89,7 +87,7 @@ class EngineTokenizer:
 
         It is not worth asking about a short prompt, or while only one worker could get the request.
         """
-        if not self._enabled or prompt.prompt_tokens < MIN_TOKENS or not pool.view.hashers:
+        if prompt.prompt_tokens < MIN_TOKENS or not pool.view.hashers:
             return None
         now = time.monotonic()
         unable = prompt.unable_workers

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.request import Request
-    from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.routing.identifier")
 
@@ -32,9 +31,8 @@ class AskEngine(Protocol):
 class Identifier:
     """Identifies prompts for the router, and counts in the metrics how each was identified."""
 
-    def __init__(self, ask_engine: AskEngine, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, ask_engine: AskEngine, metrics: Metrics) -> None:
         self._ask_engine = ask_engine
-        self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
         self._kinds = cache(metrics.identity.labels)
         tokens = metrics.identified_tokens
@@ -46,7 +44,7 @@ class Identifier:
 
         body and headers: the request as an engine gets it when it is asked for the token ids.
         """
-        prompt = await pool.identify(request, self._expected_output)
+        prompt = await pool.identify(request)
         if prompt.reason in ENGINE_CAN_TELL:
             prompt = await self._from_elsewhere(pool, request, prompt, body, headers)
         self._count(pool, prompt)
@@ -58,9 +56,9 @@ class Identifier:
         """``prompt``, or a better one with token ids that the client gave or an engine told."""
         given = [ids for ids in request.prompts if isinstance(ids, list)]
         if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
-            return identify_ids(request, pool.view, given, "exact", self._expected_output)
+            return identify_ids(request, pool.view, given, "exact")
         ids = await self._ask_engine(pool, request, prompt, body, headers)
-        return identify_ids(request, pool.view, [ids], "engine", self._expected_output) if ids else prompt
+        return identify_ids(request, pool.view, [ids], "engine") if ids else prompt
 
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
         self._kinds(prompt.kind, pool.tag).inc()

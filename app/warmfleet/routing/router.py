@@ -90,7 +90,7 @@ class Router:
         self._reads_priority = settings.queue_priority
         self._sends_priority = settings.engine_priority
         self._metrics = metrics
-        self._log = log or DecisionLog("", 0.0, metrics)
+        self._log = log or DecisionLog("", metrics)
         self._identifier = identifier
         tickets = Tickets()
         self._queue = AdmissionQueue(tickets, settings, metrics)
@@ -100,7 +100,6 @@ class Router:
         self._decider = Decider(self._log, metrics)
         self.counting = Counting(pools, metrics)
         self._choice = PoolChoice(self._queue, self._decider, identifier, self.counting, metrics)
-        self._prefix_tokens = settings.pool_prefix_tokens
         self._relay = Relay(upstream, settings, metrics)
         self._forward: Forward = self._relay.forward
         if settings.hedge_after_s:
@@ -172,7 +171,7 @@ class Router:
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         named, tokens = request.model or pool.name, prompt.prompt_tokens
         call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
-        homes = () if served.only else served.order_for(prompt, request.model, self._prefix_tokens)
+        homes = () if served.only else served.order_for(prompt, request.model)
         return Job(call, request, body, pool, prompt, offer(request, prompt), priority, self._log.wants(), homes=homes)
 
     def _check_model(self, call: Call, request: Request, pool: Pool) -> None:

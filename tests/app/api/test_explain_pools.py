@@ -11,7 +11,6 @@ from warmfleet.api import fleet_status
 from warmfleet.api.fleet_status import _offer, explain
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Place, Weights
-from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -91,7 +90,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         for one in pools:
             one.view, one.name = view, "m"
         given, request = cast("Any", None), cast("Any", SimpleNamespace(model="m"))
-        return await explain(cast("Any", model), pools[0], request, given, Settings(models=("m",)), Place())
+        return await explain(cast("Any", model), pools[0], request, given, Place())
 
     async def identify(*_: object, **__: object) -> None:
         return None

@@ -46,7 +46,7 @@ def redis_url(valkey_url: str) -> str:
 
 async def identified(replica: Replica, model: str) -> IdentifiedPrompt:
     body = {"model": model, "prompt": "a prompt that fills several blocks of tokens " * 9}
-    return await replica.pool.identify(prompt.from_dict("completions", body), 100)
+    return await replica.pool.identify(prompt.from_dict("completions", body))
 
 
 async def old_dump(world: World) -> None:

@@ -132,7 +132,7 @@ class Replica:
         self.pools = Pools([self.pool])
         self.policy = self.pool.policy = GivenOrder(policy)
         self.begun = Attempts(Tickets(), self.metrics)
-        self.decider = Decider(DecisionLog("", 0.0, self.metrics), self.metrics)
+        self.decider = Decider(DecisionLog("", self.metrics), self.metrics)
         self.attempts: list[Attempt] = []
 
     async def decide(self, ask: Ask) -> Attempt:

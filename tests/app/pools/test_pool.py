@@ -172,7 +172,7 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
     (only,) = pools().all
     only.show(View((worker(True),), cast("Identity", Broken()), (), text=False, read_at=time.monotonic()))
     request = parse("chat", b'{"messages": [{"role": "user", "content": "four characters a token"}]}')
-    prompt = await only.identify(request, 256)
+    prompt = await only.identify(request)
     assert (prompt.kind, prompt.reason, prompt.prompt_tokens, prompt.chains) == ("load", "error", 5, ())
     assert "a prompt is not known" in caplog.text
     assert "secret" not in caplog.text
@@ -191,7 +191,7 @@ async def test_workers_that_cannot_serve_are_those_of_the_newest_reading() -> No
 
     known = cast("Identity", Slow())
     only.show(view_of([serving("a", {"one": "/x"})], known, (), text=False))
-    prompt = await only.identify(parse("chat", b'{"model": "one", "messages": [{"role": "user", "content": "x"}]}'), 1)
+    prompt = await only.identify(parse("chat", b'{"model": "one", "messages": [{"role": "user", "content": "x"}]}'))
     assert prompt.unable_workers == ("b",)
 
 
@@ -212,7 +212,7 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
     only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
     for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
         known.ids = list(range(count))
-        prompt = await only.identify(parse("completions", json.dumps({"prompt": text}).encode()), 256)
+        prompt = await only.identify(parse("completions", json.dumps({"prompt": text}).encode()))
         (chain,) = prompt.chains
         held = len(chain.hashes) // 8 * chain.block_tokens
         assert held <= max(count, len(chain.hashes) // 8)
@@ -235,10 +235,10 @@ async def test_a_prompt_counts_as_a_use_of_its_prefix_when_it_is_decided_and_not
             return [Prompt((array("I", [1, 2]),), 2, ())]
 
     only.show(View((worker(True),), cast("Identity", Known()), (), read_at=time.monotonic()))
-    prompt = await only.identify(parse("completions", b'{"prompt": "x"}'), 1)
+    prompt = await only.identify(parse("completions", b'{"prompt": "x"}'))
     assert noted == []
     metrics = Metrics()
-    decider = Decider(DecisionLog("", 0.0, metrics), metrics)
+    decider = Decider(DecisionLog("", metrics), metrics)
     call = cast("Call", SimpleNamespace(request_id="r", path=SimpleNamespace(name="completions")))
     job = cast("Job", SimpleNamespace(pool=only, call=call, prompt=prompt))
     attempt = cast("Attempt", SimpleNamespace(record=None, noted=None))

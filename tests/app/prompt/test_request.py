@@ -198,9 +198,9 @@ def test_a_salt_has_a_bound() -> None:
 def test_bookings() -> None:
     request = parse("chat", json.dumps({"messages": [USER], "n": 3, "max_tokens": 5}).encode())
     assert (request.samples, estimated_tokens(request)) == (3, 2)
-    assert decode_tokens(request, 100, 256) == 3 * 105
+    assert decode_tokens(request, 100) == 3 * 105
     request.max_tokens = None
-    assert decode_tokens(request, 100, 256) == 3 * 356
+    assert decode_tokens(request, 100) == 3 * 356
 
 
 def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:

@@ -35,14 +35,14 @@ def field(name: str, value: bytes) -> bytes:
 def test_the_size_of_a_prompt_is_estimated_from_its_texts(body: dict[str, object], tokens: int) -> None:
     request = parse(EMBED, json.dumps(body).encode())
     assert estimated_tokens(request) == tokens
-    assert decode_tokens(request, tokens, 256) == 0, "an embedding is no token that is decoded"
+    assert decode_tokens(request, tokens) == 0, "an embedding is no token that is decoded"
 
 
 def test_a_generating_path_books_its_answer() -> None:
     request = parse(KNOWN["/v1/responses"], json.dumps({"input": "x" * 40, "n": 2, "max_tokens": 5}).encode())
-    assert decode_tokens(request, 10, 256) == 30
-    assert decode_tokens(parse(KNOWN["/invocations"], b'{"max_tokens": "many", "n": -1}'), 10, 256) == 266
-    assert decode_tokens(parse(KNOWN["/v1/responses"], b'{"n": 256}'), MAX_BOOKED_TOKENS, 256) == MAX_BOOKED_TOKENS
+    assert decode_tokens(request, 10) == 30
+    assert decode_tokens(parse(KNOWN["/invocations"], b'{"max_tokens": "many", "n": -1}'), 10) == 266
+    assert decode_tokens(parse(KNOWN["/v1/responses"], b'{"n": 256}'), MAX_BOOKED_TOKENS) == MAX_BOOKED_TOKENS
 
 
 def test_the_fields_of_a_form() -> None:

@@ -144,8 +144,11 @@ async def nothing_waits(router: Replica) -> bool:
     return await tickets(router) == 0 and await router.metric("warmfleet_queued_requests{") == 0
 
 
-async def test_a_deadline_a_priority_and_bytes(valkey_url: str, model: str, lasting: None) -> None:
-    async with crowded(valkey_url, model, queue_priority=True, queue_max_bytes=14_000) as router:
+async def test_a_deadline_a_priority_and_bytes(
+    valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "BODIES", 1)
+    async with crowded(valkey_url, model, queue_priority=True, body_max_bytes=12_000) as router:
         order: list[str] = []
 
         async def ask(name: str, **more: Any) -> None:
@@ -195,7 +198,7 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
 
 async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, model: str, lasting: None) -> None:
     limit = 8 * len(json.dumps(body(0)))
-    async with crowded(valkey_url, model, queue_max=50, queue_max_bytes=limit) as router:
+    async with crowded(valkey_url, model, queue_max=50, body_max_bytes=limit // 2) as router:
         async with no_room(router):
             of_one = [
                 asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(16)
@@ -215,8 +218,11 @@ async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, 
         assert {status for status, _, _ in answers} == {200, 429}
 
 
-async def test_a_body_without_room_takes_no_other_requests_place(valkey_url: str, model: str, lasting: None) -> None:
-    async with crowded(valkey_url, model, queue_max=2, queue_max_bytes=12_000) as router:
+async def test_a_body_without_room_takes_no_other_requests_place(
+    valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "BODIES", 1)
+    async with crowded(valkey_url, model, queue_max=2, body_max_bytes=12_000) as router:
         async with no_room(router):
             sent = [asyncio.create_task(router.post(body(number), authorization="Bearer one")) for number in range(2)]
             await some_wait(router, 2)

@@ -102,7 +102,7 @@ async def decided(world: World, ask: Ask, *, in_turn: bool) -> Decision:
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
     """As the log's own code writes and reads it."""
-    log = DecisionLog(str(path), 1.0, Metrics())
+    log = DecisionLog(str(path), Metrics())
     log.open()
     for one in records:
         log.note(one)
@@ -195,7 +195,7 @@ async def test_damaged_lines_of_a_log_are_left_out_and_counted(
 
 def test_the_file_is_bounded_and_lost_records_are_counted(tmp_path: Path) -> None:
     path, metrics = tmp_path / "log", Metrics()
-    log = DecisionLog(str(path), 1.0, metrics, max_bytes=1_000)
+    log = DecisionLog(str(path), metrics, max_bytes=1_000)
     log.open()
     for number in range(100):
         log.note({"number": number, "pad": "x" * 80})
@@ -203,15 +203,15 @@ def test_the_file_is_bounded_and_lost_records_are_counted(tmp_path: Path) -> Non
     assert path.stat().st_size <= 1_000
     assert (tmp_path / "log.1").stat().st_size <= 1_000
     assert json.loads(path.read_text().splitlines()[-1])["number"] == 99
-    full = DecisionLog(str(path), 1.0, metrics)  # nobody writes: as behind a disk that hangs
+    full = DecisionLog(str(path), metrics)  # nobody writes: as behind a disk that hangs
     for number in range(1_010):
         full.note({"number": number})
     page = metrics.render().decode()
     assert 'warmfleet_decision_log_records_total{result="written"} 100.0' in page
     assert 'warmfleet_decision_log_records_total{result="dropped"} 10.0' in page
     with pytest.raises(BadArgument, match="WARMFLEET_DECISION_LOG"):
-        DecisionLog(str(tmp_path / "nowhere" / "log"), 1.0, metrics)
-    assert not DecisionLog("", 1.0, metrics).wants()
+        DecisionLog(str(tmp_path / "nowhere" / "log"), metrics)
+    assert not DecisionLog("", metrics).wants()
 
 
 async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model: str, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_a_replica_logs_and_explains_its_decisions(valkey_url: str, model:
     async with (
         engine(model) as one,
         engine(model) as two,
-        replica(valkey_url, model, one.url, two.url, decision_log=str(path), decision_sample=1.0) as router,
+        replica(valkey_url, model, one.url, two.url, decision_log=str(path)) as router,
     ):
         body = {"model": model, "prompt": PROMPT, "max_tokens": 1}
         for given in ("1", "0", ""):

@@ -96,14 +96,6 @@ async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> 
         assert await asked(router, "answered") == 4  # ids need nobody
 
 
-async def test_no_engine_is_asked_where_the_setting_forbids_it(valkey_url: str, model: str) -> None:
-    async with two(valkey_url, model, BOTH, bare=True, ask_engines=False) as (router, _):
-        status, _, _ = await router.post({"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
-        assert status == 200
-        assert await router.metric("warmfleet_asked_engines_total") == 0
-        assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') == 1
-
-
 #: What an engine may answer, and how that is counted: none of it says that it cannot tell others.
 ANSWERS = {
     "wrong": (400, "{}", "refused"),

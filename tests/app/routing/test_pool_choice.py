@@ -185,7 +185,7 @@ class Fixture:
         self.attempts = Attempts(Tickets(), self.metrics)
         settings = Settings(models=TAGS)
         queue = AdmissionQueue(self.attempts.tickets, settings, self.metrics)
-        decider = Decider(DecisionLog("", 0.0, self.metrics), self.metrics)
+        decider = Decider(DecisionLog("", self.metrics), self.metrics)
         self.counting = Counting(Pools(self.pools), self.metrics)
         self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.counting, self.metrics)
 
@@ -721,7 +721,7 @@ def chain(blocks: int, seed: int = 0) -> Chain:
 def test_prompts_with_the_same_beginning_have_the_same_home_pools(served: ServedModel) -> None:
     def homes(blocks: int, seed: int = 0) -> list[str]:
         prompt = IdentifiedPrompt((chain(blocks, seed),), 16 * blocks, 16 * blocks, "exact")
-        return [pool.tag for pool in served.order_for(prompt, "m", 1_024)]
+        return [pool.tag for pool in served.order_for(prompt, "m")]
 
     assert homes(64) == homes(65) == homes(1_000), "a conversation keeps its home pools while it grows"
     assert {homes(63, seed)[0] for seed in range(40)} == {*TAGS}
@@ -733,7 +733,7 @@ def test_what_a_model_knows_of_beginnings_outlives_a_change_of_its_pools(served:
     def homes(model: ServedModel, seed: int) -> list[str]:
         hashes = chain(64).hashes + random.Random(seed).randbytes(8 * 100)  # all have the same 1,024 tokens
         prompt = IdentifiedPrompt((Chain(1, 16, hashes),), 16 * 164, 16 * 164, "exact")
-        return [pool.tag for pool in model.order_for(prompt, "m", 1_024)]
+        return [pool.tag for pool in model.order_for(prompt, "m")]
 
     pools = Pools([*served.pools])
     for seed in range(100):
@@ -772,7 +772,7 @@ def test_a_pool_counts_by_its_workers(served: ServedModel) -> None:
     first.show(View(tuple(worker("m#1") for _ in range(3)), read_at=1.0))
     assert [pool.weight for pool in (first, second)] == [3, 1], "a pool without workers is asked about, too"
     keys = [IdentifiedPrompt((chain(64, seed),), 1_025, 1_100, "exact") for seed in range(400)]
-    found = Counter(served.order_for(prompt, "m", 1_024)[0].tag for prompt in keys)
+    found = Counter(served.order_for(prompt, "m")[0].tag for prompt in keys)
     assert found["m#1"] / 400 == pytest.approx(3 / 6, abs=0.08)
 
 

@@ -335,8 +335,8 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         addresses, metrics = Addresses(settings.worker_addresses), Metrics()
         client = Upstream(addresses, 1.0)
         await client.open()
-        tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), settings, metrics)
-        identifier = Identifier(tokenizer.token_ids, settings, metrics)
+        tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), metrics)
+        identifier = Identifier(tokenizer.token_ids, metrics)
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
         task = asyncio.create_task(

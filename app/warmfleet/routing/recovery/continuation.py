@@ -85,7 +85,6 @@ class Continuation:
     ) -> None:
         self._greedy_ones = settings.continue_greedy
         self._request_max_s = settings.request_max_s
-        self._expected_output = settings.expected_output_tokens
         self._metrics = metrics
         self._attempts = attempts
         self._choice = choice
@@ -144,7 +143,7 @@ class Continuation:
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
         """``continued``, or the word for the metrics why not. Raises WarmfleetError."""
         age_s = time.perf_counter() - job.call.received_at
-        rest = _rest(job, followed, self._expected_output)
+        rest = _rest(job, followed)
         if rest is None or 0 < self._request_max_s <= age_s:
             return "unfit"
         if self._budget.empty:
@@ -178,7 +177,7 @@ def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> boo
     return job.request.endpoint in able.endpoints and len(followed.prompt) + followed.safe < able.limit_tokens
 
 
-def _rest(job: Job, followed: FollowedStream, expected_output: int) -> Job | None:
+def _rest(job: Job, followed: FollowedStream) -> Job | None:
     """The job of another worker: the prompt is what was computed so far. None if that is not known.
 
     The body is the client's, with the last value of each key that is put in: it counts.
@@ -199,7 +198,7 @@ def _rest(job: Job, followed: FollowedStream, expected_output: int) -> Job | Non
         changes["min_tokens"] = b"%d" % max(0, wanted.min_tokens - so_far)
     for name, value in changes.items():
         body = with_key(body, name, value)
-    prompt = identify_ids(request, job.pool.view, [ids], "engine", expected_output)
+    prompt = identify_ids(request, job.pool.view, [ids], "engine")
     return job._replace(body=body, prompt=prompt, offer=Offer(reason="ids"), continuable=None)
 
 
