@@ -120,7 +120,7 @@ FLEET = (
         "Refused by the queue",
         "requests a second",
         "reqps",
-        "full, displaced, deadline: too few engines. bytes: raise WARMFLEET_BODY_MAX_BYTES (the queue holds twice as much) if there is memory.",
+        "full, displaced, deadline: too few engines. bytes: twice WARMFLEET_BODY_MAX_BYTES wait.",
         (Line(rate("queue_rejections_total", "reason"), "{{reason}}"),),
         stacked=True,
     ),

@@ -27,6 +27,7 @@ from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.pool import Pool
+from warmfleet.routing import admission_queue
 from warmfleet.routing.tickets import PAUSES, POLL_S, TicketPolls, Tickets
 
 if TYPE_CHECKING:
