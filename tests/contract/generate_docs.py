@@ -38,20 +38,18 @@ This file is generated from `app/warmfleet/settings.py`: `python -m tests.contra
 METRICS = """\
 # Metrics
 
-`GET /metrics` of a replica answers with the metrics of this table in Prometheus' text format. In that answer the name
-of every counter ends in `_total`; the table leaves the ending out. [operate.md](operate.md#see-it) says how to scrape
-them, which to watch and what to do.
+`GET /metrics` of a replica answers with these metrics in Prometheus' text format, and with Prometheus' own
+`process_*` metrics (CPU, memory, open files, start). There the name of every counter ends in `_total`; the table leaves the
+ending out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to watch and what to do.
 
-Their names follow a rule: `warmfleet_`, then the things that are counted, in the plural, or what is measured with its
-base unit at the end. Labels are bounded: `model` is the tag of a pool: each of the registry, or of `WARMFLEET_MODELS`
-without one; `worker` is a worker of the last reading, whose samples go when it leaves, `client` a name in the file of
-clients' keys. Prometheus' own `process_*` metrics (CPU, memory, open files, start) are on the same page.
+The label `model` is the tag of a pool, `worker` a worker that the replica read last (its samples go when it leaves),
+and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
 
-These gauges describe the fleet, Redis and the index, not the replica: `warmfleet_workers`, `warmfleet_worker_*`,
-`warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`, `warmfleet_diverged_workers`,
-`warmfleet_divergences`, `warmfleet_resyncs`, `warmfleet_index_*` and `warmfleet_retired_slots`. Every replica reads
-them from the same Redis, each at its own moment. A sum over replicas would count the same thing once for each replica:
-take the maximum. All other gauges are of one replica.
+These gauges describe the fleet, Redis and the index, which all replicas read from the same Redis: `warmfleet_workers`,
+`warmfleet_worker_*`, `warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`,
+`warmfleet_diverged_workers`, `warmfleet_divergences`, `warmfleet_resyncs`, `warmfleet_index_*` and
+`warmfleet_retired_slots`. Take their maximum over the replicas; a sum would count the same thing once for each replica.
+All other gauges are of one replica.
 
 This file is generated from `app/warmfleet/metrics.py`: `python -m tests.contract.generate_docs`.
 

@@ -184,7 +184,7 @@ def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
         findings.append(note("identity", text, remedy))
     if str(told.get("tokenizer", "")).startswith("slow"):
         text = f"the tokenizer of {tag} is {told['tokenizer']}: 30 to 90 times slower than others"
-        findings.append(note("tokenizer", text, "see app/docs/identity.md, What a turn of a conversation costs"))
+        findings.append(note("tokenizer", text, "see app/docs/identity.md, The cost of a conversation's turn"))
     policy = str(told.get("policy", ""))
     if policy and policy != "cost":
         text = f"{tag} is placed by {policy} ({told.get('policy_by')}), not by cost"
