@@ -38,9 +38,9 @@ This file is generated from `app/warmfleet/settings.py`: `python -m tests.contra
 METRICS = """\
 # Metrics
 
-`GET /metrics` of a replica answers with these metrics in Prometheus' text format, and with Prometheus' own
-`process_*` metrics (CPU, memory, open files, start). There the name of every counter ends in `_total`; the table leaves the
-ending out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to watch and what to do.
+`GET /metrics` of a replica answers with these metrics in Prometheus' text format, and with Prometheus' own `process_*`
+metrics (CPU, memory, open files, start). There the name of every counter ends in `_total`; the table leaves the ending
+out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to watch and what to do.
 
 The label `model` is the tag of a pool, `worker` a worker that the replica read last (its samples go when it leaves),
 and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
