@@ -1,4 +1,4 @@
-"""What the fleet writes to a worker: an acknowledgement, perhaps a command, and signs of a rival process."""
+"""The message of the fleet to a worker: an acknowledgement, perhaps a command, and signs of a rival process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Command:
 
 @dataclass(slots=True)
 class Rival:
-    """Another process that joined under our name after us. It may be dead, and only its join may have come late.
+    """Another process that joined under our name after us. Perhaps that process is dead, and only its join came late.
 
     The difference shows in its ``applied`` number: a living process writes at least a heartbeat every
     HEARTBEAT_SECONDS, so its number goes on moving.

@@ -12,7 +12,7 @@ COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat; by then the fleet may have ans
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    """What an engine core announces when it joins.
+    """The announcement of an engine core when it joins.
 
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
     so that a held block's predecessors are always held, too.

@@ -18,7 +18,7 @@ STANDSTILL_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine is doing now.
+    """The present work of an engine.
 
     running, waiting: requests. foreign_prefill_tokens: tokens that foreign requests have still to compute.
     foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while

@@ -1,9 +1,9 @@
 """The pool that a server belongs to: asked for at the join, kept while it serves, left when the operator says so.
 
-A worker is told only the name of its model. Which pools that has stands in a registry in Redis, and where its servers
-are in a second hash (``protocol/pools``). A server that starts takes its old pool; a new one the pool with the least
-capacity, of such the one with the fewest servers of its host, and of such the first by rendezvous hash. Servers that
-start together are spread as if they had started one after another: each writes its choice only if nobody has written
+A worker is told only the name of its model. A registry in Redis holds the model's pools, and a second hash the places
+of its servers (``protocol/pools``). A server that starts takes its old pool. A new server takes the pool with the least
+capacity; of equal pools, the pool with the fewest servers of its host, then the first by rendezvous hash. Servers that
+start together are spread as if they had started one after another: each writes its choice only if no other has written
 since it read (WATCH), else it chooses again. So no server needs the right to run scripts.
 
 Engine core and API server are two processes with a ``PoolAssignment`` each. Their server's record in Redis binds both:
@@ -44,7 +44,7 @@ RECENT_MS = 600_000  # servers that were seen within this time count where a new
 SETTLE_MS = 45_000  # a server that moves is proved in its new pool by then: both halves have looked, a probe has passed
 MOVING_SHARE = 1 / 8  # of the servers of a model may be on their way at a time, and one in any case
 STRUCK_AT_ONCE = 64  # places of servers that are gone for good
-TRIES = 8  # that others may spoil before a server takes its choice as it is: one too many in a pool does no harm
+TRIES = 8  # after so many that others spoiled, a server takes its choice as it is: a server too many does no harm
 
 
 def host_name() -> str:
@@ -73,7 +73,7 @@ class PoolAssignment:
         self.tag = model if "#" in model else ""
         self._name = pools.served_model(model)
         self._pinned = bool(self.tag)
-        self._sitter = member
+        self._member = member
         self._client = connect(redis_url, wire.model_tag(self._name), timeout_seconds=TIMEOUT_SECONDS)
         self._due = 0.0
         self._unanswered = False
@@ -89,7 +89,7 @@ class PoolAssignment:
             return self.tag
         self._due = now + ASK_SECONDS * random.uniform(0.8, 1.0)
         try:
-            self.tag = take(self._client, self._name, self._sitter, self.tag, self._lacks if self._pinned else None)
+            self.tag = take(self._client, self._name, self._member, self.tag, self._lacks if self._pinned else None)
             self._unanswered = False
         except NoPermissionError:  # the rules of an older `warmfleet acl`
             self._say("this Redis user may not choose a pool (`warmfleet acl` prints its rights)")
@@ -112,7 +112,7 @@ class PoolAssignment:
         """Log the first failure of several."""
         if not self._unanswered:
             does = f"stays in {self.tag}" if self.tag else f"joins the pool {self._name}"
-            logger.warning("warmfleet: %s: %s; it %s", self._sitter.server_id, reason, does)
+            logger.warning("warmfleet: %s: %s; it %s", self._member.server_id, reason, does)
         self._unanswered = True
 
     def _lacks(self, registry: Sequence[PoolEntry]) -> None:
@@ -122,7 +122,7 @@ class PoolAssignment:
                 "warmfleet: %s: WARMFLEET_MODEL names the pool %s, which the registry of %s lacks: only routers whose"
                 " WARMFLEET_MODELS names it send requests here. Enter it (warmfleet pools add %s), or name the model"
                 " alone, or one of its pools: %s",
-                *(self._sitter.server_id, self.tag, self._name, self.tag),
+                *(self._member.server_id, self.tag, self._name, self.tag),
                 ", ".join(entry.tag for entry in registry),
             )
         self._told = True
@@ -192,7 +192,7 @@ def _choose(
 
 
 def placed(own: Placement | None, pool: str, member: Member, present: str, now_ms: int) -> Placement:
-    """What a server writes of itself: the capacity of its other ranks stays, unless it has been restarted."""
+    """A server's own record: the capacity of its other ranks stays, unless the server has been restarted."""
     moves = bool(present) and (own.pool if own else present) != pool
     moved_ms = now_ms if moves else own.moved_ms if own else 0
     blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
@@ -232,11 +232,11 @@ def choose(
     unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
     size = placed(own, "", member, present, now_ms).capacity_blocks or unknown
     old = own.pool if own else ""
-    if old in serving:  # it was restarted, and stays, unless another pool would still be the smaller one with it
+    if old in serving:  # restarted: the server stays, unless another pool would be the smaller even with this server
         full = _capacity(serving, others.values(), unknown)
         if full[old] < min(full.values()) + size:
             return old
-    if not serving:  # all are drained: it can only stay, or go where some requests may still come
+    if not serving:  # all pools are drained: stay, or go where some requests may still come
         serving = [old] if any(entry.tag == old for entry in registry) else [entry.tag for entry in registry]
     filled = _capacity(serving, here, unknown)
     least = min(filled.values())

@@ -86,7 +86,7 @@ class Bound:
 
 
 def healthy(bound: Bound) -> bool:
-    """True if the API server there answers ``GET /health`` with 200: it accepts requests and its engine is well.
+    """True if the API server there answers ``GET /health`` with 200: it accepts requests, and its engine is well.
 
     A server that wants a certificate of its clients cannot be asked: then it is enough that it listens.
     """

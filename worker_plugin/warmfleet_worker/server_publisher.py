@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
-ARTIFACT_SECONDS = 86_400  # a file lives so long after its server last used it: nobody else removes what none announces
-IN_USE_SECONDS = 600.0  # between two words of a server that it uses its files, and two looks whether one is missing
+ARTIFACT_SECONDS = 86_400  # a file expires so long after its server last used it, because nothing else removes it
+IN_USE_SECONDS = 600.0  # between two extensions of the files' lives, and two looks whether a file is missing
 LOOK_SECONDS = 0.5  # between two looks whether the adapters have changed: a change does not wait for a heartbeat
 READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What an API server announces when it joins.
+    """The announcement of an API server when it joins.
 
-    model: the fleet's model tag. models: the names that it serves. artifacts: files by name, such as the tokenizer.
+    model: the fleet's model tag. models: the served names. artifacts: files by name, such as the tokenizer.
     facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: tells
     name and path of the LoRA adapters that it serves now; a change is announced. silent: tells that nobody knows now
     whether the server lives, so that no heartbeat is sent.
@@ -168,7 +168,7 @@ class ServerPublisher:
         self._files, self._used_at = [], time.monotonic()
         for name, content in self.config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
-            for sha256, piece in chunks.items():  # one call for each, so that no call is long
+            for sha256, piece in chunks.items():  # a call for each, so that no call is long
                 # SETNX: the ACL allows a worker to add artifacts, not to overwrite them
                 self._files.append(self._keys.artifact(self.config.server_id, sha256))
                 self._stream.client.setnx(self._files[-1], piece)

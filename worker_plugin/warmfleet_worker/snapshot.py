@@ -1,4 +1,4 @@
-"""One full copy of the block table on its way to Redis: begin, chunks, end."""
+"""A full copy of the block table on its way to Redis: begin, chunks, end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer's Redis stream: numbered entries, sent in order, and each applied at most once.
+"""A writer's Redis stream: numbered entries, sent in order, and each applied at most once.
 
 An entry keeps its number until Redis has answered it, and the reader drops a number that it has seen before. After a
 broken connection the unanswered entries are therefore sent again as they are: nothing is lost and nothing counts twice.
@@ -43,7 +43,7 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
 
 
 def connect(url: str, tag: str = "", *, timeout_seconds: float = SOCKET_TIMEOUT_SECONDS) -> redis.Redis:
-    """A client for ``url`` (see ``protocol.redis_address``) that never retries by itself; it connects on first use.
+    """A client for ``url`` (see ``protocol.redis_address``) that never retries by itself, and connects on first use.
 
     tag: the hash tag of all its keys; only a Cluster needs it. timeout_seconds: of a connection and of a call; what the
     URL says wins. Raises RedisAddressError.
@@ -88,7 +88,7 @@ class Outage:
 
 @dataclass(slots=True)
 class Entry:
-    """One numbered stream entry. blocks: the number of block hashes that are lost if the entry is."""
+    """A numbered stream entry. blocks: the number of block hashes that are lost if the entry is lost."""
 
     number: int
     operation: str

@@ -112,7 +112,7 @@ class WorkerPublisher:
         self._thread.start()
 
     def progress(self, reservation_id: str, cached_tokens: int, prompt_tokens: int) -> None:
-        """The prefill of this reservation is done. It is in Redis within 20 ms. Called by the engine's thread."""
+        """Report the end of this reservation's prefill to Redis, within 20 ms. Called by the engine's thread."""
         self._progress.append((reservation_id, cached_tokens, prompt_tokens))
         if not self._wake.is_set():
             self._wake.set()

@@ -4,16 +4,16 @@ Routers look a prompt up by a chain of hashes over its tokens. An engine's own h
 others (a random seed, pickle, another engine). So the bridge computes the chain itself, in one scheme for all engines:
 an event names the tokens of its blocks and the block before them, and the table keeps the chain of every known block.
 
-What is published is proved: an event said that the block is there, and every block before it is known down to the
-begin of its prompt. Everything else is counted under a reason and left out.
+A published block is proved: an event has named the block, and every block before it is known down to the begin of
+its prompt. Everything else is counted under a reason and left out.
 
 **Copies.** An engine may hold a block several times and reports each copy's removal. A stored event means one more
 copy, except where it begins a prompt: a client can make vLLM repeat such events for blocks that are there already
-(``kv_cache_report_mode``). Those count once, so the table may miss a copy, and never has one too many.
+(``kv_cache_report_mode``). Such events count once, so the table may miss a copy, but never counts too many.
 
-**Doubt.** After lost events nothing is known to be there; the chains stay known. A later event proves blocks again: the
-ones it names, and all blocks before them, because an engine computes a block on top of all earlier ones. Blocks that
-lack a copy in the count are kept in doubt in the same way when they seem gone.
+**Doubt.** After lost events nothing is known to be there; the chains stay known. A later event proves the blocks that
+it names, and all blocks before them, because an engine computes a block on top of all earlier blocks. Blocks that lack
+a copy in the count are kept in doubt in the same way when they seem gone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def scheme_of(page_tokens: int) -> wire.Scheme:
 
 
 class Sink(Protocol):
-    """Is told what appears and disappears: a ``Tracker``."""
+    """Receives block hashes as they appear and disappear: a ``Tracker``."""
 
     def stored(self, hashes: bytes) -> object: ...
     def removed(self, hashes: bytes) -> object: ...
@@ -189,7 +189,7 @@ class BlockTable:
         return Block(chain[-1] if chain else digest, tail, block_hash, parent)
 
     def _count(self, block: Block, event: Stored) -> None:
-        """One more copy is there; of a block that may only have been reported again, one at least."""
+        """Count a further copy of a block. A block that may only have been reported again counts once."""
         if event.parent is None and block.copies:
             block.doubted = True
         else:
@@ -260,7 +260,7 @@ class BlockTable:
 
 
 def _salt(event: Stored, index: int, *, begins: bool) -> tuple[str | None, bool]:
-    """(the salt of this block, whether everything that entered its hash is known). begins: it begins a prompt."""
+    """(the salt of this block, whether its hash can be computed). begins: the block begins a prompt."""
     extra = list(event.extra_keys[index] or ()) if event.extra_keys else []
     if event.lora is not None and extra[:1] == [event.lora]:
         extra = extra[1:]
@@ -270,4 +270,4 @@ def _salt(event: Stored, index: int, *, begins: bool) -> tuple[str | None, bool]
         return None, True
     if begins and len(extra) == 1 and isinstance(extra[0], str):
         return extra[0], True
-    return None, False  # media or embeddings: routers do not know what was hashed
+    return None, False  # media or embeddings, whose bytes routers do not know

@@ -42,7 +42,7 @@ class Bridge:
 
     def follow(self, wanted: Sequence[EngineOptions]) -> None:
         """Start the engines that are new, and let those leave the fleet that are not listed any more."""
-        for options in [one for one in self.engines if one not in wanted]:
+        for options in [known for known in self.engines if known not in wanted]:
             logger.info("warmfleet: engine %s is not listed any more", options.url)
             engine = self.engines.pop(options)
             engine.stop(leave=True)

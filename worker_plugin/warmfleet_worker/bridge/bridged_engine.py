@@ -1,4 +1,4 @@
-"""One engine behind the bridge: found healthy, it joins the fleet; gone, it leaves; restarted, it joins anew."""
+"""Reports an engine behind the bridge: the engine joins when it is healthy, leaves when it is gone, and joins anew."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class BridgedEngine:
     def stop(self, *, leave: bool = False) -> None:
         """Let all threads end. leave: the fleet is told that the engine is gone.
 
-        Without that it goes on using the engine as it knows it, as long as the engine answers: only the messenger goes.
+        Else the fleet goes on using the engine as it knows it, as long as the engine answers: only the bridge goes.
         """
         self._leaves = leave
         self._stopping.set()
@@ -117,7 +117,7 @@ class BridgedEngine:
         self._end(leave=self._leaves)
 
     def _failed(self, error: Exception) -> None:
-        """An engine that is gone leaves the fleet; one that only does not answer gets some time."""
+        """Let an engine that is gone leave the fleet; an engine that only gives no answer gets some time."""
         if not self.ranks:
             self._say(f"not usable: {error}")
             return
@@ -298,7 +298,7 @@ class BridgedEngine:
             self._note_restart()  # another model may answer there now
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
-            self._note_restart()  # what it announced is wrong
+            self._note_restart()  # its announcement is wrong
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")

@@ -1,4 +1,4 @@
-"""What an engine's own HTTP API says of it: its names, sizes, adapters, where its events are, health and load."""
+"""Asks an engine's own HTTP API for its names, sizes, adapters, event sources, health and load."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the load. running, waiting: requests, by rank. work: grows whenever the engine does something.
+    """The load at a moment. running, waiting: requests, by rank. work: grows whenever the engine does something.
 
     started: when the server's process began, seconds since 1970; 0 if it does not say. asleep: the ranks that somebody
     has put to sleep (vLLM's /sleep).
@@ -203,7 +203,7 @@ class EngineApi:
         except EngineDown as error:
             if error.status in NO_SUCH_PATH:
                 return ""
-            raise  # what an engine cannot tell now must not be taken for what it has not
+            raise  # an engine that cannot answer now may have the path
 
     def _get(self, path: str) -> bytes:
         parts = self._parts
@@ -241,7 +241,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def at_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of this rank: its port is the first one's plus the rank."""
+    """The endpoint of this rank: its port is that of rank 0 plus the rank."""
     head, _, port = endpoint.rpartition(":")
     return f"{head}:{int(port) + rank}" if rank and endpoint.startswith("tcp://") else endpoint
 

@@ -1,4 +1,4 @@
-"""The wire form of KV events: what vLLM (0.28 to 0.33) and SGLang publish over ZMQ, as plain values.
+"""The wire form of the KV events that vLLM (0.28 to 0.33) and SGLang publish over ZMQ, read into plain values.
 
 A batch is msgpack of ``[time, events, rank]``. An event is a map with the class name under ``type``; earlier versions
 of both wrote an array that begins with the class name. Fields are read by name; those that an engine does not know are
@@ -45,12 +45,12 @@ class Stored:
     extra_keys: tuple[Any, ...] = ()
     salt: str | None = None
     lookahead: bool = False  # tokens behind each block entered its hash (vLLM 0.33 with EAGLE)
-    lora_unnamed: bool = False  # it has an adapter, and the event does not say which
+    lora_unnamed: bool = False  # an adapter is in use, and the event does not name it
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """One copy of each of these blocks has gone."""
+    """A copy of each of these blocks has gone."""
 
     keys: tuple[BlockKey, ...]
     group: int = 0
@@ -69,7 +69,7 @@ def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
     try:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         raw = batch["events"] if isinstance(batch, dict) else batch[1]
-        found = [_event(one, SGLANG_STORED_ARRAY if sglang else VLLM_STORED_ARRAY) for one in raw]
+        found = [_event(event, SGLANG_STORED_ARRAY if sglang else VLLM_STORED_ARRAY) for event in raw]
     except (ValueError, TypeError, LookupError, ArithmeticError, msgpack.UnpackException) as error:
         raise EventError(f"not a batch of KV events: {type(error).__name__}: {error}"[:200]) from error
     return [event for event in found if event is not None]

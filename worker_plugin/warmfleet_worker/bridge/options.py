@@ -54,7 +54,7 @@ _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What the operator says of one engine. Empty or 0: asked from the engine itself.
+    """An operator's words about an engine. Empty or 0: asked from the engine itself.
 
     sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
     """
@@ -134,7 +134,9 @@ def engines_of(args: argparse.Namespace) -> list[EngineOptions]:
         found += _of_file(args.engines)
     usual = {"model": args.model, "tokenizer": args.tokenizer, "chat_template": args.chat_template}
     usual["api_key"] = os.environ.get("WARMFLEET_WORKER_API_KEY", "")
-    engines = [replace(one, **{key: value for key, value in usual.items() if not getattr(one, key)}) for one in found]
+    engines = [
+        replace(engine, **{key: value for key, value in usual.items() if not getattr(engine, key)}) for engine in found
+    ]
     _check(engines, args.redis)
     return engines
 
@@ -170,13 +172,13 @@ def _of_file(path: Path) -> list[EngineOptions]:
         raise OptionError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise OptionError(f"{path} is not JSON: {error}") from error
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise OptionError(f'{path} must hold a list of objects such as {{"url": "http://gpu1:8000"}}')
-    return [_options(one, f"{path}: {one.get('url')}") for one in listed]
+    return [_options(entry, f"{path}: {entry.get('url')}") for entry in listed]
 
 
 def _options(given: dict[str, Any], where: str) -> EngineOptions:
-    unknown = sorted(given.keys() - {one.name for one in fields(EngineOptions)})
+    unknown = sorted(given.keys() - {field.name for field in fields(EngineOptions)})
     if unknown:
         raise OptionError(f"{where}: no option {unknown[0]!r}; known are {', '.join(sorted(WORDS | NUMBERS))}")
     values: dict[str, Any] = {}

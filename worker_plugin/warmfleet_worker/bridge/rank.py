@@ -1,4 +1,4 @@
-"""One engine core behind the bridge: a thread reads its events into a table, a publisher writes the table's changes."""
+"""An engine core behind the bridge: a thread reads its events into a table, a publisher writes the table's changes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class EngineSide:
-    """What a rank needs of its engine. group: of the layers whose blocks are reported.
+    """The part of its engine that a rank needs. group: the KV cache group whose blocks are reported.
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
     rank's thread when another process publishes than before. host: of the engine, by its URL.
@@ -117,7 +117,7 @@ class Rank:
         )
 
     def stop(self, *, leave: bool) -> None:
-        """End the threads. leave: the engine is gone, so the fleet is told; else only its messenger goes."""
+        """End the threads. leave: the engine is gone, so the fleet is told; else only the bridge goes."""
         self._stopping.set()
         if leave:
             self._publisher.stop(STOP_SECONDS)
@@ -155,7 +155,7 @@ class Rank:
             self._sockets.close()
             self.caught_up.set()
 
-    # ------------------------------------------------ what the sequence tells
+    # ------------------------------------------------ calls of the sequence
 
     def batch(self, payload: bytes) -> None:
         self._batches += 1

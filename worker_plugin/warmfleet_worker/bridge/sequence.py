@@ -1,7 +1,7 @@
 """Follows the numbered batches of one engine core: every batch once and in order, or the loss is known.
 
 vLLM and SGLang number their batches from 0 and keep the last 10,000 for replay. A subscriber may miss batches: while it
-connects, when a connection breaks, when it is slow. It sees a gap in the numbers only with the next batch, so the
+connects, when a connection breaks, when it is slow. A gap in the numbers shows only with the next batch, so the
 sequence also asks for a replay now and then (``verify``).
 
 A restarted engine begins with 0 again. Its numbers alone do not show that, so every replay begins with the last batch
@@ -27,7 +27,7 @@ class ReplayError(Exception):
 
 
 class Listener(Protocol):
-    """What a ``Sequence`` tells."""
+    """Receives the calls of a ``Sequence``."""
 
     def batch(self, payload: bytes) -> object:
         """The next batch."""
@@ -42,7 +42,7 @@ class Listener(Protocol):
 class Sequence:
     """Call ``live`` with every batch that was received, and ``verify`` first of all and every few seconds.
 
-    replay: gives the batches from a number on that the engine still has, as (number, payload), and may lack some; it
+    replay: gives the batches from a number on that the engine still has, as (number, payload), and may lack some;
     raises ReplayError. last: number of the last batch that was applied, -1 before the first.
     """
 

@@ -32,7 +32,9 @@ def text(bridge: Bridge) -> str:
         suffix = "_total" if kind == "counter" else ""
         lines += [f"# HELP {name}{suffix} {about}", f"# TYPE {name}{suffix} {kind}"]
         if short == "engine_up":
-            lines += [f'{name}{{engine="{one.options.name}"}} {int(one.state == "reported")}' for one in engines]
+            lines += [
+                f'{name}{{engine="{engine.options.name}"}} {int(engine.state == "reported")}' for engine in engines
+            ]
         elif short == "unproved":
             lines += [
                 f'{name}{suffix}{{worker="{worker}",reason="{reason}"}} {blocks}'

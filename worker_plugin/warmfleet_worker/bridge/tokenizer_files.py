@@ -1,7 +1,7 @@
 """The tokenizer and the chat template of an engine that does not announce its own, as files for the routers.
 
 They are loaded as vLLM loads them: by transformers, from a folder or a hub name. Without transformers a folder's files
-are taken as they are. A router's probe shows whether the engine really uses them: it tests a text and a chat.
+are taken as they are. A router's probe, which tests a text and a chat, shows whether the engine really uses them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONE = "none"  # in place of a name: the routers' settings name the tokenizer
 
 
 class TokenizerError(Exception):
-    """The tokenizer cannot be loaded; the text says why and what to do. later: it may be possible later."""
+    """The tokenizer cannot be loaded; the text says why and what to do. later: a later try may succeed."""
 
     def __init__(self, text: str, *, later: bool = False) -> None:
         super().__init__(text)
@@ -73,8 +73,8 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
 def hub_away() -> str:
     """Why no connection to the hub can be made, in words.
 
-    Empty if one can, and where only the hub's client knows: with a proxy, and if it is told to stay offline. Without
-    this look transformers would be silent for a minute, as it asks an unreachable hub for one file after the other.
+    Empty if a connection can be made, and where only the hub's client knows: with a proxy, and if the client is told to
+    stay offline. Without this look transformers would ask an unreachable hub for each file, in silence for a minute.
     """
     offline = any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     if offline or {"http", "https", "all"} & urllib.request.getproxies().keys():

@@ -1,8 +1,8 @@
-"""What T-LRU costs or saves against plain LRU, counted in tokens while the engine runs.
+"""The tokens that T-LRU costs or saves against plain LRU, counted while the engine runs.
 
 Beside the cache a shadow of it is kept, in which plain LRU evicts: hashes only, and of a large cache only some of them.
-Each request is looked up in both. Where T-LRU loses, it is stopped until it would lose no more: an engine that is close
-to thrashing can be pushed over the edge by it, and then its own tail tells nothing any more.
+Each request is looked up in both. Where T-LRU loses, it is stopped until it would lose no more: T-LRU can push an
+engine that is close to thrashing over the edge, and then the engine's own tail tells nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ShadowLru:
     """The block hashes that plain LRU would hold in a cache of ``blocks`` blocks."""
 
     def __init__(self, blocks: int) -> None:
-        self._one_in = 1  # a power of two: of so many blocks one is followed, chosen by its hash
+        self._one_in = 1  # a power of two: the shadow follows every block whose hash is a multiple of it
         while blocks > MOST_HASHES * self._one_in:
             self._one_in *= 2
         self._size = blocks // self._one_in
@@ -53,7 +53,7 @@ class ShadowLru:
 
 
 class LruAccount:
-    """Compares each request with what it would have been under plain LRU."""
+    """Compares the uncached tokens of each request with those that it would have had under plain LRU."""
 
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens

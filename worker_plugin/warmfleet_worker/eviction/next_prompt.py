@@ -1,8 +1,8 @@
-"""How much longer the next prompt of a conversation is than the conversation so far, and how long it is waited for.
+"""Learns how much longer a conversation's next prompt is than the conversation so far, and how late that prompt comes.
 
-A request continues a conversation if its prompt begins with the whole prompt of an earlier request. That is looked up
-by the hash of the earlier prompt's last block, so an answer that comes back changed (a chat template drops its
-reasoning, say) does not matter.
+A request continues a conversation if its prompt begins with the whole prompt of an earlier request. The hash of the
+earlier prompt's last block finds it, so an answer that comes back changed does not matter (a chat template may drop
+its reasoning).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class NextPrompt:
         """
         last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
         waiting = self._waiting
-        # The prompt's own last block is left out: whoever waits there sent this very prompt before.
+        # The prompt's own last block is left out: a conversation that waits there has sent this very prompt before.
         earlier = hashes[max(0, last - MAX_LOOKUPS) : max(0, last)]
-        # A first turn finds nobody: that is seen in one C call.
+        # A first turn finds nothing, which one C call shows.
         for block_hash in () if waiting.keys().isdisjoint(earlier) else reversed(earlier):
             turn = waiting.get(block_hash)
             if turn is not None and not shared(block_hash):

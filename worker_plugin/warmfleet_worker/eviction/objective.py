@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
 TAIL = 0.9  # the quantile that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ over that quantile: more of it shortens the P95 and lengthens the P90 (app/docs/decisions/037)
-MEMORY_REQUESTS = 256  # the latest ones, from which the quantile is taken
-EVERY_REQUESTS = 16  # after so many it is taken anew, and before the first so many there is no objective
+TAIL_SHARE = 0.6  # ξ over that quantile: the best of a sweep
+MEMORY_REQUESTS = 256  # the latest requests, from which the quantile is taken
+EVERY_REQUESTS = 16  # after so many requests ξ is computed anew; before the first so many there is no objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class FixedObjective:
 class AdaptiveObjective:
     """ξ follows the engine's own tail, for engines whose right time to first token nobody knows.
 
-    It is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
+    ξ is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
     changes nothing, and far above it T-LRU makes requests slow that were fast. The number falls as T-LRU works, and ξ
-    with it. How roomy the cache is need not be known here: nothing is given up in place of blocks whose conversation
-    has probably ended (``TailEviction.is_silent``).
+    with it. A roomy cache needs no rule here: blocks of conversations that have probably ended go before any tagged
+    block (``TailEviction.is_silent``).
     """
 
     def __init__(self) -> None:

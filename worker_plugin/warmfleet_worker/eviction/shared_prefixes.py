@@ -1,4 +1,4 @@
-"""Which blocks several conversations have in common: a system prompt, a document that many ask about."""
+"""Finds the blocks that several conversations have in common: a system prompt, a document that many ask about."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_ENDS = 16_384  # blocks after which prompts have gone on; the one not seen for longest is forgotten
+MAX_ENDS = 16_384  # blocks after which prompts have gone on; the block not seen for longest is forgotten
 #: A conversation alone goes on in two ways after a block: with the answer as it was generated, and with the answer as
 #: the template repeats it in the next prompt. So three different ways mean several conversations.
 SHARED_CHANGES = 2
@@ -22,7 +22,7 @@ class SharedPrefixes:
 
     def __init__(self) -> None:
         # By the hash of a block: the hash of the block that last followed it, and how often that was another than
-        # before. The one noted last stands last.
+        # before. The latest note stands last.
         self._ends: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._shared: set[bytes] = set()  # those of them that changed often enough
 
@@ -41,7 +41,7 @@ class SharedPrefixes:
         return block_hash in self._shared
 
     def length(self, hashes: Sequence[bytes]) -> int:
-        """How many blocks of a chain are a shared prefix: up to the last block where one ends."""
+        """How many blocks of a chain are a shared prefix: up to the last block at which a shared prefix ends."""
         if not self._shared.isdisjoint(hashes):
             for index in range(len(hashes) - 1, -1, -1):
                 if hashes[index] in self._shared:

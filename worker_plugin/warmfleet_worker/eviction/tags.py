@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Tags:
     """Blocks of ended conversations come first, then those beyond the budget of their conversation; oldest tag first.
 
-    A tag is the number of a block and the hash that it had: it holds only as long as the block keeps that hash. So
+    A tag is the number of a block and the hash that it had, and is valid only as long as the block keeps that hash. So
     there are at most as many tags as blocks.
     """
 

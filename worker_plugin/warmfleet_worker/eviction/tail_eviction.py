@@ -3,7 +3,7 @@
 The next request of a conversation is L + Q̂ tokens long: the conversation so far, and what its next prompt adds. If all
 but ξ of them are cached, its first token comes in time. So when a request is finished, its blocks beyond L + Q̂ - ξ
 tokens are tagged, those at the end first. Tagged blocks stay in the cache; only when an allocation would evict a block
-are tagged ones given up in its place. Everything else stays LRU.
+are tagged blocks given up in its place. Everything else stays LRU.
 
 Three things are added to the paper's rule:
 
@@ -51,9 +51,9 @@ class Finished:
 
 
 class TailEviction:
-    """What one engine gives up first. Every method runs on the engine's thread, and none waits.
+    """Chooses the blocks that an engine gives up first. Every method runs on the engine's thread, and none waits.
 
-    Blocks have numbers; a number may get new content, and then it has another hash. What is kept is bounded by the
+    Blocks have numbers; a number may get new content, and then it has another hash. Its memory is bounded by the
     engine's blocks and by the constants of the parts. tagged, given_up: blocks, since the start.
     """
 
@@ -103,14 +103,14 @@ class TailEviction:
         self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int) -> int:
-        """How many blocks of a conversation of so many tokens must stay for its next request to meet the objective."""
+        """The blocks of a conversation of ``tokens`` that must stay, so that its next request meets the objective."""
         xi = self.objective.xi_tokens()
         if not xi:
             return sys.maxsize
         return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))
 
     def is_silent(self, number: int, now: float) -> bool:
-        """Whether this free block belongs to nobody who is likely to come back: it may go before tagged ones."""
+        """Whether this free block's conversation has probably ended, so that the block may go before tagged blocks."""
         gap = self.next_prompt.gap_s
         return gap is not None and now - self._used_at.get(number, now) > SILENT_GAPS * gap
 
@@ -127,7 +127,7 @@ class TailEviction:
 def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
     """T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
 
-    Who names a target in seconds wants it kept at any price. The adaptive objective must not cost more than it brings.
+    A target in seconds is kept at any price. The adaptive objective must not cost more than it brings.
     """
     objective = objective_of(target, speed_tps)
     account = LruAccount(blocks, block_tokens) if isinstance(objective, AdaptiveObjective) else None

@@ -34,11 +34,10 @@ def served_model(tag: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """One pool in the registry. since_ms: when it got its state.
+    """A pool in the registry. since_ms: when it got its state.
 
-    draining: it gets no new server, and no new request unless no other pool can serve it. moving: its servers move to
-    other pools now, some at a time, and it serves with those that it still has; else they go when they are started
-    again.
+    draining: the pool gets no new server, and no new request unless no other pool can serve it. moving: its servers
+    move to other pools now, some at a time, while the others serve; else they go when they are started again.
     """
 
     tag: str
@@ -52,7 +51,7 @@ class PoolEntry:
 
 
 def read_pool(tag: str, packed: bytes | str | None) -> PoolEntry | None:
-    """A pool's field of the registry; None if it is not there, or is none."""
+    """A pool's field of the registry; None if the field is missing or malformed."""
     value = _object(packed)
     state = value.get("state")
     if state not in (SERVING, DRAINING):
@@ -98,7 +97,7 @@ class Placement:
 
 
 def read_placement(packed: bytes | str | None) -> Placement | None:
-    """A server's field of ``placement``; None if it is not there, or is none."""
+    """A server's field of ``placement``; None if the field is missing or malformed."""
     value = _object(packed)
     pool, host, seen, blocks = (value.get(name) for name in ("pool", "host", "seen_ms", "blocks"))
     if not (isinstance(pool, str) and _is_tag(pool) and isinstance(host, str) and isinstance(seen, int)):

@@ -5,7 +5,7 @@
     redis+cluster://host1:6379,host2:6379                rediss+cluster:// likewise
 
 User, password and options are those of the data servers; the options ``sentinel_username`` and ``sentinel_password``
-are those of the Sentinels. This module only reads the URL and a node's answer; it opens no connection.
+are those of the Sentinels. This module only reads the URL and a node's answer, and opens no connection.
 """
 
 from __future__ import annotations

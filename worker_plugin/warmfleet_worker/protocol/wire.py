@@ -70,7 +70,7 @@ def model_tag(model: str) -> str:
 
 
 def tag_of(served_name: str) -> str:
-    """The model tag that a served name gives: what a tag cannot have becomes a hyphen (lua/parts/shared/misnamed)."""
+    """The model tag that a served name gives: characters that no tag has become hyphens (lua/parts/shared/misnamed)."""
     return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
@@ -225,7 +225,7 @@ def conversation_ended(request_id: str) -> bool:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
-#: In the place of an algorithm: why prompts are not matched with this engine's blocks. It is chosen by load.
+#: In the place of an algorithm: why prompts are not matched with this engine's blocks, so that load alone decides.
 NO_CACHE, NO_PREFIXES = "none", "no_prefixes"
 UNMATCHED = {
     NO_CACHE: "its prefix caching is off",

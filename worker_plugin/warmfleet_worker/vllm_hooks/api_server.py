@@ -1,4 +1,4 @@
-"""The API-server half of the plugin: it announces the address, the tokenizer, the chat template and the facts.
+"""The API-server half of the plugin announces the address, the tokenizer, the chat template and the facts.
 
 Facts are settings of this server that a router must know to compute the token ids that the engine will see.
 """
@@ -134,7 +134,7 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
 def renders(state: Any) -> dict[str, bool]:
     """How this server makes a prompt of a chat.
 
-    jinja: it renders the chat template (some engines have a renderer of their own and never use the template).
+    jinja: by the chat template (some engines have a renderer of their own and never use the template).
     render, tokenize: the server has an API route that answers with the token ids of a chat. The route /tokenize is
     wrong for models with the harmony format, hence it is not offered for those.
     """

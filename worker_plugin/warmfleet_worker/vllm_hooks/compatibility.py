@@ -1,7 +1,7 @@
 """Every internal of vLLM that this package uses, listed once, and whether this vLLM has it. Checked before any hook.
 
-A vLLM that this package does not know may have renamed or changed one of them. Then the part of the report that needs
-it is left out, one line in the log says so, and the engine serves on: the plugin reports nothing that it cannot vouch
+A vLLM that this package does not know may have renamed or changed an internal. Then the part of the report that needs
+it is left out, a line in the log says so, and the engine serves on: the plugin reports nothing that it cannot vouch
 for. Classes of vLLM make most of their attributes in ``__init__``, so the check reads which ones that function sets.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 class Part(StrEnum):
-    """What a missing internal costs; the value ends the line in the log."""
+    """The price of a missing internal; the value ends the line in the log."""
 
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
@@ -161,7 +161,7 @@ INTERNALS = (
     ),
     Internal(Part.SERVER, "vllm.entrypoints.openai.completion.protocol", ("CompletionRequest",)),
 )
-#: What the API server's state holds once ``init_app_state`` has filled it.
+#: Attributes of the API server's state once ``init_app_state`` has filled it.
 SERVER_STATE = (
     "args.host",
     "args.port",
@@ -248,9 +248,9 @@ def _missing_of(internal: Internal) -> str:
 def _names_of(owner: Any) -> set[str]:
     """The names that a module has or declares, or that a class's objects have: fields, and what ``__init__`` sets."""
     names = set(dir(owner))
-    for one in getattr(owner, "__mro__", (owner,)):
-        names |= _annotated(one)
-        init = inspect.unwrap(vars(one).get("__init__", object.__init__))
+    for base in getattr(owner, "__mro__", (owner,)):
+        names |= _annotated(base)
+        init = inspect.unwrap(vars(base).get("__init__", object.__init__))
         if inspect.isfunction(init):
             names |= {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
     return names
@@ -266,7 +266,7 @@ def _annotated(owner: Any) -> set[str]:
 
 
 def _block_map_differs() -> str:
-    """Try the block table's map with two blocks of one hash: how it keeps them is what ``block_table`` relies on."""
+    """Try the block table's map with two blocks of a hash: ``block_table`` relies on how the map keeps them."""
     from vllm.v1.core.block_pool import BlockHashToBlockMap
     from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
@@ -292,7 +292,7 @@ def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes) -> str:
     """
     tokens, salt, lora = list(range(2 * block_tokens)), "a salt", ("an adapter", "/its/path")
     try:
-        own = [bytes(one) for one in _own_hashes(algorithm, block_tokens, tokens, salt, lora)]
+        own = [bytes(digest) for digest in _own_hashes(algorithm, block_tokens, tokens, salt, lora)]
     except Exception as error:  # noqa: BLE001  a changed vLLM may raise anything
         own, reason = [], f"{type(error).__name__}: {error}"
     else:

@@ -1,4 +1,4 @@
-"""The engine-core half of the plugin: it reports the block table, the load and the speed of one vLLM Scheduler."""
+"""The engine-core half of the plugin reports the block table, the load and the speed of one vLLM Scheduler."""
 
 from __future__ import annotations
 
@@ -170,9 +170,9 @@ class SchedulerReporter:
             self._left = frozenset(list(self._scheduler.requests))
 
     def load(self) -> Load:
-        """What the engine is doing now; zeros after the first error, for the heartbeat must go on.
+        """The present work of the engine; zeros after the first error, for the heartbeat must go on.
 
-        It runs beside the engine's thread: ``list`` of a dict is one atomic call.
+        Runs beside the engine's thread: ``list`` of a dict is one atomic call.
         """
         if self._tail_eviction is not None:
             self._tail_eviction.log()
@@ -239,7 +239,7 @@ def is_full_attention(spec: Any) -> bool:
 
 
 def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> PublisherConfig:
-    """What this engine core announces."""
+    """The announcement of this engine core."""
     cache = vllm_config.cache_config
     server_id, rank = server_id_of(vllm_config), rank_of(vllm_config)
     return PublisherConfig(

@@ -77,7 +77,7 @@ def obstacle(scheduler: Any) -> str:
 
 
 class TailEvictionHook:
-    """Lets one ``KVCacheManager`` evict as ``eviction`` says, until the first error. It runs on the engine's thread."""
+    """Lets one ``KVCacheManager`` evict as ``eviction`` says, until the first error. Runs on the engine's thread."""
 
     def __init__(self, manager: Any, eviction: TailEviction) -> None:
         self.eviction = eviction
@@ -117,7 +117,7 @@ class TailEvictionHook:
         self._safely(self._first_tokens, outputs)
 
     def log(self) -> None:
-        """Write a line if blocks were given up, once in LOG_SECONDS. It runs on the publisher's thread."""
+        """Write a line if blocks were given up, once in LOG_SECONDS. Runs on the publisher's thread."""
         self._safely(self._log)
 
     def _first_tokens(self, outputs: dict[int, Any]) -> None:
@@ -144,7 +144,7 @@ class TailEvictionHook:
         )
 
     def _finished(self, request: Any, blocks: list[Any]) -> None:
-        """Its blocks are free, as far as no other request uses them. Those that are not full have no hash."""
+        """Tell ``eviction`` the request's blocks, which other requests may still use. Partial blocks have no hash."""
         hashes = [block.block_hash for block in blocks]
         if None in hashes:
             del hashes[hashes.index(None) :]
