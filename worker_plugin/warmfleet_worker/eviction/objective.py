@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
 TAIL = 0.9  # the quantile that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ over that quantile: the best of a sweep
+TAIL_SHARE = 0.6  # ξ over that quantile: more of it shortens the P95 and lengthens the P90 (app/docs/decisions/037)
 MEMORY_REQUESTS = 256  # the latest requests, from which the quantile is taken
 EVERY_REQUESTS = 16  # after so many requests ξ is computed anew; before the first so many there is no objective
 
