@@ -1,33 +1,7 @@
 """All errors of the router. Each class has the HTTP status and the OpenAI error type of its answer.
 
-Clients of Anthropic's API get that API's type of the status.
-
-WarmfleetError
-├── BadRequest            400
-├── Unauthorized          401  without the client's key, or the operator's where it is needed
-├── Forbidden             403  no key is set that could tell whether this is for the one who asks
-├── NotFound              404
-│   └── ModelNotFound     404  no worker of this replica serves this model
-├── MethodNotAllowed      405
-├── TooLarge              413
-├── UnsupportedCoding     415  the body is compressed in a way that is not read here
-├── HeadersTooLarge       431  more headers or trailers than a request may have
-├── Overloaded            429  the workers that suit the request are busy, and it finds no room in the queue
-├── RateLimited           429  the client's key has as many requests in flight as it may have
-│   └── TokensLimited     429  the client's key has used its tokens of a minute
-├── QueueTimeout          503  the request waited in the queue for as long as it may
-├── NoWorker              503  no live worker serves this model
-├── UpstreamError         502
-│   ├── UpstreamGone      502  no byte of an answer came, so another worker may be tried
-│   │   └── NameRefused   404  the worker does not serve the model's name any more, and another one does
-│   └── EngineTimeout     504  the engine went over a time limit of the settings
-├── FleetUnavailable      503  Redis does not answer, or answers too late
-├── UploadsFull           503  the bodies of all requests take the memory that bodies may have
-├── TooManyConnections    503  answers run on all connections that a replica takes
-├── Stopping              503  this replica stops, and the answer took longer than it waits
-├── CancelledReservation  409  the reservation was cancelled before it was booked, or has ended
-├── KeyInUse              409  a request of the same idempotency key is being placed
-└── BadArgument           500  a Lua script or the start refused an argument
+Clients of Anthropic's API get that API's type of the status. app/docs/api.md has a table that is made of the first line
+of each class.
 """
 # ruff: noqa: N818  the names are conditions that a client is told of, without "Error", as in starlette and kubernetes
 
@@ -52,7 +26,11 @@ ANTHROPIC_TYPES = {
 
 
 class WarmfleetError(Exception):
-    """``param``: the request field at fault, or None. ``retry_after_s``: seconds; 0: trying again cannot help."""
+    """The router has a bug: see its log.
+
+    This is also the base of all other errors. ``param``: the request field at fault, or None. ``retry_after_s``:
+    seconds; 0: trying again cannot help.
+    """
 
     status = 500
     type = "server_error"
@@ -76,27 +54,40 @@ class WarmfleetError(Exception):
 
 
 class BadRequest(WarmfleetError):
+    """The request is wrong."""
+
     status, type, code = 400, "invalid_request_error", "bad_request"
 
 
 class Unauthorized(WarmfleetError):
+    """A key is missing or unknown."""
+
     status, type, code = 401, "invalid_request_error", "unauthorized"
 
 
 class Forbidden(WarmfleetError):
+    """Only the replica's own host may ask."""
+
     status, type, code = 403, "permission_error", "forbidden"
 
 
 class NotFound(WarmfleetError):
+    """The path does not exist."""
+
     status, type, code = 404, "invalid_request_error", "not_found"
 
 
 class ModelNotFound(NotFound):
+    """No worker serves this model."""
+
     code = "model_not_found"
 
 
 class MethodNotAllowed(WarmfleetError):
-    """``allow``: the methods that the path takes, as the header Allow lists them."""
+    """The path lacks this method.
+
+    ``allow``: the methods that the path takes, as the header Allow lists them.
+    """
 
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
 
@@ -106,11 +97,16 @@ class MethodNotAllowed(WarmfleetError):
 
 
 class TooLarge(WarmfleetError):
+    """The body is too long."""
+
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
 class UnsupportedCoding(WarmfleetError):
-    """``accepted``: the codings that are read, as the header Accept-Encoding lists them."""
+    """The body's compression is unknown.
+
+    ``accepted``: the codings that are read, as the header Accept-Encoding lists them.
+    """
 
     status, type, code = 415, "invalid_request_error", "unsupported_coding"
 
@@ -120,16 +116,23 @@ class UnsupportedCoding(WarmfleetError):
 
 
 class HeadersTooLarge(WarmfleetError):
+    """The headers are too many."""
+
     status, type, code = 431, "invalid_request_error", "headers_too_large"
 
 
 class Overloaded(WarmfleetError):
+    """The queue is full."""
+
     status, type, code = 429, "rate_limit_error", "overloaded"
     retry_after_s = 1
 
 
 class RateLimited(WarmfleetError):
-    """``type``: the limit, as in OpenAI's API. ``headers``: of the answer, which tell all limits of the key."""
+    """The client's key is at its limit of requests.
+
+    ``type``: the limit, as in OpenAI's API. ``headers``: of the answer, which tell all limits of the key.
+    """
 
     status, type, code = 429, "requests", "rate_limit_exceeded"
     retry_after_s = 1
@@ -140,27 +143,36 @@ class RateLimited(WarmfleetError):
 
 
 class TokensLimited(RateLimited):
+    """The client's key is at its limit of tokens."""
+
     type = "tokens"
 
 
 class QueueTimeout(WarmfleetError):
+    """The wait in the queue was too long."""
+
     status, code = 503, "queue_timeout"
     retry_after_s = 1
 
 
 class NoWorker(WarmfleetError):
+    """No worker of this model takes requests."""
+
     status, code = 503, "no_worker"
     retry_after_s = 1
 
 
 class UpstreamError(WarmfleetError):
+    """The engine's answer broke off."""
+
     status, code = 502, "upstream_error"
     retry_after_s = 1
 
 
 class UpstreamGone(UpstreamError):
-    """``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker.
+    """No byte of an answer came.
 
+    ``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker.
     ``answered``: the worker lives, and its answer says that it did not serve the request. ``late``: it takes
     connections, but no answer came in time.
     """
@@ -180,9 +192,10 @@ class UpstreamGone(UpstreamError):
 
 
 class NameRefused(UpstreamGone):
-    """The worker does not serve the request's name any more, and another one does. Its answer cost it nothing.
+    """The worker does not serve this model any more.
 
-    counts: this counts against the worker (``Pool.refused``).
+    Another worker serves the model, and the answer cost nothing. counts: this counts against the worker
+    (``Pool.refused``).
     """
 
     status, type, code = ModelNotFound.status, ModelNotFound.type, ModelNotFound.code
@@ -199,25 +212,35 @@ class NameRefused(UpstreamGone):
 
 
 class EngineTimeout(UpstreamError):
+    """The engine passed a time limit."""
+
     status, code = 504, "engine_timeout"
 
 
 class FleetUnavailable(WarmfleetError):
+    """Redis gave no answer in time."""
+
     status, code = 503, "fleet_unavailable"
     retry_after_s = 1
 
 
 class UploadsFull(WarmfleetError):
+    """All bodies fill their memory."""
+
     status, code = 503, "uploads_full"
     retry_after_s = 1
 
 
 class TooManyConnections(WarmfleetError):
+    """All connections carry answers."""
+
     status, code = 503, "too_many_connections"
     retry_after_s = 1
 
 
 class Stopping(WarmfleetError):
+    """The replica stops."""
+
     status, code = 503, "stopping"
     retry_after_s = 1
 
@@ -226,12 +249,18 @@ class Stopping(WarmfleetError):
 
 
 class CancelledReservation(WarmfleetError):
+    """The reservation has ended."""
+
     status, code = 409, "cancelled"
 
 
 class KeyInUse(WarmfleetError):
+    """A request with this Idempotency-Key is being placed."""
+
     status, type, code = 409, "invalid_request_error", "key_in_use"
 
 
 class BadArgument(WarmfleetError):
+    """A script refused an argument."""
+
     code = "bad_argument"

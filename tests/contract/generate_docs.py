@@ -1,4 +1,4 @@
-"""Writes what follows from the code into app/docs: settings.md, metrics.md, a table of sizing.md.
+"""Writes what follows from the code into app/docs: settings.md, metrics.md, tables of api.md and sizing.md.
 
 The command is ``python -m tests.contract.generate_docs``.
 
@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
+from starlette.routing import Route
 from tests.contract import sizing
 
+from warmfleet import errors
+from warmfleet.errors import WarmfleetError
+from warmfleet.main import create_app
 from warmfleet.metrics import Metrics
+from warmfleet.prompt.engine_paths import KNOWN, NEVER, NEVER_BELOW
 from warmfleet.settings import PREFIX, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from warmfleet.api.listening.server import Door
 
 DOCS = Path(__file__).parents[2] / "app" / "docs"
 
@@ -81,12 +92,96 @@ def metrics_page() -> str:
     return METRICS + "".join(rows)
 
 
+def filled(page: str, blocks: dict[str, str]) -> str:
+    """The page with each block between the two marks of its name. Raises ValueError if a mark is missing."""
+    for name, block in blocks.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = before + begin + block + end + after
+    return page
+
+
+def endpoints(*, of_operators: bool) -> str:
+    """A row for each path that a replica answers itself, on the port of clients or only on that of operators."""
+    doors = create_app(Settings(models=("any",)))
+    shared = set(map(_endpoint, _routes(doors.clients)))
+    rows: dict[str, list[str]] = {}
+    for route in _routes(doors.operators if of_operators else doors.clients):
+        path = _endpoint(route)
+        if (of_operators and path in shared) or path.startswith(("/status/", "/favicon")):
+            continue
+        said = (route.endpoint.__doc__ or "").partition("\n")[0].rstrip(".")
+        rows.setdefault(said, []).extend(f"{method} {path}" for method in sorted((route.methods or set()) - {"HEAD"}))
+    head = "| endpoint | answer |\n|---|---|\n"
+    return head + "".join(f"| {_codes(same)} | {said} |\n" for said, same in rows.items())
+
+
+def _routes(door: Door) -> list[Route]:
+    return [route for route in door.connections.application.starlette.routes if isinstance(route, Route)]
+
+
+def _endpoint(route: Route) -> str:
+    return route.path.replace(":path}", "}")
+
+
+def engine_paths() -> str:
+    """A row for each way in which requests are placed, with the paths that are and their labels."""
+    rows: dict[str, dict[str, list[str]]] = {"by prefix": {}, "by load": {}, "no prompt": {}}
+    for known in KNOWN.values():
+        labels = rows[{"unknown": "by load", "none": "no prompt"}.get(known.form, "by prefix")]
+        labels.setdefault(known.name, []).append(known.path)
+    head = "| placed | paths (`POST`); label `endpoint` of metrics |\n|---|---|\n"
+    return head + "".join(
+        f"| {placed} | {'; '.join(f'{_codes(paths)} (`{label}`)' for label, paths in labels.items())} |\n"
+        for placed, labels in rows.items()
+    )
+
+
+def refused_paths() -> str:
+    """The paths of vLLM that never pass."""
+    return _codes(sorted({*NEVER, *(f"{above}…" for above in NEVER_BELOW if above != "/v1/models/")})) + ".\n"
+
+
+def error_table() -> str:
+    """A row for each class of errors.py, of which the first line of its docstring says when it is answered."""
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, WarmfleetError)]
+    rows = sorted(
+        f"| {kind.status} `{kind.type}` | `{kind.code}` | {(kind.__doc__ or '').partition(chr(10))[0].rstrip('.')} |\n"
+        for kind in kinds
+    )
+    return "| status, type | code | when |\n|---|---|---|\n" + "".join(rows)
+
+
+def _codes(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def api_page() -> str:
+    """The text of api.md with its tables of paths and errors."""
+    return filled(
+        (DOCS / "api.md").read_text(encoding="utf-8"),
+        {
+            "endpoints": endpoints(of_operators=False),
+            "endpoints for operators": endpoints(of_operators=True),
+            "paths of engines": engine_paths(),
+            "refused paths": refused_paths(),
+            "errors": error_table(),
+        },
+    )
+
+
 def sizing_page() -> str:
     """The text of sizing.md, whose table of large fleets follows from unit costs."""
-    return sizing.with_table((DOCS / "sizing.md").read_text(encoding="utf-8"))
+    return filled((DOCS / "sizing.md").read_text(encoding="utf-8"), {"large fleets": sizing.table()})
 
 
-PAGES = {DOCS / "settings.md": settings_page, DOCS / "metrics.md": metrics_page, DOCS / "sizing.md": sizing_page}
+PAGES = {
+    DOCS / "settings.md": settings_page,
+    DOCS / "metrics.md": metrics_page,
+    DOCS / "api.md": api_page,
+    DOCS / "sizing.md": sizing_page,
+}
 
 if __name__ == "__main__":
     for path, page in PAGES.items():

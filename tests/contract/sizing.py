@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BEGIN, END = "<!-- large fleets: begin -->\n", "<!-- large fleets: end -->\n"
-
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
@@ -121,13 +119,6 @@ def table(loads: Sequence[Load] = LOADS, unit: UnitCosts | None = None) -> str:
             f"| {told.redis_gbit:.2f} |\n"
         )
     return "".join(rows)
-
-
-def with_table(page: str) -> str:
-    """The page with the table of today between its marks. Raises ValueError if it has no marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table() + END + after
 
 
 def main(argv: Sequence[str] | None = None) -> int:

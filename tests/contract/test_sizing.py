@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from tests.contract.sizing import LOADS, Load, UnitCosts, main, need, with_table
+from tests.contract.sizing import LOADS, Load, UnitCosts, main, need
 
 UNIT = UnitCosts()
 
@@ -41,8 +41,3 @@ def test_more_load_needs_no_less() -> None:
 def test_the_command_prints_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--engines", "1000", "--requests", "10000"]) == 0
     assert "| 1,000 | 10,000 | 16 | 7.96 | 16 |" in capsys.readouterr().out
-
-
-def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="unpack"):
-        with_table("no marks")

@@ -72,7 +72,7 @@ class GatewayRoutes:
         ]
 
     async def route(self, request: HTTPRequest) -> Response:
-        """Where to send the request in the body. It is booked there; the gateway settles it."""
+        """The place for the request in the body, which is booked there; the gateway settles it."""
         self._operators.may_act(request)
         raw = request.headers.raw
         body, given = await request.body(), dict(raw)
@@ -115,7 +115,7 @@ class GatewayRoutes:
             self._last.ended(record)
 
     async def settle(self, request: HTTPRequest) -> Response:
-        """Tell what became of a reservation; it is safe to repeat."""
+        """Take the outcome of a reservation; the call is safe to repeat."""
         model, reservation, data = await self._reservation(request)
         return JSONResponse({"result": await self._router.settle(model, reservation, _ending(data))})
 

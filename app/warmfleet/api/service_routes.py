@@ -86,7 +86,7 @@ class ServiceRoutes:
         return JSONResponse({"object": "list", "data": self._models(request)})
 
     async def model(self, request: HTTPRequest) -> Response:
-        """One of the models; its name may have slashes."""
+        """The model of this name, which may have slashes."""
         name = request.path_params["model"]
         for entry in self._models(request):
             if entry["id"] == name:
@@ -99,7 +99,7 @@ class ServiceRoutes:
         return [entry for entry in entries(self._pools, self._since) if client.may_use(entry["id"])]
 
     async def version(self, _request: HTTPRequest) -> Response:
-        """The version of most engines, where vLLM's own server has its version, and all versions there are."""
+        """The version of most engines, where vLLM's own server has its version, and how many have which."""
         return JSONResponse(fleet_status.versions(self._pools))
 
     async def livez(self, _request: HTTPRequest) -> Response:

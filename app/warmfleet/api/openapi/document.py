@@ -55,7 +55,7 @@ def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], sett
     """These routes, and one for the document of all that their port serves. engine_paths: it passes these on."""
 
     async def openapi(_request: HTTPRequest) -> Response:
-        """This document."""
+        """The OpenAPI document of all that this port takes."""
         return Response(told, media_type="application/json")
 
     served = [*routes, Route(PATH, openapi)]

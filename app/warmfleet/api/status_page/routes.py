@@ -87,7 +87,7 @@ class StatusPage:
         return [Route(DATA, self.data), *(Route(path, self._file(*named)) for path, named in FILES.items())]
 
     async def data(self, request: HTTPRequest) -> Response:
-        """What the status page shows, at most one second old."""
+        """The data of the status page, at most one second old."""
         self._operators.may_read_sums(request)
         if self._clock() - self._made_at >= SNAPSHOT_S:
             if self._making is None or self._making.done():
@@ -105,7 +105,7 @@ class StatusPage:
         content = (FOLDER / name).read_bytes()
 
         async def file(_request: HTTPRequest) -> Response:
-            """A file of the status page."""
+            """The status page, or a file of it."""
             return Response(content, headers=HEADERS | {"content-type": kind})
 
         return file
