@@ -30,16 +30,16 @@ help: ## list the targets
 run: $(RUN_STAMP) ## start a store, four simulated engines and two routers behind one address
 	@$(VENV)/bin/warmfleet up $(ARGS)
 
-# tests/needs.py reads ARGS: a run of tests/app alone needs neither real vLLM nor checkov, and builds neither.
+# needed_targets.py reads ARGS: a run of tests/app alone needs neither real vLLM nor checkov, and builds neither.
 test: deps $(DEV_STAMP) ## run every test, or those that ARGS names; installs whatever they need
-	@for target in $$($(PYTHON) tests/needs.py $(ARGS)); do $(MAKE) --no-print-directory $$target; done
+	@for target in $$($(PYTHON) tests/support/run/needed_targets.py $(ARGS)); do $(MAKE) --no-print-directory $$target; done
 	@STRICT_TOOLS=1 $(PY) -m pytest -n auto $(ARGS)
 
 nightly: ## run every test, the long ones too (hours)
 	@$(MAKE) --no-print-directory test ARGS="-m 'long or not long' $(ARGS)"
 
 check: $(DEV_STAMP) ## format, lint, types, import rules, Lua
-	@$(PYTHON) tests/os_tools.py luacheck
+	@$(PYTHON) tests/support/run/os_tools.py luacheck
 	@$(VENV)/bin/ruff format --check $(SOURCES)
 	@$(VENV)/bin/ruff check $(SOURCES)
 	@$(VENV)/bin/mypy $(SOURCES)
@@ -56,7 +56,7 @@ bench: $(if $(wildcard tests/bench/bench_$(NAME).py),$(DEV_STAMP)) ## make -s be
 	@TRANSFORMERS_NO_ADVISORY_WARNINGS=1 PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 
 loadtest: $(DEV_STAMP) ## drive a local fleet behind haproxy with Locust, leave a report (first time it installs: 2 minutes; ARGS=--help lists all)
-	@$(PYTHON) tests/os_tools.py haproxy
+	@$(PYTHON) tests/support/run/os_tools.py haproxy
 	@$(PY) -m warmfleet_loadtest.locust_run $(ARGS)
 
 vllm: ## build an environment with real vLLM on the CPU, and tiny models
@@ -66,7 +66,7 @@ vllm-matrix: $(DEV_STAMP) vllm ## try the plugin on the cores of vLLM 0.28 to 0.
 	@STRICT_TOOLS=1 $(PY) -m pytest -s -m long tests/vllm/test_matrix.py $(ARGS)
 
 deps: ## install redis-server, haproxy, luacheck, openssl, chromium and promtool where missing (apt-get, as root or by sudo)
-	@$(PYTHON) tests/os_tools.py
+	@$(PYTHON) tests/support/run/os_tools.py
 
 checkov: $(CHECKOV_STAMP)
 

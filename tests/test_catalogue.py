@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.catalogue import README, ROOT, rows, with_table
-from tests.scheduling import FIRST, TOGETHER, runs_long_tests, unit_of
+from tests.support.run.long_tests import README, ROOT, rows, with_table
+from tests.support.run.scheduling import FIRST, TOGETHER, runs_long_tests, unit_of
 
 
 def test_the_table_of_long_tests_is_current() -> None:
     text = README.read_text()
-    assert text == with_table(text), "write it anew: python -m tests.catalogue"
+    assert text == with_table(text), "write it anew: python -m tests.support.run.long_tests"
 
 
 def test_every_folder_of_tests_is_described() -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import pytest
-from tests.catalogue import ROOT
-from tests.topology import until
+from tests.support.polling import until
+from tests.support.run.long_tests import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,7 +136,7 @@ def outside_nohup() -> Iterator[None]:
 @contextmanager
 def run_of(case: Case, folder: Path) -> Iterator[psutil.Process]:
     """A run of the tests in ``folder`` that leads a process group. Its output is shown if the test fails."""
-    pytest_options = ["-q", "-n", str(case.processes), "-p", "tests.ending", "-p", "no:cacheprovider"]
+    pytest_options = ["-q", "-n", str(case.processes), "-p", "tests.support.run.ending", "-p", "no:cacheprovider"]
     pytest_options += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), str(folder)]
     argv = [sys.executable, "-m", "pytest", *pytest_options]
     if case.by == "make":

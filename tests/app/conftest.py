@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app import deepseek
-from tests.app.engine import Engine, engine
-from tests.app.replica import Replica, replica
+from tests.support.engines.scripted import Engine, engine
+from tests.support.replicas.replica import Replica, replica
+from tests.support.requests import deepseek_tokenizer
 
 from warmfleet.metrics import Metrics
 from warmfleet.untrusted import render_process as sandbox
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
+async def replica_and_engine(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
     """A replica and the engine behind it, which answers well."""
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, connect_timeout_s=10.0) as router:
         yield router, upstream
@@ -29,7 +29,7 @@ async def well(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engi
 
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
-    return deepseek.loaded()
+    return deepseek_tokenizer.loaded()
 
 
 @pytest.fixture(scope="module")

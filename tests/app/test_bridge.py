@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
-from tests.app.joined import proven
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
-from tests.loadtest.engines import config, identity, running
+from tests.support.engines.joined import proven
+from tests.support.engines.listening import config, identity, running
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_loadtest.engine import Engine
 from warmfleet_loadtest.simulator.api import Served

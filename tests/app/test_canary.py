@@ -10,11 +10,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
-from tests.app.engine import STREAM_HEAD, Seen, chunk, engine, reset
-from tests.app.joined import joined, proven
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.loadtest.engines import identity
+from tests.support.engines.joined import joined, proven
+from tests.support.engines.listening import identity
+from tests.support.engines.scripted import STREAM_HEAD, Seen, chunk, engine, reset
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pytest
-    from tests.app.engine import Engine
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Engine
+    from tests.support.replicas.replica import Replica
 
 CANARY = "Zq canary 7 Wv"
 SALT = "salt-canary-Xk"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.background.test_prober import SMALL, TEMPLATE
-from tests.app.damage import Damage
-from tests.app.rounds import one_replica
-from tests.lua.stream import SCHEME
-from tests.lua.world import World
+from tests.support.fleet.damaged_announcements import Damage
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.reporting_worker import SCHEME
+from tests.support.replicas.stepped import stepped_replica
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
@@ -108,27 +108,27 @@ class Evil:
         await cast("Any", self.store.hdel(self.keys.workers, self.worker))
 
 
-async def healthy(world: World) -> None:
+async def healthy(keyspace: Keyspace) -> None:
     """Two healthy workers, whose files the others are compared with."""
     for server in ("w1", "w2"):
-        await bring(world.fleet, server, FILES)
-    await world.workers(2, scheme=SCHEME.scheme_id)
+        await bring(keyspace.fleet, server, FILES)
+    await keyspace.workers(2, scheme=SCHEME.scheme_id)
     for number in (1, 2):
         told: dict[str, Any] = {"nonce": "s1", "url": f"http://10.0.0.{number}:8000", "models": ["m"], "version": "1"}
         told |= {"artifacts": MANIFEST, "facts": FACTS}
-        await cast("Any", world.store.hset(world.keys.servers, f"w{number}", wire.dumps(told)))
-        await world.store.zadd(world.keys.alive_servers, {f"w{number}": 2**41})
-        await world.store.zadd(world.keys.alive, {f"w{number}.0": 2**41})
+        await cast("Any", keyspace.store.hset(keyspace.keys.servers, f"w{number}", wire.dumps(told)))
+        await keyspace.store.zadd(keyspace.keys.alive_servers, {f"w{number}": 2**41})
+        await keyspace.store.zadd(keyspace.keys.alive, {f"w{number}.0": 2**41})
         record = {"nonce": "n1", "server_id": f"w{number}", "rank": 0, "slot": number, "scheme": SCHEME.as_dict()}
-        await cast("Any", world.store.hset(world.keys.workers, f"w{number}.0", wire.dumps(record)))
-        await world.fleet.prove(f"w{number}.0", "n1", Proof("proven", ""))
+        await cast("Any", keyspace.store.hset(keyspace.keys.workers, f"w{number}.0", wire.dumps(record)))
+        await keyspace.fleet.prove(f"w{number}.0", "n1", Proof("proven", ""))
 
 
 async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) -> None:
-    world, damage = World(store, fleet), Damage(seed)
-    await healthy(world)
+    keyspace, damage = Keyspace(store, fleet), Damage(seed)
+    await healthy(keyspace)
     evil = [Evil(store, fleet, f"evil{number}", damage) for number in range(EVIL)]
-    async with one_replica(fleet) as replica:
+    async with stepped_replica(fleet) as replica:
         await replica.look()
         await replica.loaded()
         seen = unreadable = 0
@@ -171,10 +171,10 @@ async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any]
 
 async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
     """One worker brings damaged files and facts, and two bring none: those two go on in every case."""
-    world, damage = World(store, fleet), Damage(seed)
-    names = await world.workers(3, scheme=SCHEME.scheme_id)
+    keyspace, damage = Keyspace(store, fleet), Damage(seed)
+    names = await keyspace.workers(3, scheme=SCHEME.scheme_id)
     await store.zadd(fleet.keys.alive, dict.fromkeys(names, 2**41))  # however long the cases take
-    async with one_replica(fleet) as replica:
+    async with stepped_replica(fleet) as replica:
         for number in range(cases):
             which = damage.rng.randrange(3)
             words, template = SMALL, TEMPLATE.encode()
@@ -224,13 +224,13 @@ async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_re
     store: aioredis.Redis, fleet: Fleet
 ) -> None:
     """The first worker by name announces their files, brings none of them, and says that every prompt is too long."""
-    world = World(store, fleet)
-    await healthy(world)
-    await world.worker(0, scheme=SCHEME.scheme_id)
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
+    await keyspace.worker(0, scheme=SCHEME.scheme_id)
     told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.9:1", "models": ["m"], "artifacts": MANIFEST}
     told |= {"facts": FACTS | {"max_model_len": 1}}
     await cast("Any", store.hset(fleet.keys.servers, "w0", wire.dumps(told)))
-    async with one_replica(fleet) as replica:
+    async with stepped_replica(fleet) as replica:
         await replica.look()
         await replica.loaded()
         await replica.look()
@@ -239,14 +239,14 @@ async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_re
 
 async def test_files_that_cannot_be_read_give_way(store: aioredis.Redis, fleet: Fleet) -> None:
     """Of two workers that differ the first by name counts, but not if its file is no tokenizer."""
-    world = World(store, fleet)
-    await healthy(world)
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
     files = FILES | {"tokenizer.json": artifacts.split(b"{}")}
     await bring(fleet, "w1", files)
     told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.1:8000", "models": ["m"], "facts": FACTS}
     told |= {"artifacts": {name: entry for name, (entry, _) in files.items()}}
     await cast("Any", store.hset(fleet.keys.servers, "w1", wire.dumps(told)))
-    async with one_replica(fleet) as replica:
+    async with stepped_replica(fleet) as replica:
         for _ in range(3):
             await replica.look()
             await replica.loaded()

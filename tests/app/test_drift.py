@@ -11,9 +11,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.app.simulated import Kind, simulated
-from tests.conftest import poll
+from tests.support.engines.simulated import Kind, simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.background import prober as probe
 from warmfleet.background.probe import random_text

@@ -13,9 +13,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import STREAM_HEAD, chunk, engine, event, freezing, reply, reset
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, chunk, engine, event, freezing, reply, reset
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet import main
 from warmfleet.api.http_connection import HttpConnection
@@ -31,8 +31,8 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.app.engine import Answer, Engine, Seen
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Answer, Engine, Seen
+    from tests.support.replicas.replica import Replica
 
 KINDS = (HttpConnection, HttpRequest, ClientAnswer, Call, Job, Attempt, EngineResponse, Connection)
 ALL_DONE_S = 10.0

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, chunk, engine, event
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.fleet import Lease, Spans, Stage
 

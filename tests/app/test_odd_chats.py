@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.app import deepseek
+from tests.support.requests import deepseek_tokenizer
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as prompt
@@ -108,7 +108,7 @@ async def known(identity: Identity, body: bytes) -> list[str]:
 
 async def run(count: int, seed: int) -> Counter[str]:
     facts = {"multimodal": True, "placeholders": {"image": "<img>", "audio": "<a>"}}
-    encoder, odd, seen = deepseek.loaded(), Odd(seed), Counter[str]()
+    encoder, odd, seen = deepseek_tokenizer.loaded(), Odd(seed), Counter[str]()
     with ThreadPoolExecutor(1) as executor:
         made = [
             Identity(encoder, ChatTemplate(one, trusted=trusted), facts, executor, Trie(10**6), encoder.cuts(one))

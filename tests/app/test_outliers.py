@@ -8,9 +8,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, reply, reset
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import (
+    STREAM_HEAD,
+    Answer,
+    Engine,
+    Seen,
+    answer_well,
+    chunk,
+    engine,
+    event,
+    reply,
+    reset,
+)
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.fleet import Flag, views
 from warmfleet.pools.outliers import Outliers

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis
-from tests.app.replica import replica
-from tests.app.simulated import simulated
-from tests.conftest import poll
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.background import pool_changes
@@ -24,7 +24,7 @@ from warmfleet_worker import pool_assignment
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 
 class Clients:

@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, engine, hang_up, reply
-from tests.app.replica import Replica, replica
-from tests.conftest import poll, server, valkey_binary
+from tests.support.engines.scripted import STREAM_HEAD, Answer, Engine, Seen, answer_well, engine, hang_up, reply
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.fleet import Ask
 from warmfleet.prompt import request as prompt

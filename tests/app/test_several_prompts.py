@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.background import view_reader
 from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation

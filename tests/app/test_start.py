@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.gate import gate
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.redis.gate import gate
+from tests.support.replicas.replica import replica
 
 from warmfleet import main
 from warmfleet.api.listening.server import Sockets

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.app.engine import STREAM_HEAD, engine, event, freezing
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, engine, event, freezing
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.local.ports import free_port
@@ -25,8 +25,8 @@ from warmfleet.main import server
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from tests.app.engine import Answer
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Answer
+    from tests.support.replicas.replica import Replica
 
     from warmfleet.api.service_routes import Health
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
-from tests.conftest import server, valkey_binary
-from tests.lua.stream import SCHEME
+from tests.support.fleet.reporting_worker import SCHEME
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet.client import SCRIPT_KEYS, script_text
 from warmfleet.fleet.upkeep import Pace

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
-from tests.conftest import server, valkey_binary
-from tests.packed import arguments_of
+from tests.support.redis.packed_commands import arguments_of
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
 from warmfleet.fleet.client import SCRIPT_KEYS, connect, script_text

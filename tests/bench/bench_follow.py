@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.bench.sync_data import Data
 from tests.bench.sync_fleet import Worker, send
-from tests.conftest import PATIENT, server, valkey_binary
+from tests.support.redis.servers import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica, running_replicas
 from tokenizers import Tokenizer

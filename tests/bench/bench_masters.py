@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, Data
-from tests.topology import whole_cluster
+from tests.support.redis.topology import whole_cluster
 
 from warmfleet.fleet import Ask, Fleet, QueueLimits, RedisConnections, Timeouts, new_reservation
 from warmfleet.fleet.connection.pool_masters import master_of
@@ -29,7 +29,7 @@ from warmfleet.prompt.block_hashes import Chain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.topology import WholeCluster
+    from tests.support.redis.topology import WholeCluster
 
 POOLS, MASTERS = 6, 3
 PATIENCE = Timeouts(request_s=30, upkeep_s=30)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from tests.conftest import PATIENT, server, valkey_binary
-from tests.lua.stream import Core
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.reporting_worker import ReportingWorker
+from tests.support.redis.servers import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
@@ -32,15 +32,18 @@ from warmfleet_worker.protocol import wire
 WORKERS, CHAIN_BLOCKS, IDLE_S = 64, 625, 5.0
 
 
-async def write(store: Any, fleet: Fleet, batches: int) -> list[Core]:
+async def write(store: Any, fleet: Fleet, batches: int) -> list[ReportingWorker]:
     """Let every worker join and store ``batches`` times 128 blocks."""
-    cores, rng = [Core(store, fleet, f"c{number}") for number in range(WORKERS)], random.Random(1)
-    for core in cores:
-        await core.join(capacity_blocks=1_000_000)
+    cores, rng = [ReportingWorker(store, fleet, f"c{number}") for number in range(WORKERS)], random.Random(1)
+    for reporter in cores:
+        await reporter.join(capacity_blocks=1_000_000)
         pipe = store.pipeline(transaction=False)
         for _ in range(batches):
-            core.number += 1
-            pipe.xadd(core.stream, wire.entry(core.nonce, core.number, "stored", rng.randbytes(8 * wire.BATCH_BLOCKS)))
+            reporter.number += 1
+            pipe.xadd(
+                reporter.stream,
+                wire.entry(reporter.nonce, reporter.number, "stored", rng.randbytes(8 * wire.BATCH_BLOCKS)),
+            )
         await pipe.execute()
     return cores
 
@@ -65,16 +68,16 @@ def upkeep(url: str, model: str, share_permille: int, answer: Any) -> None:
 async def decide_while(url: str, model: str, share_permille: int, batches: int) -> dict[str, Any]:
     async with connect(url, timeout_s=5) as store:
         fleet = Fleet(store, model, timeouts=PATIENT)
-        world, answer = World(store, fleet), multiprocessing.get_context("spawn").Queue()
-        await world.workers(8)
-        await world.ticked(grace_ms=600_000)
+        keyspace, answer = Keyspace(store, fleet), multiprocessing.get_context("spawn").Queue()
+        await keyspace.workers(8)
+        await keyspace.ticked(grace_ms=600_000)
         await write(store, fleet, batches)
         waits, end = [], time.perf_counter() + IDLE_S
         child = multiprocessing.get_context("spawn").Process(target=upkeep, args=(url, model, share_permille, answer))
         if batches:
             child.start()
         while answer.empty() if batches else time.perf_counter() < end:
-            ask = world.ask(world.chain(CHAIN_BLOCKS))
+            ask = keyspace.ask(keyspace.chain(CHAIN_BLOCKS))
             start = time.perf_counter()
             await fleet.decide(ask)
             waits.append(1_000 * (time.perf_counter() - start))
@@ -102,14 +105,14 @@ async def audit(url: str, model: str, blocks: int) -> dict[str, Any]:
     async with connect(url, timeout_s=5) as store:
         fleet = Fleet(store, model, timeouts=PATIENT)
         fleet.pace = replace(Pace(), audit_gap_ms=0)
-        core, rng = Core(store, fleet), random.Random(3)
-        await core.join(capacity_blocks=blocks)
+        reporter, rng = ReportingWorker(store, fleet), random.Random(3)
+        await reporter.join(capacity_blocks=blocks)
         for _ in range(blocks // wire.BATCH_BLOCKS):
-            await core.send("stored", rng.randbytes(8 * wire.BATCH_BLOCKS))
-            await fleet.apply(core.worker_id)
-        await core.applied()
+            await reporter.send("stored", rng.randbytes(8 * wire.BATCH_BLOCKS))
+            await fleet.apply(reporter.worker_id)
+        await reporter.applied()
         await fleet.audit(3600)
-        await store.zadd(fleet.keys.audit, {core.worker_id: 1})
+        await store.zadd(fleet.keys.audit, {reporter.worker_id: 1})
         process = (await store.info("server"))["process_id"]
         clock, calls, total = Path(f"/proc/{process}/schedstat"), [], 0
         walking = True

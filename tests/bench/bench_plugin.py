@@ -25,8 +25,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.conftest import server, valkey_binary
 from tests.drills.toxic import Toxic
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, ROOT, VENV
 from tests.vllm.trees import environment, tree
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, say
-from tests.conftest import server, valkey_binary
-from tests.packed import arguments_of
+from tests.support.redis.packed_commands import arguments_of
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits
 from warmfleet.fleet.client import argv, script_text

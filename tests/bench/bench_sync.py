@@ -32,7 +32,7 @@ import redis
 from tests.bench.stalls import Stalls
 from tests.bench.sync_data import Data
 from tests.bench.sync_fleet import Sync, Worker, send
-from tests.conftest import PATIENT, server, valkey_binary
+from tests.support.redis.servers import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, LoadRow, connect
 from warmfleet.fleet.client import script_text

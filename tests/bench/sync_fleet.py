@@ -10,7 +10,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tests.lua.stream import SCHEME
+from tests.support.fleet.reporting_worker import SCHEME
 
 from warmfleet.background.upkeep import APPLY_INTERVAL_S
 from warmfleet_worker.protocol import wire

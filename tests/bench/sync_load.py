@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import hiredis
 import redis
 from tests.bench.sync_data import Data
-from tests.lua.stream import SCHEME
-from tests.packed import arguments_of
+from tests.support.fleet.reporting_worker import SCHEME
+from tests.support.redis.packed_commands import arguments_of
 
 from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
 from warmfleet.fleet.client import script_text

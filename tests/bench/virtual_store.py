@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.connection import UnixDomainSocketConnection as Connection
-from tests.conftest import server, valkey_binary
-from tests.packed import words_of
+from tests.support.redis.packed_commands import words_of
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Fleet, Timeouts, Weights
 from warmfleet.fleet.connection.multiplexed import Multiplexed

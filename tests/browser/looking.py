@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from playwright.async_api import async_playwright
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 from playwright.async_api import expect
-from tests.app.engine import engine
-from tests.app.replica import replica
 from tests.browser.fleets import FLEETS, HOSTILE_NAME, answer
 from tests.browser.looking import DESK, PHONE, chromium, looking
 from tests.browser.screenshots import shoot
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from playwright.async_api import Page, Route
-    from tests.app.replica import Replica
     from tests.browser.looking import Look
+    from tests.support.replicas.replica import Replica
 
 PATIENCE_MS = 20_000  # the page asks every two seconds, and a busy machine takes its time
 KEY = "the operator's key: ключ"

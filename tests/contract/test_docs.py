@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.contract.generate_docs import PAGES, filled
-from tests.os_tools import TAKEN_OUT, TOOLS
-from tests.tools import require
+from tests.support.run.os_tools import TAKEN_OUT, TOOLS
+from tests.support.run.required_tools import require
 
 from warmfleet.__main__ import main
 from warmfleet.cli.parser import build_parser

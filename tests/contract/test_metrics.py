@@ -6,7 +6,7 @@ import re
 import subprocess
 
 from prometheus_client.metrics import MetricWrapperBase
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 from warmfleet.metrics import Metrics
 

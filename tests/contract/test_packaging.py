@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.wheels import copy_of, files_below, router_files, sdist_of, wheel_of
+from tests.support.run.wheels import copy_of, files_below, router_files, sdist_of, wheel_of
 
 if TYPE_CHECKING:
     import zipfile

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests import needs, os_tools, tools
+from tests.support.run import needed_targets, os_tools, required_tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,7 +182,7 @@ def test_where_it_cannot_install_it_says_what_to_install(
 
 
 ONE_TEST = """
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 def test_it() -> None:
     require("redis-server")
@@ -195,7 +195,7 @@ def run_without_redis(tmp_path: Path, **variables: str) -> subprocess.CompletedP
     folder.mkdir()
     test = tmp_path / "test_it.py"
     test.write_text(ONE_TEST)
-    environment = {name: value for name, value in os.environ.items() if name != tools.STRICT}
+    environment = {name: value for name, value in os.environ.items() if name != required_tools.STRICT}
     environment |= {"PATH": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
     plugins = ["-p", "no:cacheprovider", "-p", "tests.conftest"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "--rootdir", str(tmp_path), "-c", os.devnull, str(test)]
@@ -210,7 +210,7 @@ def test_a_plain_run_skips_for_a_missing_tool_and_says_so_at_its_end(tmp_path: P
 
 
 def test_under_make_test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
-    done = run_without_redis(tmp_path, **{tools.STRICT: "1"})
+    done = run_without_redis(tmp_path, **{required_tools.STRICT: "1"})
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed" in done.stdout
     assert "redis-server is missing: `make test` installs it" in done.stdout
@@ -219,7 +219,7 @@ def test_under_make_test_a_missing_tool_is_a_failure(tmp_path: Path) -> None:
 def test_make_test_and_so_ci_is_strict() -> None:
     recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if "$(PY) -m pytest" in line]
     assert recipes
-    assert all(recipe.startswith(f"\t@{tools.STRICT}=1 ") for recipe in recipes)
+    assert all(recipe.startswith(f"\t@{required_tools.STRICT}=1 ") for recipe in recipes)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_make_test_and_so_ci_is_strict() -> None:
     ],
 )
 def test_only_what_the_selected_tests_need_is_built(arguments: str, wanted: list[str]) -> None:
-    assert needs.targets(arguments.split()) == wanted
+    assert needed_targets.targets(arguments.split()) == wanted
 
 
 def test_a_wrong_name_of_a_bench_is_told_before_anything_is_installed(tmp_path: Path) -> None:
@@ -253,4 +253,4 @@ def test_a_wrong_name_of_a_bench_is_told_before_anything_is_installed(tmp_path: 
 
 def test_every_target_that_tests_need_is_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert [target for target in needs.TARGETS.values() if f"\n{target}:" not in makefile] == []
+    assert [target for target in needed_targets.TARGETS.values() if f"\n{target}:" not in makefile] == []

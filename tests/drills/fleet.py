@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import redis.asyncio as aioredis
 from redis.exceptions import RedisError
-from tests.conftest import KEEPS_ENVIRONMENT, poll, valkey_binary
 from tests.drills.toxic import Toxic
+from tests.support.polling import poll
+from tests.support.redis.servers import KEEPS_ENVIRONMENT, valkey_binary
 
 from warmfleet.fleet import Fleet as Scripts
 from warmfleet.fleet import connect

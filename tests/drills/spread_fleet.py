@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import aiohttp
-from tests.conftest import PATIENT, poll
 from tests.drills.fleet import DECIDE_TIMEOUT_S, MODEL, Replica
-from tests.topology import whole_cluster
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
+from tests.support.redis.topology import whole_cluster
 
 from warmfleet.fleet import Fleet, RedisConnections
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tests.drills.toxic import Toxic
-    from tests.topology import WholeCluster
+    from tests.support.redis.topology import WholeCluster
 
 POOLS, ENGINES, REPLICAS = 6, 4, 3  # ENGINES: of each pool
 START_S = 240.0  # for all processes on a busy machine

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 import redis.asyncio as aioredis
-from tests.conftest import poll
 from tests.drills.clients import Clients
 from tests.drills.fleet import START_S, Fleet, running
+from tests.support.polling import poll
 
 from warmfleet.fleet import Spans
 

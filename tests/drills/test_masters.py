@@ -7,9 +7,9 @@ import time
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.conftest import poll
 from tests.drills.clients import Clients
 from tests.drills.spread_fleet import spread, started
+from tests.support.polling import poll
 
 from warmfleet.fleet import Spans
 from warmfleet_loadtest.stacks.processes import free_ports

@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.conftest import poll
 from tests.drills.clients import WORDS, Clients
 from tests.drills.fleet import MODEL
 from tests.drills.spread_fleet import ENGINES, START_S, Spread, spread
 from tests.drills.test_masters import right, unbooked
+from tests.support.polling import poll
 
 from warmfleet.routing.pool_prices import HOMES
 from warmfleet_loadtest.stacks.processes import free_ports

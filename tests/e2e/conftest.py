@@ -9,7 +9,7 @@ import httpx
 import pytest
 import redis
 from tests.e2e.streams import Stream
-from tests.topology import until
+from tests.support.polling import until
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.demo import BLOCKS

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import httpx
 import pytest
-from tests.app.simulated import TEMPLATE, tokenizer_json
+from tests.support.engines.simulated import TEMPLATE, tokenizer_json
 
 from warmfleet.cli.local.ports import free_port
 

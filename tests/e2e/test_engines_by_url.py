@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.topology import until
+from tests.support.polling import until
 
 from warmfleet.cli.local.ports import free_port
 

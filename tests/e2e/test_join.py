@@ -13,7 +13,7 @@ import httpx
 import pytest
 from tests.e2e.conftest import wait_for_no_load
 from tests.e2e.traffic import Sent, Traffic, get
-from tests.topology import until
+from tests.support.polling import until
 
 from warmfleet.background.prewarm import CLAIM_S
 from warmfleet.cli.local import stack as stack_module

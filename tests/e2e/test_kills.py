@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import left_of_requests, load
+from tests.support.polling import poll
 
 from warmfleet.cli.local import stack
 from warmfleet.cli.local.engines import EngineOptions, engine_command

@@ -8,8 +8,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import poll, server, valkey_binary
 from tests.e2e.overload import MODEL, Seen, Stream, done_tokens, load, processes
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet_loadtest.measuring.figures import quantile

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from tests.app.replica import sample_of
-from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import load
+from tests.support.polling import poll
+from tests.support.replicas.replica import sample_of
 
 from warmfleet.__main__ import main
 from warmfleet.cli.client import admin_headers

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 import redis
-from tests.conftest import poll
 from tests.e2e.clients import Clients
 from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load
-from tests.topology import until
+from tests.support.polling import poll, until
 
 from warmfleet.__main__ import main
 

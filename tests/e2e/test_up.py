@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
-from tests.conftest import poll, server, valkey_binary
 from tests.e2e.conftest import PATIENT, chat
-from tests.topology import until
+from tests.support.polling import poll, until
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.cli.local.ports import claim_shared, free_port, listen
 from warmfleet.fleet import Fleet, connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tests.app.damage import ODD, paths
+from tests.support.fleet.damaged_announcements import ODD, paths
 
 from warmfleet.prompt.engine_paths import KNOWN, NEVER, OWN
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from tests.app.engine import engine, reply
-from tests.conftest import poll
 from tests.fuzz.malformed import HIDDEN_PATH, LAST
+from tests.support.engines.scripted import engine, reply
+from tests.support.polling import poll
 
 from warmfleet_loadtest.stacks.processes import Processes, answers, free_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from tests.app.engine import Engine, Seen
+    from tests.support.engines.scripted import Engine, Seen
 
 CLIENTS = 16
 ANSWER_S = 60.0  # a busy machine; a request without an answer is a failure

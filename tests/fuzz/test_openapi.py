@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.fuzz.target import target
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 LONG = pytest.mark.long(
     minutes=5,

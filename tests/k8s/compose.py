@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import jsonschema
 import yaml
 from tests.k8s.render import K8S, ROOT, tool
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 from warmfleet.errors import BadArgument
 from warmfleet.settings import PREFIX, Settings

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 from tests.k8s.compose import FOLDER, Compose
 from tests.k8s.render import K8S, ROOT
-from tests.os_tools import find
+from tests.support.run.os_tools import find
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

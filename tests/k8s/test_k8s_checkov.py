@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tests.k8s.objects import Manifest, name_of
 from tests.k8s.render import ROOT, parse, tool
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.k8s.compose import CHECKS, FOLDER, HAPROXY, Compose, load, schema_problems
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 from warmfleet.__main__ import main
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from tests.k8s.render import K8S, ROOT, tool
-from tests.tools import require
-from tests.wheels import router_files, wheel_of
+from tests.support.run.required_tools import require
+from tests.support.run.wheels import router_files, wheel_of
 
 if TYPE_CHECKING:
     from pathlib import Path

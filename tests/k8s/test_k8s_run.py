@@ -9,12 +9,12 @@ import httpx
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
-from tests.app.certificates import made as made_certificate
-from tests.conftest import redis7_binary, valkey_binary
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
 from tests.k8s.render import MODEL, parse, render
-from tests.tools import require
+from tests.support.certificates import made as made_certificate
+from tests.support.redis.servers import redis7_binary, valkey_binary
+from tests.support.run.required_tools import require
 
 from warmfleet_loadtest.stacks.processes import Processes, answers, free_ports
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll
-from tests.loadtest.engines import config, identity, running
+from tests.support.engines.listening import config, identity, running
+from tests.support.polling import poll
 
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.openai_request import parse

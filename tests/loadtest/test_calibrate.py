@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.loadtest.engines import running
+from tests.support.engines.listening import running
 
 from warmfleet_loadtest import calibrate
 from warmfleet_loadtest.engine import EngineConfig

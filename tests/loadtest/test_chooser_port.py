@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll
-from tests.loadtest.engines import DEMO, config, identity, running
+from tests.support.engines.listening import DEMO, config, identity, running
+from tests.support.polling import poll
 
 from warmfleet_loadtest.engine import listening, main
 from warmfleet_loadtest.simulator import engine_core

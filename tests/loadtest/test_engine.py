@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 import httpx
 import pytest
-from tests.conftest import poll
-from tests.loadtest.engines import config, identity, running
+from tests.support.engines.listening import config, identity, running
+from tests.support.polling import poll
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 from warmfleet_loadtest import locust_run
 from warmfleet_loadtest.locust_run import EVENTS, Event, events_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.loadtest.openai_server import engine
-from tests.topology import until
+from tests.support.polling import until
 
 from warmfleet_loadtest.stacks.processes import free_ports, get_json
 from warmfleet_loadtest.users.report_figures import ALL, by_name, figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.loadtest.engines import config
+from tests.support.engines.listening import config
 
 from warmfleet_loadtest.simulator.choosers.perfect_knowledge import Backlog, Central, Oracle, Sticky
 from warmfleet_loadtest.simulator.scheduler import Request, Scheduler, hash_blocks

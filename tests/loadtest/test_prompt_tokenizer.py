@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.loadtest.engines import identity
+from tests.support.engines.listening import identity
 
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.messages import tool_schemas

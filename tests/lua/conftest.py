@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.lua.stream import Core
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.reporting_worker import ReportingWorker
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def world(store: aioredis.Redis, fleet: Fleet) -> World:
+def keyspace(store: aioredis.Redis, fleet: Fleet) -> Keyspace:
     """An empty fleet on each of the two servers."""
-    return World(store, fleet)
+    return Keyspace(store, fleet)
 
 
 @pytest.fixture
-async def core(store: aioredis.Redis, fleet: Fleet) -> Core:
+async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     """A worker that has joined through its stream."""
-    core = Core(store, fleet)
-    await core.join()
-    await core.applied()
-    return core
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join()
+    await reporter.applied()
+    return reporter

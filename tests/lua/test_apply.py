@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core, block, blocks, digest_of, held
+from tests.support.fleet.reporting_worker import ReportingWorker, block, blocks, digest_of, held
 
 from warmfleet_worker.protocol import wire
 
@@ -20,38 +20,40 @@ NAME = "5ea50001"
 # ---------------------------------------------------------------- stored, removed, cleared
 
 
-async def test_stored_and_removed_move_sets_and_digest(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1, 2, 3, 2))
-    await core.send("stored", blocks(3, 4))
-    await core.send("removed", blocks(2, 2, 77))
-    await core.send("stored", b"")
-    await core.applied()
-    assert await core.holds() == held(1, 3, 4)
-    assert await core.digest() == digest_of(1, 3, 4)
+async def test_stored_and_removed_move_sets_and_digest(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1, 2, 3, 2))
+    await reporter.send("stored", blocks(3, 4))
+    await reporter.send("removed", blocks(2, 2, 77))
+    await reporter.send("stored", b"")
+    await reporter.applied()
+    assert await reporter.holds() == held(1, 3, 4)
+    assert await reporter.digest() == digest_of(1, 3, 4)
     assert not await fleet.redis.exists(fleet.keys.block(block(2)))
 
 
-async def test_a_stream_touches_only_its_own_slot(core: Core, store: aioredis.Redis, fleet: Fleet) -> None:
-    other = Core(store, fleet, "t")
+async def test_a_stream_touches_only_its_own_slot(
+    reporter: ReportingWorker, store: aioredis.Redis, fleet: Fleet
+) -> None:
+    other = ReportingWorker(store, fleet, "t")
     await other.join()
     await other.send("stored", blocks(1, 2))
     await other.applied()
-    await core.send("stored", blocks(1, 3))
-    await core.send("removed", blocks(1, 2))
-    await core.applied()
+    await reporter.send("stored", blocks(1, 3))
+    await reporter.send("removed", blocks(1, 2))
+    await reporter.applied()
     assert await other.holds() == held(1, 2)
-    assert await core.holds() == held(3)
+    assert await reporter.holds() == held(3)
 
 
-async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(core: Core, fleet: Fleet) -> None:
+async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(reporter: ReportingWorker, fleet: Fleet) -> None:
     await fleet.await_blocks("s.0", "wf-a", [block(9)])
     await fleet.await_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
-    await core.send("removed", blocks(3))
-    await core.send("stored", blocks(7, 9, 1, 2))
-    await core.send("removed", blocks(9, 1, 2))
-    await core.applied()
+    await reporter.send("removed", blocks(3))
+    await reporter.send("stored", blocks(7, 9, 1, 2))
+    await reporter.send("removed", blocks(9, 1, 2))
+    await reporter.applied()
     assert await fleet.awaited("s.0", "wf-b", [block(1), block(2), block(3)]) == [False, False, True]
-    assert await core.holds() == held(7)
+    assert await reporter.holds() == held(7)
     assert await fleet.awaited("s.0", "wf-a", [block(9)]) == [False], "two probes do not disturb each other"
     assert await fleet.awaited("s.0", "wf-c", [block(9)]) is None, "Redis lost it"
     assert 0 < await fleet.redis.ttl(fleet.keys.probe("s.0")) <= 120
@@ -60,52 +62,52 @@ async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(core: Core
     assert not await fleet.redis.exists(fleet.keys.probe("s.0"))
 
 
-async def test_a_full_batch_and_no_more_blocks_than_asked_for(core: Core) -> None:
+async def test_a_full_batch_and_no_more_blocks_than_asked_for(reporter: ReportingWorker) -> None:
     for start in range(0, 384, 128):
-        await core.send("stored", blocks(*range(start, start + 128)))
-    counted = [(await core.fleet.apply("s.0")).blocks for _ in range(3)]
+        await reporter.send("stored", blocks(*range(start, start + 128)))
+    counted = [(await reporter.fleet.apply("s.0")).blocks for _ in range(3)]
     assert counted == [128, 128, 128]
-    assert len(await core.holds()) == 384
+    assert len(await reporter.holds()) == 384
 
 
-async def test_the_cursor_moves_only_past_entries_that_were_applied(core: Core, fleet: Fleet) -> None:
+async def test_the_cursor_moves_only_past_entries_that_were_applied(reporter: ReportingWorker, fleet: Fleet) -> None:
     for start in (0, 100):
-        await core.send("stored", blocks(*range(start, start + 100)))
-    await core.fleet.apply("s.0")
+        await reporter.send("stored", blocks(*range(start, start + 100)))
+    await reporter.fleet.apply("s.0")
     left = await fleet.redis.xlen(fleet.keys.events("s.0"))
     assert left == 1, "the second batch did not fit into the call: it must not be trimmed"
-    await core.applied()
-    assert len(await core.holds()) == 200
+    await reporter.applied()
+    assert len(await reporter.holds()) == 200
 
 
-async def test_small_entries_share_a_call(core: Core) -> None:
+async def test_small_entries_share_a_call(reporter: ReportingWorker) -> None:
     for number in range(20):
-        await core.send("stored", blocks(number))
-    applied = await core.fleet.apply("s.0")
+        await reporter.send("stored", blocks(number))
+    applied = await reporter.fleet.apply("s.0")
     assert (applied.entries, applied.blocks, applied.more) == (20, 20, False)
 
 
-async def test_cleared_is_another_slot(core: Core) -> None:
-    await core.send("stored", blocks(1, 2))
-    await core.applied()
-    slot = (await core.row()).slot
-    await core.send("cleared")
-    await core.send("stored", blocks(2))
-    await core.applied()
-    assert await core.holds() == held(2)
-    assert await core.digest() == digest_of(2)
-    assert await core.retired() == {slot}
+async def test_cleared_is_another_slot(reporter: ReportingWorker) -> None:
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.applied()
+    slot = (await reporter.row()).slot
+    await reporter.send("cleared")
+    await reporter.send("stored", blocks(2))
+    await reporter.applied()
+    assert await reporter.holds() == held(2)
+    assert await reporter.digest() == digest_of(2)
+    assert await reporter.retired() == {slot}
 
 
-async def test_a_worker_cannot_fill_the_index_beyond_its_capacity(core: Core, fleet: Fleet) -> None:
-    core.nonce, core.number = "n2", 0
-    await core.join(capacity_blocks=10)
+async def test_a_worker_cannot_fill_the_index_beyond_its_capacity(reporter: ReportingWorker, fleet: Fleet) -> None:
+    reporter.nonce, reporter.number = "n2", 0
+    await reporter.join(capacity_blocks=10)
     for start in range(0, 128 * 12, 128):
-        await core.send("stored", blocks(*range(start, start + 128)))
-    await core.applied()
-    assert len(await core.holds()) == 1024  # 2 x capacity + 8 batches of slack, in whole batches
+        await reporter.send("stored", blocks(*range(start, start + 128)))
+    await reporter.applied()
+    assert len(await reporter.holds()) == 1024  # 2 x capacity + 8 batches of slack, in whole batches
     assert (await fleet.counts())["overflow"] == 4
-    assert await core.waiting()
+    assert await reporter.waiting()
 
 
 @pytest.mark.parametrize(
@@ -142,14 +144,16 @@ async def test_a_worker_cannot_fill_the_index_beyond_its_capacity(core: Core, fl
         ("", b""),
     ],
 )
-async def test_malformed_data_is_counted_and_skipped(core: Core, fleet: Fleet, operation: str, data: bytes) -> None:
-    row = await core.row()
-    await core.send(operation, data)
-    await core.send("stored", blocks(1))
-    await core.applied()
+async def test_malformed_data_is_counted_and_skipped(
+    reporter: ReportingWorker, fleet: Fleet, operation: str, data: bytes
+) -> None:
+    row = await reporter.row()
+    await reporter.send(operation, data)
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
     assert await fleet.counts() == {"malformed": 1}
-    assert await core.row() == row
-    assert await core.holds() == held(1)
+    assert await reporter.row() == row
+    assert await reporter.holds() == held(1)
 
 
 @pytest.mark.parametrize(
@@ -168,66 +172,66 @@ async def test_malformed_data_is_counted_and_skipped(core: Core, fleet: Fleet, o
     ids=str,
 )
 async def test_an_entry_of_another_shape_is_counted_and_skipped(
-    core: Core, fleet: Fleet, fields: dict[Any, Any]
+    reporter: ReportingWorker, fleet: Fleet, fields: dict[Any, Any]
 ) -> None:
-    await core.store.xadd(core.stream, fields)
-    await core.send("stored", blocks(1))
-    await core.applied()
+    await reporter.store.xadd(reporter.stream, fields)
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
     assert await fleet.counts() == {"malformed": 1}
-    assert await core.holds() == held(1)
-    assert await core.store.xlen(core.stream) == 0
+    assert await reporter.holds() == held(1)
+    assert await reporter.store.xlen(reporter.stream) == 0
 
 
 # ---------------------------------------------------------------- batch numbers
 
 
-async def test_a_duplicate_is_dropped(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1))
-    await core.send("removed", blocks(1))
-    core.number -= 2
-    await core.send("stored", blocks(1))
-    await core.applied()
-    assert await core.holds() == set()
+async def test_a_duplicate_is_dropped(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.send("removed", blocks(1))
+    reporter.number -= 2
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
+    assert await reporter.holds() == set()
     assert await fleet.counts() == {"duplicate": 1}
-    assert await core.waiting() is None
+    assert await reporter.waiting() is None
 
 
-async def test_a_gap_is_applied_and_asks_for_a_snapshot(core: Core, fleet: Fleet) -> None:
-    core.number += 3
-    await core.send("stored", blocks(1))
-    await core.applied()
-    assert await core.holds() == held(1)
+async def test_a_gap_is_applied_and_asks_for_a_snapshot(reporter: ReportingWorker, fleet: Fleet) -> None:
+    reporter.number += 3
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
     assert await fleet.counts() == {"gap": 1}
-    assert cast("float", await core.waiting()) < 0
-    assert (await core.command())["applied"] == core.number
+    assert cast("float", await reporter.waiting()) < 0
+    assert (await reporter.command())["applied"] == reporter.number
 
 
-async def test_a_gap_that_lost_no_blocks_is_forgiven_by_the_digest(core: Core) -> None:
-    await core.send("stored", blocks(1))
-    core.number += 1
-    await core.heartbeat(digest_of(1))
-    await core.applied()
-    assert await core.waiting() is None
+async def test_a_gap_that_lost_no_blocks_is_forgiven_by_the_digest(reporter: ReportingWorker) -> None:
+    await reporter.send("stored", blocks(1))
+    reporter.number += 1
+    await reporter.heartbeat(digest_of(1))
+    await reporter.applied()
+    assert await reporter.waiting() is None
 
 
-async def test_a_gap_within_a_snapshot_drops_it(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1))
-    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
-    core.number += 1
-    await core.send("chunk", NAME.encode() + blocks(2))
-    await core.end(digest_of(2))
-    await core.applied()
-    assert await core.holds() == held(1)
+async def test_a_gap_within_a_snapshot_drops_it(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    reporter.number += 1
+    await reporter.send("chunk", NAME.encode() + blocks(2))
+    await reporter.end(digest_of(2))
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
     assert await fleet.counts() == {"gap": 1, "stale": 2}
-    assert len(await core.retired()) == 1
-    assert cast("float", await core.waiting()) < 0
+    assert len(await reporter.retired()) == 1
+    assert cast("float", await reporter.waiting()) < 0
 
 
-async def test_a_gap_before_a_control_entry_counts_too(core: Core, fleet: Fleet) -> None:
-    core.number += 1
-    await core.send("cleared")
-    core.number -= 1
-    await core.send("cleared")
-    await core.applied()
+async def test_a_gap_before_a_control_entry_counts_too(reporter: ReportingWorker, fleet: Fleet) -> None:
+    reporter.number += 1
+    await reporter.send("cleared")
+    reporter.number -= 1
+    await reporter.send("cleared")
+    await reporter.applied()
     assert await fleet.counts() == {"gap": 1, "duplicate": 1}
-    assert await core.waiting()
+    assert await reporter.waiting()

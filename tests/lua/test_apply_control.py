@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import SCHEME, Core, blocks, digest_of, held, with_load
+from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker, blocks, digest_of, held, with_load
 
 from warmfleet.fleet import Flag, Fleet, connect
 from warmfleet_worker.protocol import wire
@@ -22,100 +22,100 @@ NAME = "5ea50001"
 # ---------------------------------------------------------------- who is who
 
 
-async def test_join_makes_row_record_and_liveness(core: Core) -> None:
-    row, record = await core.row(), await core.record()
+async def test_join_makes_row_record_and_liveness(reporter: ReportingWorker) -> None:
+    row, record = await reporter.row(), await reporter.record()
     assert (row.slot, row.scheme, row.capacity_blocks) == (record["slot"], SCHEME.scheme_id, 1000)
     assert row.flags == Flag.CLOSED
     assert row.slot > 0
     assert row.epoch > 0
     assert record["scheme"] == SCHEME.as_dict()
     assert (record["nonce"], record["proof"], record["server_id"], record["rank"]) == ("n1", "pending", "s", 0)
-    command = await core.command()
+    command = await reporter.command()
     assert abs(wire.entry_id(command.pop("joined"))[0] - time.time() * 1000) < 10_000
     assert command == {"nonce": "n1", "applied": 1}
-    assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
-    assert await core.store.xlen(core.stream) == 0
+    assert abs(await reporter.alive_ms() - time.time() * 1000) < 10_000
+    assert await reporter.store.xlen(reporter.stream) == 0
 
 
 async def test_the_record_keeps_the_size_of_hashes(store: aioredis.Redis, fleet: Fleet) -> None:
-    core, scheme = Core(store, fleet), replace(SCHEME, hash_block_tokens=4)
-    await core.join(scheme=scheme.as_dict(), scheme_id=scheme.scheme_id)
-    await core.applied()
-    assert wire.Scheme.from_dict((await core.record())["scheme"]) == scheme
+    reporter, scheme = ReportingWorker(store, fleet), replace(SCHEME, hash_block_tokens=4)
+    await reporter.join(scheme=scheme.as_dict(), scheme_id=scheme.scheme_id)
+    await reporter.applied()
+    assert wire.Scheme.from_dict((await reporter.record())["scheme"]) == scheme
 
 
 async def test_join_of_a_worker_whose_server_lives_sets_the_flag(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = Core(store, fleet)
+    reporter = ReportingWorker(store, fleet)
     await store.zadd(fleet.keys.alive_servers, {"s": time.time() * 1000})
-    await core.join(closed=False)
-    await core.applied()
-    assert (await core.row()).flags == Flag.SERVER
+    await reporter.join(closed=False)
+    await reporter.applied()
+    assert (await reporter.row()).flags == Flag.SERVER
 
 
-async def test_a_repeated_join_changes_nothing(core: Core) -> None:
-    await core.send("stored", blocks(1, 2))
-    await core.applied()
-    row = await core.row()
-    await core.join()
-    await core.applied()
-    assert await core.row() == row
-    assert await core.holds() == held(1, 2)
+async def test_a_repeated_join_changes_nothing(reporter: ReportingWorker) -> None:
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.applied()
+    row = await reporter.row()
+    await reporter.join()
+    await reporter.applied()
+    assert await reporter.row() == row
+    assert await reporter.holds() == held(1, 2)
 
 
-async def test_a_new_nonce_is_a_new_incarnation_with_the_old_load(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1, 2))
-    await core.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
-    await core.send("chunk", NAME.encode() + blocks(9))
-    await core.applied()
-    before = await core.row()
-    shadow = (await core.record())["shadow"]
+async def test_a_new_nonce_is_a_new_incarnation_with_the_old_load(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
+    await reporter.send("chunk", NAME.encode() + blocks(9))
+    await reporter.applied()
+    before = await reporter.row()
+    shadow = (await reporter.record())["shadow"]
     await fleet.redis.hset(fleet.keys.load, "s.0", with_load(before, 100, 7, 2))
-    core.number = 0
-    await core.join("n2")
-    await core.send("stored", blocks(3))
-    await core.applied()
-    after = await core.row()
+    reporter.number = 0
+    await reporter.join("n2")
+    await reporter.send("stored", blocks(3))
+    await reporter.applied()
+    after = await reporter.row()
     assert after.slot not in (before.slot, shadow)
     assert (after.epoch, after.prefill_tokens, after.decode_tokens, after.in_flight) == (before.epoch, 100, 7, 2)
-    assert await core.holds() == held(3)
-    assert await core.digest() == digest_of(3)
-    assert await core.retired() == {before.slot, shadow}
-    assert "shadow" not in await core.record()
+    assert await reporter.holds() == held(3)
+    assert await reporter.digest() == digest_of(3)
+    assert await reporter.retired() == {before.slot, shadow}
+    assert "shadow" not in await reporter.record()
 
 
-async def test_another_nonce_is_dropped_and_counted(core: Core, fleet: Fleet) -> None:
-    stranger = Core(core.store, fleet)
+async def test_another_nonce_is_dropped_and_counted(reporter: ReportingWorker, fleet: Fleet) -> None:
+    stranger = ReportingWorker(reporter.store, fleet)
     stranger.nonce, stranger.number = "old", 40
     await stranger.send("stored", blocks(66))
     await stranger.send("leave")
-    await core.send("stored", blocks(1))
-    await core.applied()
-    assert await core.holds() == held(1)
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
     assert (await fleet.counts())["nonce"] == 2
-    assert await core.store.zscore(core.keys.alive, "s.0")
+    assert await reporter.store.zscore(reporter.keys.alive, "s.0")
 
 
-async def test_a_predecessor_cannot_clear_or_say_goodbye(core: Core, fleet: Fleet) -> None:
+async def test_a_predecessor_cannot_clear_or_say_goodbye(reporter: ReportingWorker, fleet: Fleet) -> None:
     """The entry comes right after its successor's join, before any entry of the successor is applied."""
-    dead = Core(core.store, fleet)
-    dead.number = core.number
-    core.number = 0
-    await core.join("n2")
+    dead = ReportingWorker(reporter.store, fleet)
+    dead.number = reporter.number
+    reporter.number = 0
+    await reporter.join("n2")
     for operation in ("cleared", "leave"):
         await dead.send(operation)
-    await core.send("stored", blocks(1))
-    await core.applied()
-    assert len(await core.retired()) == 1, "only the slot of the predecessor"
-    assert await core.alive_ms()
-    assert await core.holds() == held(1)
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
+    assert len(await reporter.retired()) == 1, "only the slot of the predecessor"
+    assert await reporter.alive_ms()
+    assert await reporter.holds() == held(1)
     assert await fleet.counts() == {"nonce": 2}
 
 
 async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = Core(store, fleet)
-    await core.send("stored", blocks(1))
+    reporter = ReportingWorker(store, fleet)
+    await reporter.send("stored", blocks(1))
     await fleet.apply("s.0")
-    assert not await store.exists(core.stream)
+    assert not await store.exists(reporter.stream)
     assert not await store.hexists(fleet.keys.cursor, "events:s.0")
     assert not await store.hexists(fleet.keys.load, "s.0")
     assert (await fleet.counts())["nonce"] == 1
@@ -147,40 +147,42 @@ async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, f
     ids=str,
 )
 async def test_a_malformed_join_joins_nobody(store: aioredis.Redis, fleet: Fleet, change: dict[str, Any]) -> None:
-    core = Core(store, fleet)
-    await core.join(**change)
-    await core.applied()
-    assert await core.record() == {}
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join(**change)
+    await reporter.applied()
+    assert await reporter.record() == {}
     assert (await fleet.counts())["malformed"] == 1
 
 
-async def test_a_malformed_join_leaves_the_current_worker_alone(core: Core, fleet: Fleet) -> None:
-    row = await core.row()
+async def test_a_malformed_join_leaves_the_current_worker_alone(reporter: ReportingWorker, fleet: Fleet) -> None:
+    row = await reporter.row()
     for data in (b"", b"{", b"[]", b"null", b'{"schema":1}', b"\xff", b"9" * 40):
-        core.nonce = "n2"
-        await core.send("join", data)
-    await core.applied()
-    assert await core.row() == row
-    assert (await core.record())["nonce"] == "n1"
+        reporter.nonce = "n2"
+        await reporter.send("join", data)
+    await reporter.applied()
+    assert await reporter.row() == row
+    assert (await reporter.record())["nonce"] == "n1"
     assert (await fleet.counts())["malformed"] == 7
 
 
 # ---------------------------------------------------------------- streams that break the rules
 
 
-async def test_a_key_of_another_type_is_deleted_and_the_worker_is_hostile(core: Core, fleet: Fleet) -> None:
-    await core.store.delete(core.stream)
-    await core.store.set(core.stream, "no stream")
+async def test_a_key_of_another_type_is_deleted_and_the_worker_is_hostile(
+    reporter: ReportingWorker, fleet: Fleet
+) -> None:
+    await reporter.store.delete(reporter.stream)
+    await reporter.store.set(reporter.stream, "no stream")
     applied = await fleet.apply("s.0")
     assert (applied.entries, applied.more) == (0, False)
-    assert not await core.store.exists(core.stream)
-    assert (await core.row()).flags & Flag.HOSTILE
-    assert (await core.command())["do"] == "rejoin"
+    assert not await reporter.store.exists(reporter.stream)
+    assert (await reporter.row()).flags & Flag.HOSTILE
+    assert (await reporter.command())["do"] == "rejoin"
     assert await fleet.counts() == {"hostile": 1}
-    await core.join("n2")
-    await core.applied()
-    assert not (await core.row()).flags & Flag.HOSTILE
-    assert "do" not in await core.command()
+    await reporter.join("n2")
+    await reporter.applied()
+    assert not (await reporter.row()).flags & Flag.HOSTILE
+    assert "do" not in await reporter.command()
 
 
 async def test_a_key_of_another_type_and_nobody_behind_it(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -190,63 +192,67 @@ async def test_a_key_of_another_type_and_nobody_behind_it(store: aioredis.Redis,
 
 
 @pytest.mark.parametrize("at", ["18446744073709551615-1", "{future}-0", "{now}-18446744073709551614"])
-async def test_an_id_that_would_outlive_all_others_is_hostile(core: Core, fleet: Fleet, at: str) -> None:
+async def test_an_id_that_would_outlive_all_others_is_hostile(reporter: ReportingWorker, fleet: Fleet, at: str) -> None:
     now = int(time.time() * 1000) + 1000
-    await core.send("stored", blocks(1))
-    await core.send("stored", blocks(2), at=at.format(now=now, future=now + 7_200_000))
-    await core.applied()
-    assert await core.holds() == held(1)
-    assert (await core.row()).flags & Flag.HOSTILE
-    assert not await core.store.exists(core.stream)
-    await core.send("stored", blocks(3))
-    await core.applied()
-    assert await core.holds() == held(1), "what comes before the rejoin is not listened to"
+    await reporter.send("stored", blocks(1))
+    await reporter.send("stored", blocks(2), at=at.format(now=now, future=now + 7_200_000))
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
+    assert (await reporter.row()).flags & Flag.HOSTILE
+    assert not await reporter.store.exists(reporter.stream)
+    await reporter.send("stored", blocks(3))
+    await reporter.applied()
+    assert await reporter.holds() == held(1), "what comes before the rejoin is not listened to"
 
 
-async def test_the_same_process_rejoining_gets_an_empty_slot_and_is_due_for_a_snapshot(core: Core) -> None:
-    await core.send("stored", blocks(1))
-    await core.send("stored", blocks(2), at="18446744073709551615-1")
-    await core.applied()
-    assert await core.holds() == held(1)
-    await core.join()
-    await core.applied()
-    assert await core.holds() == set()
-    assert cast("float", await core.waiting()) < 0
+async def test_the_same_process_rejoining_gets_an_empty_slot_and_is_due_for_a_snapshot(
+    reporter: ReportingWorker,
+) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.send("stored", blocks(2), at="18446744073709551615-1")
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
+    await reporter.join()
+    await reporter.applied()
+    assert await reporter.holds() == set()
+    assert cast("float", await reporter.waiting()) < 0
 
 
-async def test_a_stream_that_began_anew_must_join(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1))
-    await core.applied()
-    await core.store.delete(core.stream)
-    await core.send("stored", blocks(2), at="5-1")
-    await core.applied()
-    assert await core.holds() == held(1)
-    assert (await core.command())["do"] == "rejoin"
+async def test_a_stream_that_began_anew_must_join(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.applied()
+    await reporter.store.delete(reporter.stream)
+    await reporter.send("stored", blocks(2), at="5-1")
+    await reporter.applied()
+    assert await reporter.holds() == held(1)
+    assert (await reporter.command())["do"] == "rejoin"
     assert (await fleet.counts())["regress"] == 1
-    await core.join("n2", at="6-1")
-    await core.send("stored", blocks(3), at="6-2")
-    await core.applied()
-    assert await core.holds() == held(3)
-    assert "do" not in await core.command()
+    await reporter.join("n2", at="6-1")
+    await reporter.send("stored", blocks(3), at="6-2")
+    await reporter.applied()
+    assert await reporter.holds() == held(3)
+    assert "do" not in await reporter.command()
 
 
-async def test_a_flood_of_strangers_and_junk_moves_on_in_bounded_calls(core: Core, fleet: Fleet) -> None:
+async def test_a_flood_of_strangers_and_junk_moves_on_in_bounded_calls(reporter: ReportingWorker, fleet: Fleet) -> None:
     for number in range(100):
-        await core.store.xadd(core.stream, {"x": str(number)})
-        await core.store.xadd(core.stream, cast("Any", wire.entry("other", 1, "stored", blocks(1))))
-    await core.send("stored", blocks(1))
+        await reporter.store.xadd(reporter.stream, {"x": str(number)})
+        await reporter.store.xadd(reporter.stream, cast("Any", wire.entry("other", 1, "stored", blocks(1))))
+    await reporter.send("stored", blocks(1))
     most = 0
     while (applied := await fleet.apply("s.0")).more:
         most = max(most, applied.entries)
     assert most <= 32 + 16
-    assert await core.holds() == held(1)
+    assert await reporter.holds() == held(1)
     assert await fleet.counts() == {"malformed": 100, "nonce": 100}
 
 
-async def test_two_appliers_apply_everything_once(core: Core, redis_url: str, model: str, fleet: Fleet) -> None:
+async def test_two_appliers_apply_everything_once(
+    reporter: ReportingWorker, redis_url: str, model: str, fleet: Fleet
+) -> None:
     for number in range(200):
-        await core.send("stored", blocks(number, number + 1))
-        await core.send("removed", blocks(number))
+        await reporter.send("stored", blocks(number, number + 1))
+        await reporter.send("removed", blocks(number))
     async with connect(redis_url, timeout_s=5) as second:
         fleets = [fleet, Fleet(second, model)]
 
@@ -257,5 +263,5 @@ async def test_two_appliers_apply_everything_once(core: Core, redis_url: str, mo
             return entries
 
         assert sum(await asyncio.gather(*(drain(one) for one in fleets))) == 400
-    assert await core.holds() == held(200)
+    assert await reporter.holds() == held(200)
     assert await fleet.counts() == {}

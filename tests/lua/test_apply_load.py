@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import SCHEME, Core, block, blocks, digest_of, with_load
+from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker, block, blocks, digest_of, with_load
 
 from warmfleet.fleet import Ask, ClientLimits, Flag, Fleet, Lease, Stage, new_reservation
 from warmfleet.prompt.block_hashes import Chain
@@ -24,94 +24,96 @@ NAME = "5ea50001"
 # ---------------------------------------------------------------- heartbeat and leave
 
 
-async def test_heartbeat_fills_the_row(core: Core) -> None:
-    await core.heartbeat(digest_of())
-    await core.heartbeat(speed_tps=0, blocks=9)
-    await core.applied()
-    row = await core.row()
+async def test_heartbeat_fills_the_row(reporter: ReportingWorker) -> None:
+    await reporter.heartbeat(digest_of())
+    await reporter.heartbeat(speed_tps=0, blocks=9)
+    await reporter.applied()
+    row = await reporter.row()
     assert (row.foreign_prefill_tokens, row.foreign_decode_tokens, row.evicted) == (4, 5, 7)
     assert (row.speed_tps, row.blocks) == (6000, 9)  # 0 = not measured: the old speed stays
-    assert await core.waiting() is None
+    assert await reporter.waiting() is None
 
 
-async def test_a_heartbeat_says_whether_the_engine_is_paused(core: Core) -> None:
+async def test_a_heartbeat_says_whether_the_engine_is_paused(reporter: ReportingWorker) -> None:
     """The last one counts, with a digest or without; a restarted engine runs."""
-    flags = (await core.row()).flags
+    flags = (await reporter.row()).flags
     for digest in (None, digest_of()):
         for paused in (True, True, False, False):
-            await core.heartbeat(digest, paused=paused)
-            await core.applied()
-            assert (await core.row()).flags == flags | (Flag.PAUSED if paused else 0)
-    await core.heartbeat(paused=True)
-    await core.join("n2")
-    await core.applied()
-    assert not (await core.row()).flags & Flag.PAUSED
+            await reporter.heartbeat(digest, paused=paused)
+            await reporter.applied()
+            assert (await reporter.row()).flags == flags | (Flag.PAUSED if paused else 0)
+    await reporter.heartbeat(paused=True)
+    await reporter.join("n2")
+    await reporter.applied()
+    assert not (await reporter.row()).flags & Flag.PAUSED
 
 
-async def test_a_heartbeat_tells_how_long_a_step_takes_at_least(core: Core) -> None:
+async def test_a_heartbeat_tells_how_long_a_step_takes_at_least(reporter: ReportingWorker) -> None:
     async def noted() -> object:
-        return (await core.record()).get("step_us")
+        return (await reporter.record()).get("step_us")
 
-    await core.heartbeat()
+    await reporter.heartbeat()
     assert await noted() is None, "a plugin of before does not tell it"
     for digest in (None, digest_of()):
         for told, known in ((8_000, 8_000), (9_000, 8_000), (12_000, 12_000), (0, 0)):
-            await core.heartbeat(digest, step_us=told, paused=told == 9_000)
-            await core.applied()
+            await reporter.heartbeat(digest, step_us=told, paused=told == 9_000)
+            await reporter.applied()
             assert await noted() == known, "a small change is not worth another record"
-            assert bool((await core.row()).flags & Flag.PAUSED) is (told == 9_000)
+            assert bool((await reporter.row()).flags & Flag.PAUSED) is (told == 9_000)
 
 
-async def test_a_heartbeat_is_as_old_as_its_entry(core: Core, store: aioredis.Redis, fleet: Fleet) -> None:
-    other, then = Core(store, fleet, "t"), int(time.time() * 1000) - 60_000
+async def test_a_heartbeat_is_as_old_as_its_entry(
+    reporter: ReportingWorker, store: aioredis.Redis, fleet: Fleet
+) -> None:
+    other, then = ReportingWorker(store, fleet, "t"), int(time.time() * 1000) - 60_000
     await other.join(at=f"{then}-0")
     await other.heartbeat(at=f"{then + 5000}-0")
     await other.applied()
     assert await store.zscore(fleet.keys.alive, "t.0") == then + 5000
 
 
-async def test_a_heartbeat_from_the_future_was_seen_now(core: Core) -> None:
-    await core.heartbeat(at=f"{int(time.time() * 1000) + 600_000}-0")
-    await core.applied()
-    assert abs(await core.alive_ms() - time.time() * 1000) < 10_000
+async def test_a_heartbeat_from_the_future_was_seen_now(reporter: ReportingWorker) -> None:
+    await reporter.heartbeat(at=f"{int(time.time() * 1000) + 600_000}-0")
+    await reporter.applied()
+    assert abs(await reporter.alive_ms() - time.time() * 1000) < 10_000
 
 
-async def test_a_wrong_digest_asks_for_a_snapshot_once(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1))
-    await core.heartbeat(digest_of(1, 2))
-    await core.applied()
-    first = await core.waiting()
-    await core.heartbeat(digest_of(2))
-    await core.applied()
+async def test_a_wrong_digest_asks_for_a_snapshot_once(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.heartbeat(digest_of(1, 2))
+    await reporter.applied()
+    first = await reporter.waiting()
+    await reporter.heartbeat(digest_of(2))
+    await reporter.applied()
     assert await fleet.counts() == {"mismatch": 2}
-    assert first == await core.waiting()
+    assert first == await reporter.waiting()
     assert cast("float", first) < 0
 
 
 @pytest.mark.parametrize("change", [{"count": 2}, {"high": 1}, {"low": 1}], ids=str)
-async def test_each_part_of_a_digest_counts(core: Core, fleet: Fleet, change: dict[str, int]) -> None:
-    await core.send("stored", blocks(1))
-    await core.heartbeat(replace(digest_of(1), **change))
-    await core.applied()
+async def test_each_part_of_a_digest_counts(reporter: ReportingWorker, fleet: Fleet, change: dict[str, int]) -> None:
+    await reporter.send("stored", blocks(1))
+    await reporter.heartbeat(replace(digest_of(1), **change))
+    await reporter.applied()
     assert await fleet.counts() == {"mismatch": 1}
-    assert cast("float", await core.waiting()) < 0
+    assert cast("float", await reporter.waiting()) < 0
 
 
-async def test_leave_takes_the_worker_out_of_alive_and_a_heartbeat_puts_it_back(core: Core) -> None:
-    await core.send("leave")
-    await core.applied()
-    assert await core.store.zscore(core.keys.alive, "s.0") is None
-    await core.heartbeat()
-    await core.applied()
-    assert await core.store.zscore(core.keys.alive, "s.0")
+async def test_leave_takes_the_worker_out_of_alive_and_a_heartbeat_puts_it_back(reporter: ReportingWorker) -> None:
+    await reporter.send("leave")
+    await reporter.applied()
+    assert await reporter.store.zscore(reporter.keys.alive, "s.0") is None
+    await reporter.heartbeat()
+    await reporter.applied()
+    assert await reporter.store.zscore(reporter.keys.alive, "s.0")
 
 
 # ---------------------------------------------------------------- progress
 
 
-async def lease(core: Core, name: str, **changes: Any) -> None:
+async def lease(reporter: ReportingWorker, name: str, **changes: Any) -> None:
     """An open reservation on the worker: 300 tokens to prefill, 50 to decode, 64 of 364 matched."""
-    row = await core.row()
+    row = await reporter.row()
     values: dict[str, Any] = {
         "epoch": row.epoch,
         "slot": row.slot,
@@ -121,58 +123,58 @@ async def lease(core: Core, name: str, **changes: Any) -> None:
     }
     values |= {"prompt_tokens": 364, "stage": Stage.BOOKED, "worker_id": "s.0", "checkpoints": (block(1),)}
     packed = Lease(**values | changes).pack()
-    await core.store.hset(core.keys.lease, name, packed)
-    await core.store.hset(core.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 50, 1))
+    await reporter.store.hset(reporter.keys.lease, name, packed)
+    await reporter.store.hset(reporter.keys.load, "s.0", with_load(row, row.prefill_tokens + 300, 50, 1))
 
 
-async def leased(core: Core, name: str) -> Lease:
-    return Lease.unpack(cast("bytes", await core.store.hget(core.keys.lease, name)))
+async def leased(reporter: ReportingWorker, name: str) -> Lease:
+    return Lease.unpack(cast("bytes", await reporter.store.hget(reporter.keys.lease, name)))
 
 
-async def test_progress_gives_the_prefill_back_once(core: Core, fleet: Fleet) -> None:
-    await lease(core, "wf-a")
+async def test_progress_gives_the_prefill_back_once(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await lease(reporter, "wf-a")
     for _ in range(2):
-        await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
-    await core.applied()
-    row = await core.row()
+        await reporter.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await reporter.applied()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 50, 1)
-    started = await leased(core, "wf-a")
+    started = await leased(reporter, "wf-a")
     assert (started.stage, started.prefill_tokens, started.decode_tokens) == (Stage.STARTED, 0, 50)
     assert started.checkpoints == (block(1),)
     assert await fleet.counts() == {"exact": 1}  # one prediction is compared once
 
 
-async def test_progress_after_the_end_leaves_a_lease_as_it_is(core: Core) -> None:
+async def test_progress_after_the_end_leaves_a_lease_as_it_is(reporter: ReportingWorker) -> None:
     """A lease that lingers for its blocks gave everything back, and must not become one of a request under way."""
-    await lease(core, "wf-a", stage=Stage.LINGERING, prefill_tokens=0)
-    before = await core.row()
-    await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
-    await core.applied()
-    row = await core.row()
+    await lease(reporter, "wf-a", stage=Stage.LINGERING, prefill_tokens=0)
+    before = await reporter.row()
+    await reporter.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await reporter.applied()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.since_ms) == (before.prefill_tokens, before.since_ms)
-    assert (await leased(core, "wf-a")).stage == Stage.LINGERING
+    assert (await leased(reporter, "wf-a")).stage == Stage.LINGERING
 
 
 @pytest.mark.parametrize(("cached", "prompt", "counts"), [(0, 364, {"short": 1}), (80, 360, {"over": 1, "prompt": 1})])
 async def test_progress_compares_prediction_and_outcome(
-    core: Core, fleet: Fleet, cached: int, prompt: int, counts: dict[str, int]
+    reporter: ReportingWorker, fleet: Fleet, cached: int, prompt: int, counts: dict[str, int]
 ) -> None:
-    await lease(core, "wf-a")
-    await core.send("progress", wire.dumps([["wf-a", cached, prompt]]))
-    await core.applied()
+    await lease(reporter, "wf-a")
+    await reporter.send("progress", wire.dumps([["wf-a", cached, prompt]]))
+    await reporter.applied()
     assert await fleet.counts() == counts
 
 
-async def test_of_several_prompts_each_gives_back_its_share(core: Core, fleet: Fleet) -> None:
-    await lease(core, "wf--a")  # 300 booked of a prompt of 364 tokens, in three parts
+async def test_of_several_prompts_each_gives_back_its_share(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await lease(reporter, "wf--a")  # 300 booked of a prompt of 364 tokens, in three parts
     for prompt, prefill in ((91, 225), (182, 75), (91, 0), (91, 0)):
-        await core.send("progress", wire.dumps([["wf--a", 16, prompt]]))
-        await core.applied()
-        row, held = await core.row(), await leased(core, "wf--a")
+        await reporter.send("progress", wire.dumps([["wf--a", 16, prompt]]))
+        await reporter.applied()
+        row, held = await reporter.row(), await leased(reporter, "wf--a")
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (prefill, 50, 1)
         assert (held.prefill_tokens, held.stage) == (prefill, Stage.BOOKED if prefill else Stage.STARTED)
     await fleet.settle("wf--a", "finished")
-    row = await core.row()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     assert await fleet.counts() == {}  # predictions are of the whole, outcomes of the parts
 
@@ -180,23 +182,23 @@ async def test_of_several_prompts_each_gives_back_its_share(core: Core, fleet: F
 @pytest.mark.parametrize("told", ["before", "after", "never"])
 @pytest.mark.parametrize("prompts", [1, 2])
 async def test_a_failure_after_the_prefill_gives_the_prompt_back(
-    core: Core, fleet: Fleet, told: str, prompts: int
+    reporter: ReportingWorker, fleet: Fleet, told: str, prompts: int
 ) -> None:
     """A gateway's ``failed`` tells no tokens: those of the prompt stay in the lease, also once they were compared."""
-    await core.heartbeat(digest_of())
-    await core.applied()
-    await routable(core)
+    await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    await routable(reporter)
     limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
     ask = Ask(new_reservation(prompts, client=limits.tag), (), 100_000, 100_000, limits=limits)
     await fleet.decide(ask)
     if told == "before":
         await fleet.settle(ask.reservation, "started")
     for _ in range(prompts):
-        await core.send("progress", wire.dumps([[ask.reservation, 0, 100_000 // prompts]]))
-    await core.applied()
+        await reporter.send("progress", wire.dumps([[ask.reservation, 0, 100_000 // prompts]]))
+    await reporter.applied()
     if told == "after":
         await fleet.settle(ask.reservation, "started")
-    held = await leased(core, ask.reservation)
+    held = await leased(reporter, ask.reservation)
     assert (held.stage, held.judged, held.prompt_tokens) == (Stage.STARTED, prompts == 1, 100_000)
     known = await fleet.decide(ask)
     assert (known.outcome, known.matched_tokens, known.prompt_tokens) == ("known", 0, 100_000)
@@ -208,32 +210,32 @@ async def test_a_failure_after_the_prefill_gives_the_prompt_back(
 
 @pytest.mark.parametrize(("held", "reported", "told"), [(0, 0, 0), (2, 2, 32), (2, 0, 0), (1, 3, 48)])
 async def test_settle_tells_what_the_engine_had_cached(
-    core: Core, fleet: Fleet, held: int, reported: int, told: int
+    reporter: ReportingWorker, fleet: Fleet, held: int, reported: int, told: int
 ) -> None:
     """What was believed to be cached is kept by the lease until the engine's progress says what was."""
-    await core.heartbeat(digest_of())
-    await core.send("stored", blocks(*range(1, held + 1)))
-    await core.applied()
-    await routable(core)
+    await reporter.heartbeat(digest_of())
+    await reporter.send("stored", blocks(*range(1, held + 1)))
+    await reporter.applied()
+    await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
     await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
-    await core.send("progress", wire.dumps([["wf-real", 16 * reported, 60]]))
-    await core.applied()
+    await reporter.send("progress", wire.dumps([["wf-real", 16 * reported, 60]]))
+    await reporter.applied()
     assert await settled(fleet, "wf-real", "started") in ([b"STARTED"], [b"SAME"])
     assert await settled(fleet, "wf-real", "finished") == [b"SETTLED", told]
     assert await settled(fleet, "wf-real", "finished") in ([b"SAME"], [b"UNKNOWN"])
 
 
 @pytest.mark.parametrize("case", ["no progress", "several prompts", "an estimated prompt"])
-async def test_settle_tells_nothing_that_was_not_compared(core: Core, fleet: Fleet, case: str) -> None:
-    await core.heartbeat(digest_of())
-    await core.applied()
-    await routable(core)
+async def test_settle_tells_nothing_that_was_not_compared(reporter: ReportingWorker, fleet: Fleet, case: str) -> None:
+    await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    await routable(reporter)
     booked = new_reservation(2 if case == "several prompts" else 1, exact=case != "an estimated prompt")
     await fleet.decide(Ask(booked, (), prompt_tokens=60, decode_tokens=10))
     if case != "no progress":
-        await core.send("progress", wire.dumps([[booked, 16, 60]]))
-    await core.applied()
+        await reporter.send("progress", wire.dumps([[booked, 16, 60]]))
+    await reporter.applied()
     assert await settled(fleet, booked, "finished") == [b"SETTLED"]
 
 
@@ -242,47 +244,47 @@ async def settled(fleet: Fleet, reservation: str, outcome: Told) -> Any:
     return await fleet.call("settle", fleet.settle_command(reservation, outcome), 1.0)
 
 
-async def test_with_the_last_request_everything_booked_ends(core: Core, fleet: Fleet) -> None:
+async def test_with_the_last_request_everything_booked_ends(reporter: ReportingWorker, fleet: Fleet) -> None:
     """Scripts of an older version booked, and scripts of this version give back: their sums may differ."""
-    await core.heartbeat(digest_of())
-    await core.applied()
-    await routable(core)
+    await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    await routable(reporter)
     for name in ("wf-one", "wf-two"):
         await fleet.decide(Ask(name, (), 100, 200))
-    skewed = replace(await core.row(), prefill_tokens=-70, decode_tokens=470).pack("s.0")
-    await cast("Any", core.store.hset(core.keys.load, "s.0", skewed))
+    skewed = replace(await reporter.row(), prefill_tokens=-70, decode_tokens=470).pack("s.0")
+    await cast("Any", reporter.store.hset(reporter.keys.load, "s.0", skewed))
     await fleet.settle("wf-one", "started")
     await fleet.settle("wf-one", "finished")
-    row = await core.row()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (-170, 270, 1)
     await fleet.settle("wf-two", "finished")
-    row = await core.row()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
 
 
-async def test_progress_cannot_touch_what_is_not_the_workers(core: Core, fleet: Fleet) -> None:
-    await lease(core, "wf-other", worker_id="t.0")
-    await lease(core, "wf-dead", stage=Stage.TOMBSTONE)
-    await core.send("progress", wire.dumps([["wf-other", 64, 364], ["wf-dead", 0, 0], ["wf-none", 1, 1]]))
-    await core.applied()
-    assert (await core.row()).prefill_tokens == 600
-    assert (await leased(core, "wf-other")).stage == Stage.BOOKED
+async def test_progress_cannot_touch_what_is_not_the_workers(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await lease(reporter, "wf-other", worker_id="t.0")
+    await lease(reporter, "wf-dead", stage=Stage.TOMBSTONE)
+    await reporter.send("progress", wire.dumps([["wf-other", 64, 364], ["wf-dead", 0, 0], ["wf-none", 1, 1]]))
+    await reporter.applied()
+    assert (await reporter.row()).prefill_tokens == 600
+    assert (await leased(reporter, "wf-other")).stage == Stage.BOOKED
     assert await fleet.counts() == {"foreign": 1, "late": 2}
 
 
-async def test_progress_of_another_epoch_leaves_the_row_alone(core: Core) -> None:
-    await lease(core, "wf-a", epoch=(await core.row()).epoch - 1)
-    await core.send("progress", wire.dumps([["wf-a", 64, 364]]))
-    await core.applied()
-    row = await core.row()
+async def test_progress_of_another_epoch_leaves_the_row_alone(reporter: ReportingWorker) -> None:
+    await lease(reporter, "wf-a", epoch=(await reporter.row()).epoch - 1)
+    await reporter.send("progress", wire.dumps([["wf-a", 64, 364]]))
+    await reporter.applied()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens) == (300, 50)
 
 
-async def routable(core: Core) -> None:
+async def routable(reporter: ReportingWorker) -> None:
     flags = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
-    packed = bytearray((await core.row()).pack("s.0"))
+    packed = bytearray((await reporter.row()).pack("s.0"))
     packed[20:22] = int(flags).to_bytes(2, "big")
-    await core.store.hset(core.keys.load, "s.0", bytes(packed))
+    await reporter.store.hset(reporter.keys.load, "s.0", bytes(packed))
 
 
 async def matched(fleet: Fleet, *numbers: int) -> int:
@@ -292,67 +294,73 @@ async def matched(fleet: Fleet, *numbers: int) -> int:
     return row.matched_tokens // 16
 
 
-async def credit(core: Core) -> list[bytes]:
+async def credit(reporter: ReportingWorker) -> list[bytes]:
     """The keys by which open reservations count for blocks that they will make."""
     return [
-        key for name in "xc" async for key in core.store.scan_iter(f"{core.keys.prefix}{name}:*".replace("{", "\\{"))
+        key
+        for name in "xc"
+        async for key in reporter.store.scan_iter(f"{reporter.keys.prefix}{name}:*".replace("{", "\\{"))
     ]
 
 
 @pytest.mark.parametrize("first_byte", ["before", "after"])
-async def test_blocks_that_were_reported_are_credited_no_longer(core: Core, fleet: Fleet, first_byte: str) -> None:
+async def test_blocks_that_were_reported_are_credited_no_longer(
+    reporter: ReportingWorker, fleet: Fleet, first_byte: str
+) -> None:
     """The engine reports them and then the prefill, ends the request and evicts a block; settle comes late."""
-    await core.heartbeat(digest_of())
-    await core.applied()
-    await routable(core)
+    await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
     await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
-    assert (await matched(fleet, 1, 2, 3), bool(await credit(core))) == (3, True)
+    assert (await matched(fleet, 1, 2, 3), bool(await credit(reporter))) == (3, True)
     if first_byte == "before":
         await fleet.settle("wf-real", "started")
-    await core.send("stored", blocks(1, 2, 3))
-    await core.send("progress", wire.dumps([["wf-real", 0, 60]]))
-    await core.applied()
-    told = await leased(core, "wf-real")
+    await reporter.send("stored", blocks(1, 2, 3))
+    await reporter.send("progress", wire.dumps([["wf-real", 0, 60]]))
+    await reporter.applied()
+    told = await leased(reporter, "wf-real")
     assert (told.stage, told.judged, told.prompt_tokens) == (Stage.STARTED, True, 60)
-    assert (told.checkpoints, await credit(core)) == ((), [])
+    assert (told.checkpoints, await credit(reporter)) == ((), [])
     assert await matched(fleet, 1, 2, 3) == 3
-    await core.send("removed", block(3))
-    await core.applied()
+    await reporter.send("removed", block(3))
+    await reporter.applied()
     assert await matched(fleet, 1, 2, 3) == 2, "while the reservation is open"
     await fleet.settle("wf-real", "finished")
     assert await matched(fleet, 1, 2, 3) == 2, "nor does it linger"
-    assert await core.store.hget(core.keys.lease, "wf-real") is None
+    assert await reporter.store.hget(reporter.keys.lease, "wf-real") is None
     assert await fleet.counts() == {"exact": 1}
 
 
 @pytest.mark.parametrize("complete", [True, False])
-async def test_blocks_that_the_index_may_lack_stay_credited(core: Core, fleet: Fleet, complete: bool) -> None:
+async def test_blocks_that_the_index_may_lack_stay_credited(
+    reporter: ReportingWorker, fleet: Fleet, complete: bool
+) -> None:
     """Block 3 was not reported. Or the index is known to lack some blocks: its snapshot is on the way."""
     if complete:
-        await core.heartbeat(digest_of())
-    await core.applied()
-    await routable(core)
+        await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
     await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
-    await core.send("stored", blocks(1, 2) if complete else blocks(1, 3))
-    await core.send("progress", wire.dumps([["wf-real", 0, 60]]))
-    await core.applied()
-    assert (await leased(core, "wf-real")).stage == Stage.STARTED
+    await reporter.send("stored", blocks(1, 2) if complete else blocks(1, 3))
+    await reporter.send("progress", wire.dumps([["wf-real", 0, 60]]))
+    await reporter.applied()
+    assert (await leased(reporter, "wf-real")).stage == Stage.STARTED
     assert await matched(fleet, 1, 2, 3) == 3
 
 
-async def test_progress_after_a_real_decision_and_before_a_real_settle(core: Core, fleet: Fleet) -> None:
-    await routable(core)
-    await core.send("stored", blocks(1, 2))
-    await core.applied()
+async def test_progress_after_a_real_decision_and_before_a_real_settle(reporter: ReportingWorker, fleet: Fleet) -> None:
+    await routable(reporter)
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.applied()
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
     decision = await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     assert decision.matched_tokens == 32
-    await core.send("progress", wire.dumps([["wf-real", 32, 60]]))
-    await core.applied()
-    assert (await core.row()).prefill_tokens == 0
+    await reporter.send("progress", wire.dumps([["wf-real", 32, 60]]))
+    await reporter.applied()
+    assert (await reporter.row()).prefill_tokens == 0
     await fleet.settle("wf-real", "finished")
-    row = await core.row()
+    row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     assert await fleet.counts() == {"exact": 1}

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import SHA, Core
+from tests.support.fleet.reporting_worker import SHA, ReportingWorker
 
 from warmfleet.fleet import Ask, Flag, Fleet, Proof
 from warmfleet_worker.protocol import wire
@@ -63,38 +63,40 @@ async def server(store: aioredis.Redis, fleet: Fleet) -> Server:
 
 
 @pytest.fixture
-async def core(store: aioredis.Redis, fleet: Fleet) -> Core:
+async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     """A worker of that server, proved and reachable."""
-    core = Core(store, fleet)
-    await core.join()
-    await core.applied()
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join()
+    await reporter.applied()
     await fleet.prove("s.0", "n1", Proof("proven", ""))
-    return core
+    return reporter
 
 
-async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(server: Server, core: Core) -> None:
+async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(
+    server: Server, reporter: ReportingWorker
+) -> None:
     await server.join()
     await server.applied()
     assert await server.record() == {"nonce": "m1"} | server.announcement()
     assert abs(cast("float", await server.alive_ms()) - time.time() * 1000) < 10_000
-    assert (await core.row()).flags & Flag.SERVER
+    assert (await reporter.row()).flags & Flag.SERVER
     assert await server.store.xlen(server.stream) == 0
 
 
-async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet: Fleet) -> None:
+async def test_a_new_nonce_has_proved_nothing(server: Server, reporter: ReportingWorker, fleet: Fleet) -> None:
     await server.join()
     await server.applied()
     await fleet.prove("s.0", "n1", Proof("proven", ""))
-    assert (await core.row()).flags == Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+    assert (await reporter.row()).flags == Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     await server.join("m1", url="http://elsewhere:1")
     await server.applied()
     assert (await server.record())["url"] == "http://10.0.0.7:8000", "a repeated join changes nothing"
-    assert (await core.row()).flags & Flag.PROVEN
+    assert (await reporter.row()).flags & Flag.PROVEN
     await server.join("m2", url="http://elsewhere:1")
     await server.applied()
     assert (await server.record())["url"] == "http://elsewhere:1"
-    assert (await core.row()).flags == Flag.SERVER | Flag.CLOSED
-    assert (await core.record())["proof"] == "pending"
+    assert (await reporter.row()).flags == Flag.SERVER | Flag.CLOSED
+    assert (await reporter.record())["proof"] == "pending"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ async def test_a_new_nonce_has_proved_nothing(server: Server, core: Core, fleet:
     ],
 )
 async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
-    server: Server, core: Core, fleet: Fleet, models: list[str], adapters: dict[str, str], misnamed: bool
+    server: Server, reporter: ReportingWorker, fleet: Fleet, models: list[str], adapters: dict[str, str], misnamed: bool
 ) -> None:
     pool = fleet.keys.tag.replace("~", "/")
     await server.join()
@@ -121,20 +123,22 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
     told = {"models": [name.format(pool=pool) for name in models], "facts": {"loras": loras}}
     await server.join("m1", **told)
     await server.applied()
-    assert (await core.row()).flags == proven | (Flag.MISNAMED if misnamed else 0)
+    assert (await reporter.row()).flags == proven | (Flag.MISNAMED if misnamed else 0)
     assert (await server.record())["models"] == told["models"]
     assert (await fleet.counts())["announced"] == 2, "readers are told of the change"
-    await core.join("n2")  # a new incarnation of the core is as its server is
-    await core.applied()
-    assert bool((await core.row()).flags & Flag.MISNAMED) is misnamed
+    await reporter.join("n2")  # a new incarnation of the core is as its server is
+    await reporter.applied()
+    assert bool((await reporter.row()).flags & Flag.MISNAMED) is misnamed
     await server.join("m1")
     await server.join("m1")
     await server.applied()
-    assert not (await core.row()).flags & Flag.MISNAMED
+    assert not (await reporter.row()).flags & Flag.MISNAMED
     assert (await fleet.counts())["announced"] == 3, "a repeated join changes nothing"
 
 
-async def test_a_process_whose_join_was_lost_finds_no_stream(server: Server, core: Core, fleet: Fleet) -> None:
+async def test_a_process_whose_join_was_lost_finds_no_stream(
+    server: Server, reporter: ReportingWorker, fleet: Fleet
+) -> None:
     """A failover, or MAXLEN while no router ran, has taken the join; the predecessor's stream and record are there."""
     await server.join()
     await server.applied()
@@ -149,11 +153,15 @@ async def test_a_process_whose_join_was_lost_finds_no_stream(server: Server, cor
     await server.join("m2")
     await server.applied()
     assert (await server.record())["nonce"] == "m2"
-    assert (await core.row()).flags & Flag.SERVER
+    assert (await reporter.row()).flags & Flag.SERVER
 
 
 async def test_a_join_changes_only_its_own_workers(server: Server, store: aioredis.Redis, fleet: Fleet) -> None:
-    others = [Core(store, fleet, "s", 1), Core(store, fleet, "s.0", 0), Core(store, fleet, "t", 0)]
+    others = [
+        ReportingWorker(store, fleet, "s", 1),
+        ReportingWorker(store, fleet, "s.0", 0),
+        ReportingWorker(store, fleet, "t", 0),
+    ]
     for other in others:
         await other.join()
         await other.applied()
@@ -162,20 +170,20 @@ async def test_a_join_changes_only_its_own_workers(server: Server, store: aiored
     assert [bool((await other.row()).flags & Flag.SERVER) for other in others] == [True, False, False]
 
 
-async def test_heartbeat_and_leave(server: Server, core: Core) -> None:
+async def test_heartbeat_and_leave(server: Server, reporter: ReportingWorker) -> None:
     then = int(time.time() * 1000) - 60_000
     await server.send("join", wire.dumps(server.announcement()), at=f"{then}-0")
     await server.send("heartbeat", at=f"{then + 1}-0")
     await server.applied()
     assert await server.alive_ms() == then + 1
-    assert not (await core.row()).flags & Flag.SERVER, "it was last heard of a minute ago"
+    assert not (await reporter.row()).flags & Flag.SERVER, "it was last heard of a minute ago"
     await server.send("heartbeat")
     await server.applied()
-    assert (await core.row()).flags & Flag.SERVER
+    assert (await reporter.row()).flags & Flag.SERVER
     await server.send("leave")
     await server.applied()
     assert await server.alive_ms() is None
-    assert not (await core.row()).flags & Flag.SERVER
+    assert not (await reporter.row()).flags & Flag.SERVER
     assert (await server.record())["nonce"] == "m1"
 
 
@@ -265,7 +273,9 @@ async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet,
     assert await fleet.counts() == {"malformed": 1}
 
 
-async def test_a_decision_names_the_url_that_was_proved(server: Server, core: Core, fleet: Fleet) -> None:
+async def test_a_decision_names_the_url_that_was_proved(
+    server: Server, reporter: ReportingWorker, fleet: Fleet
+) -> None:
     """The URL is not the first one in the text of the join: facts with another URL come before it."""
     await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
     await server.applied()
@@ -288,24 +298,26 @@ async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None
     assert await server.store.xlen(server.stream) == 0
 
 
-async def test_a_stream_that_breaks_the_rules_is_deleted(server: Server, core: Core, fleet: Fleet) -> None:
+async def test_a_stream_that_breaks_the_rules_is_deleted(
+    server: Server, reporter: ReportingWorker, fleet: Fleet
+) -> None:
     await server.join()
     await server.send("heartbeat", at="18446744073709551615-1")
     await server.applied()
     assert not await server.store.exists(server.stream)
-    assert not (await core.row()).flags & Flag.SERVER
+    assert not (await reporter.row()).flags & Flag.SERVER
     await server.store.set(server.stream, "no stream")
     await server.applied()
     assert not await server.store.exists(server.stream)
     assert (await fleet.counts())["hostile"] == 2
     await server.join("m2")
     await server.applied()
-    assert (await core.row()).flags & Flag.SERVER
+    assert (await reporter.row()).flags & Flag.SERVER
 
 
-async def test_a_goodbye_of_either_half_is_noted_until_one_joins(server: Server, core: Core) -> None:
+async def test_a_goodbye_of_either_half_is_noted_until_one_joins(server: Server, reporter: ReportingWorker) -> None:
     async def left() -> bool:
-        return bool((await core.record()).get("left"))
+        return bool((await reporter.record()).get("left"))
 
     await server.join()
     await server.applied()
@@ -313,12 +325,12 @@ async def test_a_goodbye_of_either_half_is_noted_until_one_joins(server: Server,
     await server.send("leave")
     await server.applied()
     assert await left()
-    assert not (await core.row()).flags & Flag.SERVER
+    assert not (await reporter.row()).flags & Flag.SERVER
     await server.join()  # the same process: it had moved to another pool and is back
     await server.applied()
     assert not await left()
-    await core.send("leave")
-    await core.applied()
+    await reporter.send("leave")
+    await reporter.applied()
     assert await left()
     await server.join("m2")
     await server.applied()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import PATIENT
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.errors import BadArgument, CancelledReservation, RateLimited
 from warmfleet.fleet import (
@@ -34,178 +34,178 @@ if TYPE_CHECKING:
 LONG = Spans(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
 
 
-def asked(world: World, limits: ClientLimits, **fields: Any) -> Ask:
+def asked(keyspace: Keyspace, limits: ClientLimits, **fields: Any) -> Ask:
     """A request of 101 tokens of the client with these limits."""
     fields = {"prompt_tokens": 101, "decode_tokens": 10} | fields
-    return world.ask(reservation=new_reservation(1, client=limits.tag), limits=limits, **fields)
+    return keyspace.ask(reservation=new_reservation(1, client=limits.tag), limits=limits, **fields)
 
 
-async def in_flight(world: World, limits: ClientLimits) -> set[str]:
+async def in_flight(keyspace: Keyspace, limits: ClientLimits) -> set[str]:
     """The requests that Redis counts for the client."""
-    found = await cast("Any", world.store.zrange(f"{world.keys.prefix}client:{limits.tag}", 0, -1))
+    found = await cast("Any", keyspace.store.zrange(f"{keyspace.keys.prefix}client:{limits.tag}", 0, -1))
     return {name.decode() for name in found}
 
 
-async def used(world: World, limits: ClientLimits) -> int:
+async def used(keyspace: Keyspace, limits: ClientLimits) -> int:
     """The tokens that the client has used, as a further request finds them."""
-    decision = await world.fleet.decide(asked(world, limits, prompt_tokens=1))
-    await world.fleet.settle(decision.reservation, "failed")
+    decision = await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=1))
+    await keyspace.fleet.settle(decision.reservation, "failed")
     assert decision.use is not None
     assert decision.use.tokens is not None
     return decision.use.tokens - 1
 
 
-async def test_a_client_has_as_many_requests_in_flight_as_its_limit(world: World) -> None:
-    await world.workers(2)
+async def test_a_client_has_as_many_requests_in_flight_as_its_limit(keyspace: Keyspace) -> None:
+    await keyspace.workers(2)
     two, other = ClientLimits("team-a", concurrency=2), ClientLimits("team-b", concurrency=1)
-    asks = [asked(world, two) for _ in range(3)]
-    found = [(await world.fleet.decide(ask)).use for ask in asks[:2]]
+    asks = [asked(keyspace, two) for _ in range(3)]
+    found = [(await keyspace.fleet.decide(ask)).use for ask in asks[:2]]
     assert [use and use.in_flight for use in found] == [1, 2]
     with pytest.raises(RateLimited, match="API key team-a has 2 requests in flight, of 2") as refused:
-        await world.fleet.decide_in_turn(asks[2], Place())
+        await keyspace.fleet.decide_in_turn(asks[2], Place())
     error = refused.value
     assert (error.status, error.type, error.code, error.retry_after_s) == (429, "requests", "rate_limit_exceeded", 1)
     assert error.headers == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
-    assert asks[2].reservation not in await world.leases()
-    await world.fleet.decide(asked(world, other))
-    assert (await world.fleet.decide(asks[0])).outcome == "known", "an id that is booked counts once"
-    assert await in_flight(world, two) == {ask.reservation for ask in asks[:2]}
-    await world.fleet.settle(asks[0].reservation, "finished")
-    await world.fleet.decide(asks[2])
-    assert await in_flight(world, two) == {ask.reservation for ask in asks[1:]}
+    assert asks[2].reservation not in await keyspace.leases()
+    await keyspace.fleet.decide(asked(keyspace, other))
+    assert (await keyspace.fleet.decide(asks[0])).outcome == "known", "an id that is booked counts once"
+    assert await in_flight(keyspace, two) == {ask.reservation for ask in asks[:2]}
+    await keyspace.fleet.settle(asks[0].reservation, "finished")
+    await keyspace.fleet.decide(asks[2])
+    assert await in_flight(keyspace, two) == {ask.reservation for ask in asks[1:]}
 
 
 @pytest.mark.parametrize("outcome", ["finished", "failed", "cancelled", "unsent"])
 @pytest.mark.parametrize("started", [False, True])
-async def test_every_end_gives_the_place_back(world: World, outcome: Any, started: bool) -> None:
-    await world.workers(1)
+async def test_every_end_gives_the_place_back(keyspace: Keyspace, outcome: Any, started: bool) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
     for _ in range(3):
-        ask = asked(world, limits)
-        await world.fleet.decide(ask)
+        ask = asked(keyspace, limits)
+        await keyspace.fleet.decide(ask)
         if started:
-            await world.fleet.settle(ask.reservation, "started")
-            assert await in_flight(world, limits) == {ask.reservation}
-        await world.fleet.settle(ask.reservation, outcome)
-        assert await in_flight(world, limits) == set()
-    assert await keys_of_clients(world) == set()
+            await keyspace.fleet.settle(ask.reservation, "started")
+            assert await in_flight(keyspace, limits) == {ask.reservation}
+        await keyspace.fleet.settle(ask.reservation, outcome)
+        assert await in_flight(keyspace, limits) == set()
+    assert await keys_of_clients(keyspace) == set()
 
 
-async def keys_of_clients(world: World) -> set[str]:
-    pattern = world.keys.prefix.replace("{", "\\{") + "[ct][lo][ik]e*:*"
-    return {key.decode() async for key in world.store.scan_iter(match=pattern, count=1_000)}
+async def keys_of_clients(keyspace: Keyspace) -> set[str]:
+    pattern = keyspace.keys.prefix.replace("{", "\\{") + "[ct][lo][ik]e*:*"
+    return {key.decode() async for key in keyspace.store.scan_iter(match=pattern, count=1_000)}
 
 
-async def test_what_a_dead_replica_held_is_free_when_its_lease_expires(world: World) -> None:
-    await world.workers(1)
+async def test_what_a_dead_replica_held_is_free_when_its_lease_expires(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
-    lost = asked(world, limits)
-    await world.fleet.decide(lost)
-    await world.expire(lost.reservation)
-    assert await in_flight(world, limits) == set()
-    await world.fleet.decide(asked(world, limits))
+    lost = asked(keyspace, limits)
+    await keyspace.fleet.decide(lost)
+    await keyspace.expire(lost.reservation)
+    assert await in_flight(keyspace, limits) == set()
+    await keyspace.fleet.decide(asked(keyspace, limits))
 
 
 async def test_a_place_is_free_at_its_expiry_even_if_nothing_was_reaped(store: Any, model: str) -> None:
     """decide reaps eight leases; a replica that died may have had more, and older ones."""
-    world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=50)))
-    await world.workers(1)
-    await world.ticked(grace_ms=3_600_000)
+    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=50)))
+    await keyspace.workers(1)
+    await keyspace.ticked(grace_ms=3_600_000)
     limits = ClientLimits("team-a", concurrency=2)
-    lost = [world.ask() for _ in range(30)] + [asked(world, limits) for _ in range(2)]
+    lost = [keyspace.ask() for _ in range(30)] + [asked(keyspace, limits) for _ in range(2)]
     for ask in lost:
-        await world.fleet.decide(ask)
+        await keyspace.fleet.decide(ask)
     for at, ask in enumerate(lost):
-        await store.zadd(world.keys.leases, {ask.reservation: at + 1}, xx=True)
+        await store.zadd(keyspace.keys.leases, {ask.reservation: at + 1}, xx=True)
     await asyncio.sleep(0.1)
-    world.fleet.spans = LONG
+    keyspace.fleet.spans = LONG
     for _ in range(2):
-        assert (await world.fleet.decide(asked(world, limits))).outcome == "booked"
-    assert lost[-1].reservation in await world.leases()
+        assert (await keyspace.fleet.decide(asked(keyspace, limits))).outcome == "booked"
+    assert lost[-1].reservation in await keyspace.leases()
 
 
 async def test_a_renewed_request_stays_in_flight(store: Any, model: str) -> None:
-    world = World(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=60_000)))
-    await world.workers(1)
+    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=60_000)))
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
-    ask = asked(world, limits)
-    decision = await world.fleet.decide(ask)
-    open_requests = f"{world.keys.prefix}client:{limits.tag}"
+    ask = asked(keyspace, limits)
+    decision = await keyspace.fleet.decide(ask)
+    open_requests = f"{keyspace.keys.prefix}client:{limits.tag}"
     await store.zadd(open_requests, {ask.reservation: 1})
     renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
-    assert await world.fleet.renew([renewal]) == (1, 0, 0)
+    assert await keyspace.fleet.renew([renewal]) == (1, 0, 0)
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(asked(world, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
 
 
-async def test_requests_count_again_after_redis_lost_all(world: World) -> None:
-    await world.workers(1)
+async def test_requests_count_again_after_redis_lost_all(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
-    ask = asked(world, limits)
-    decision = await world.fleet.decide(ask)
-    await world.store.delete(world.keys.lease, world.keys.leases, f"{world.keys.prefix}client:{limits.tag}")
+    ask = asked(keyspace, limits)
+    decision = await keyspace.fleet.decide(ask)
+    await keyspace.store.delete(keyspace.keys.lease, keyspace.keys.leases, f"{keyspace.keys.prefix}client:{limits.tag}")
     renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
-    assert await world.fleet.renew([renewal]) == (0, 1, 0)
-    assert await in_flight(world, limits) == {ask.reservation}
+    assert await keyspace.fleet.renew([renewal]) == (0, 1, 0)
+    assert await in_flight(keyspace, limits) == {ask.reservation}
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(asked(world, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
 
 
-async def test_a_second_try_counts_once(world: World) -> None:
+async def test_a_second_try_counts_once(keyspace: Keyspace) -> None:
     """The first try has failed, the next one is decided under an id of its own."""
-    await world.workers(2)
+    await keyspace.workers(2)
     limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
-    first, second = asked(world, limits), asked(world, limits)
-    await world.fleet.decide(first)
-    await world.fleet.settle(first.reservation, "failed")
-    decision = await world.fleet.decide(second)
+    first, second = asked(keyspace, limits), asked(keyspace, limits)
+    await keyspace.fleet.decide(first)
+    await keyspace.fleet.settle(first.reservation, "failed")
+    decision = await keyspace.fleet.decide(second)
     assert decision.use is not None
     assert (decision.use.in_flight, decision.use.tokens) == (1, 101)
 
 
-async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(world: World) -> None:
+async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(keyspace: Keyspace) -> None:
     """Its first worker failed, and its place was taken before the next one was asked for."""
-    await world.workers(2)
+    await keyspace.workers(2)
     limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
-    first, other, again = asked(world, limits), asked(world, limits), asked(world, limits.of_admitted)
-    await world.fleet.decide(first)
-    await world.fleet.settle(first.reservation, "failed")
-    await world.fleet.decide(other)
-    decision = await world.fleet.decide_in_turn(again, Place())
+    first, other, again = asked(keyspace, limits), asked(keyspace, limits), asked(keyspace, limits.of_admitted)
+    await keyspace.fleet.decide(first)
+    await keyspace.fleet.settle(first.reservation, "failed")
+    await keyspace.fleet.decide(other)
+    decision = await keyspace.fleet.decide_in_turn(again, Place())
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert (decision.use.in_flight, decision.use.tokens) == (2, 202)
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(asked(world, limits), Place())
-    await world.fleet.settle(again.reservation, "failed")
-    assert await in_flight(world, limits) == {other.reservation}
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+    await keyspace.fleet.settle(again.reservation, "failed")
+    assert await in_flight(keyspace, limits) == {other.reservation}
 
 
 # ---------------------------------------------------------------- tokens
 
 
-async def test_tokens_of_prompts_and_answers_count(world: World) -> None:
-    await world.workers(1)
+async def test_tokens_of_prompts_and_answers_count(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
-    asks = [asked(world, limits, prompt_tokens=100_000) for _ in range(4)]
+    asks = [asked(keyspace, limits, prompt_tokens=100_000) for _ in range(4)]
     for ask in asks:
-        await world.fleet.decide(ask)
-    await world.fleet.settle(asks[0].reservation, "finished", 50_000)
-    await world.fleet.settle(asks[0].reservation, "finished", 50_000)
-    await world.fleet.settle(asks[1].reservation, "failed")
-    await world.fleet.settle(asks[2].reservation, "started")
-    await world.fleet.settle(asks[2].reservation, "failed", -100_000)
-    await world.fleet.settle(asks[3].reservation, "cancelled", 10_000)
-    paid_back = 260_000 - await used(world, limits)
+        await keyspace.fleet.decide(ask)
+    await keyspace.fleet.settle(asks[0].reservation, "finished", 50_000)
+    await keyspace.fleet.settle(asks[0].reservation, "finished", 50_000)
+    await keyspace.fleet.settle(asks[1].reservation, "failed")
+    await keyspace.fleet.settle(asks[2].reservation, "started")
+    await keyspace.fleet.settle(asks[2].reservation, "failed", -100_000)
+    await keyspace.fleet.settle(asks[3].reservation, "cancelled", 10_000)
+    paid_back = 260_000 - await used(keyspace, limits)
     assert 0 <= paid_back < 90_000, "in five seconds"
 
 
-async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(world: World) -> None:
-    await world.workers(1)
+async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=9, tokens_per_minute=6_000)
-    await world.fleet.decide(asked(world, limits, prompt_tokens=6_000))
+    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=6_000))
     with pytest.raises(RateLimited, match=r"used [56],\d\d\d of the 6,000 tokens .* this request has 3,000") as refused:
-        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=3_000), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=3_000), Place())
     error = refused.value
     assert (error.type, error.code) == ("tokens", "rate_limit_exceeded")
     assert 25 <= error.retry_after_s <= 30, "100 tokens are paid back in a second"
@@ -213,72 +213,72 @@ async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(world: World) 
     assert error.headers["x-ratelimit-limit-tokens"] == "6000"
     assert int(error.headers["x-ratelimit-remaining-tokens"]) < 600
     assert error.headers["x-ratelimit-reset-tokens"].endswith("s")
-    expiry = await world.store.pttl(f"{world.keys.prefix}tokens:{limits.tag}")
+    expiry = await keyspace.store.pttl(f"{keyspace.keys.prefix}tokens:{limits.tag}")
     assert 110_000 < expiry <= 120_000
 
 
-async def test_used_tokens_are_paid_back_at_the_rate(world: World) -> None:
-    await world.workers(1)
+async def test_used_tokens_are_paid_back_at_the_rate(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=600_000)
-    await world.fleet.decide(asked(world, limits, prompt_tokens=600_000))
+    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=600_000))
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=600_000), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=600_000), Place())
     await asyncio.sleep(0.2)  # 2,000 tokens
-    await world.fleet.decide(asked(world, limits, prompt_tokens=1_500))
+    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=1_500))
 
 
 @pytest.mark.parametrize("renewed", [False, True])
-async def test_an_answer_counts_though_its_prompt_is_paid_back(world: World, renewed: bool) -> None:
+async def test_an_answer_counts_though_its_prompt_is_paid_back(keyspace: Keyspace, renewed: bool) -> None:
     """And though the record was about to expire when a renewal came."""
-    await world.workers(1)
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=60_000_000)
-    ask, other = asked(world, limits, prompt_tokens=1), asked(world, limits, prompt_tokens=1)
-    await world.fleet.decide(ask)
-    await world.fleet.decide(other)
-    await world.fleet.settle(other.reservation, "failed", -1)
-    record = f"{world.keys.prefix}tokens:{limits.tag}"
+    ask, other = asked(keyspace, limits, prompt_tokens=1), asked(keyspace, limits, prompt_tokens=1)
+    await keyspace.fleet.decide(ask)
+    await keyspace.fleet.decide(other)
+    await keyspace.fleet.settle(other.reservation, "failed", -1)
+    record = f"{keyspace.keys.prefix}tokens:{limits.tag}"
     if renewed:
-        await world.store.pexpire(record, 2_000)
-        assert await world.fleet.renew([Renewal(ask.reservation, "w1.0", 1, 1)]) == (1, 0, 0)
-    assert await world.store.pttl(record) > 100_000
-    await world.fleet.settle(ask.reservation, "finished", 50_000_000)
-    assert await used(world, limits) > 40_000_000
+        await keyspace.store.pexpire(record, 2_000)
+        assert await keyspace.fleet.renew([Renewal(ask.reservation, "w1.0", 1, 1)]) == (1, 0, 0)
+    assert await keyspace.store.pttl(record) > 100_000
+    await keyspace.fleet.settle(ask.reservation, "finished", 50_000_000)
+    assert await used(keyspace, limits) > 40_000_000
 
 
-async def test_a_prompt_longer_than_the_limit_passes_when_nothing_is_used(world: World) -> None:
-    await world.workers(1)
+async def test_a_prompt_longer_than_the_limit_passes_when_nothing_is_used(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=100)
-    await world.fleet.decide(asked(world, limits, prompt_tokens=10_000))
+    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=10_000))
     with pytest.raises(RateLimited) as refused:
-        await world.fleet.decide_in_turn(asked(world, limits, prompt_tokens=1), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=1), Place())
     assert refused.value.retry_after_s == pytest.approx(99 * 60, abs=20)
 
 
-async def test_a_new_limit_counts_from_the_next_request_on(world: World) -> None:
-    await world.workers(1)
-    await world.fleet.decide(asked(world, ClientLimits("team-a", 1, 1_000), prompt_tokens=1_000))
+async def test_a_new_limit_counts_from_the_next_request_on(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    await keyspace.fleet.decide(asked(keyspace, ClientLimits("team-a", 1, 1_000), prompt_tokens=1_000))
     more = ClientLimits("team-a", 2, 1_000_000)
-    assert (await world.fleet.decide(asked(world, more, prompt_tokens=1_000))).use is not None
+    assert (await keyspace.fleet.decide(asked(keyspace, more, prompt_tokens=1_000))).use is not None
 
 
-async def test_limits_need_a_client(world: World) -> None:
-    await world.workers(1)
+async def test_limits_need_a_client(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     with pytest.raises(BadArgument):
-        await world.fleet.decide(world.ask(limits=ClientLimits("team-a", 1)))
+        await keyspace.fleet.decide(keyspace.ask(limits=ClientLimits("team-a", 1)))
 
 
-async def test_a_client_without_limits_leaves_nothing(world: World) -> None:
-    await world.workers(1)
-    await world.done(world.ask(reservation=new_reservation(1)))
-    assert await keys_of_clients(world) == set()
+async def test_a_client_without_limits_leaves_nothing(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    await keyspace.done(keyspace.ask(reservation=new_reservation(1)))
+    assert await keys_of_clients(keyspace) == set()
 
 
-async def test_explaining_books_nothing(world: World) -> None:
-    await world.workers(1)
+async def test_explaining_books_nothing(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     limits = ClientLimits("team-a", 1, 1_000)
-    await world.fleet.explain(asked(world, limits))
-    assert await keys_of_clients(world) == set()
-    decision = await world.fleet.decide(asked(world, limits), tell=True)
+    await keyspace.fleet.explain(asked(keyspace, limits))
+    assert await keys_of_clients(keyspace) == set()
+    decision = await keyspace.fleet.decide(asked(keyspace, limits), tell=True)
     assert decision.seen is not None
     assert [row.worker_id for row in decision.seen.candidates] == ["w1.0"]
     assert decision.use is not None
@@ -288,63 +288,63 @@ async def test_explaining_books_nothing(world: World) -> None:
 # ---------------------------------------------------------------- the queue
 
 
-async def saturated(world: World) -> None:
+async def saturated(keyspace: Keyspace) -> None:
     """The only worker has as much as it may have."""
-    await world.workers(1)
-    await world.ticked(grace_ms=3_600_000)
-    world.fleet.limits = QueueLimits(0.1, 8)  # 1,000 tokens
-    world.fleet.spans = LONG
-    await world.fleet.decide(world.ask(reservation="wf-busy", prompt_tokens=2_000))
+    await keyspace.workers(1)
+    await keyspace.ticked(grace_ms=3_600_000)
+    keyspace.fleet.limits = QueueLimits(0.1, 8)  # 1,000 tokens
+    keyspace.fleet.spans = LONG
+    await keyspace.fleet.decide(keyspace.ask(reservation="wf-busy", prompt_tokens=2_000))
 
 
-async def test_a_request_that_waits_is_in_flight(world: World) -> None:
-    await saturated(world)
+async def test_a_request_that_waits_is_in_flight(keyspace: Keyspace) -> None:
+    await saturated(keyspace)
     limits = ClientLimits("team-a", 2, 1_000)
-    first, second, third = (asked(world, limits, prompt_tokens=300) for _ in range(3))
+    first, second, third = (asked(keyspace, limits, prompt_tokens=300) for _ in range(3))
     for ask in (first, second):
-        assert isinstance(await world.fleet.decide_in_turn(ask, Place()), Queued)
+        assert isinstance(await keyspace.fleet.decide_in_turn(ask, Place()), Queued)
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(third, Place())
-    await world.fleet.poll([first.reservation], [second.reservation])
-    assert await in_flight(world, limits) == {first.reservation}
-    assert isinstance(await world.fleet.decide_in_turn(third, Place()), Queued)
-    await world.fleet.settle("wf-busy", "cancelled")
-    decision = await world.fleet.decide_in_turn(first, Place())
+        await keyspace.fleet.decide_in_turn(third, Place())
+    await keyspace.fleet.poll([first.reservation], [second.reservation])
+    assert await in_flight(keyspace, limits) == {first.reservation}
+    assert isinstance(await keyspace.fleet.decide_in_turn(third, Place()), Queued)
+    await keyspace.fleet.settle("wf-busy", "cancelled")
+    decision = await keyspace.fleet.decide_in_turn(first, Place())
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert decision.use.in_flight == 2
     assert 550 < (decision.use.tokens or 0) <= 600, "the place in the queue was counted, and is counted once"
-    await world.fleet.settle(first.reservation, "cancelled")
-    await world.fleet.poll((), [third.reservation])
-    assert await in_flight(world, limits) == set()
+    await keyspace.fleet.settle(first.reservation, "cancelled")
+    await keyspace.fleet.poll((), [third.reservation])
+    assert await in_flight(keyspace, limits) == set()
 
 
-async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(world: World) -> None:
+async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(keyspace: Keyspace) -> None:
     """Also if the place expired a moment before: other requests of the client find it taken again."""
-    await saturated(world)
+    await saturated(keyspace)
     limits = ClientLimits("team-a", 1)
-    ask = asked(world, limits)
-    assert isinstance(await world.fleet.decide_in_turn(ask, Place()), Queued)
-    await world.store.zadd(f"{world.keys.prefix}client:{limits.tag}", {ask.reservation: 1})
-    await world.fleet.poll([ask.reservation])
+    ask = asked(keyspace, limits)
+    assert isinstance(await keyspace.fleet.decide_in_turn(ask, Place()), Queued)
+    await keyspace.store.zadd(f"{keyspace.keys.prefix}client:{limits.tag}", {ask.reservation: 1})
+    await keyspace.fleet.poll([ask.reservation])
     with pytest.raises(RateLimited):
-        await world.fleet.decide_in_turn(asked(world, limits), Place())
-    assert await in_flight(world, limits) == {ask.reservation}
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+    assert await in_flight(keyspace, limits) == {ask.reservation}
 
 
-async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(world: World) -> None:
-    await saturated(world)
-    world.fleet.limits = QueueLimits(0.1, 2)
+async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(keyspace: Keyspace) -> None:
+    await saturated(keyspace)
+    keyspace.fleet.limits = QueueLimits(0.1, 2)
     limits = ClientLimits("team-a", 2, 10_000)
-    asks = [asked(world, limits) for _ in range(2)]
+    asks = [asked(keyspace, limits) for _ in range(2)]
     for ask in asks:
-        await world.fleet.decide_in_turn(ask, Place(b"tenant-a"))
-    await world.fleet.decide_in_turn(world.ask(), Place(b"tenant-b"))  # the newest of the longest flow gives way
-    assert await in_flight(world, limits) == {asks[0].reservation}
-    await world.store.zadd(world.keys.queue2 + ":leases", {asks[0].reservation: 1})
-    await world.fleet.poll()
-    assert await in_flight(world, limits) == set()
-    assert await used(world, limits) == 0, "what waited in vain costs nothing"
+        await keyspace.fleet.decide_in_turn(ask, Place(b"tenant-a"))
+    await keyspace.fleet.decide_in_turn(keyspace.ask(), Place(b"tenant-b"))  # the newest of the longest flow gives way
+    assert await in_flight(keyspace, limits) == {asks[0].reservation}
+    await keyspace.store.zadd(keyspace.keys.queue2 + ":leases", {asks[0].reservation: 1})
+    await keyspace.fleet.poll()
+    assert await in_flight(keyspace, limits) == set()
+    assert await used(keyspace, limits) == 0, "what waited in vain costs nothing"
 
 
 # ---------------------------------------------------------------- any order of events
@@ -370,8 +370,8 @@ STEPS = st.one_of(
 class History:
     """What three replicas asked for, and what Redis must hold of it."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, keyspace: Keyspace) -> None:
+        self.keyspace = keyspace
         self.asked: dict[str, tuple[Ask, int]] = {}  # id -> the request, its replica
         self.booked: dict[str, Decision] = {}
         self.rebuilt: set[str] = set()
@@ -386,18 +386,18 @@ class History:
     async def _decide(self, client: int, replica: int, tokens: int) -> None:
         limits = CLIENTS[client] if client else None
         name = new_reservation(1, client=limits.tag if limits else "")
-        ask = self.world.ask(reservation=name, prompt_tokens=tokens, limits=limits)
+        ask = self.keyspace.ask(reservation=name, prompt_tokens=tokens, limits=limits)
         self.asked[ask.reservation] = ask, replica
         await self.decide(ask)
 
     async def _rejoin(self, number: int) -> None:
-        await self.world.change(number, epoch=(await self.world.row(number)).epoch + 1, in_flight=0)
+        await self.keyspace.change(number, epoch=(await self.keyspace.row(number)).epoch + 1, in_flight=0)
 
     async def _renew(self, replica: int) -> None:
         """Its replica renews a lease that expired: the request runs on, whatever Redis has let in meanwhile."""
-        before = await self.world.leases()
+        before = await self.keyspace.leases()
         held = {name: own for name, own in self.booked.items() if self.asked[name][1] == replica}
-        await self.world.fleet.renew(
+        await self.keyspace.fleet.renew(
             [Renewal(name, own.worker_id, own.prefill_tokens, 10) for name, own in held.items()]
         )
         self.rebuilt |= held.keys() - before.keys()
@@ -407,32 +407,32 @@ class History:
             if own == replica:
                 await self._let_expire(name)
                 self.booked.pop(name, None)
-        await self.world.fleet.reap()
-        await self.world.fleet.poll()
+        await self.keyspace.fleet.reap()
+        await self.keyspace.fleet.poll()
 
     async def _let_expire(self, name: str) -> None:
-        for key in (self.world.keys.leases, self.world.keys.queue2 + ":leases"):
-            await self.world.store.zadd(key, {name: 1}, xx=True)
+        for key in (self.keyspace.keys.leases, self.keyspace.keys.queue2 + ":leases"):
+            await self.keyspace.store.zadd(key, {name: 1}, xx=True)
 
     async def _again(self, name: str) -> None:
         await self.decide(self.asked[name][0])
 
     async def _settle(self, name: str, outcome: Any) -> None:
-        await self.world.fleet.settle(name, outcome, 7)
+        await self.keyspace.fleet.settle(name, outcome, 7)
         if outcome != "started":
             self.booked.pop(name, None)
 
     async def _expire(self, name: str) -> None:
         await self._let_expire(name)
-        await self.world.fleet.reap()
-        await self.world.fleet.poll()
+        await self.keyspace.fleet.reap()
+        await self.keyspace.fleet.poll()
 
     async def _leave(self, name: str) -> None:
-        await self.world.fleet.poll((), [name])
+        await self.keyspace.fleet.poll((), [name])
 
     async def decide(self, ask: Ask) -> None:
         try:
-            answer = await self.world.fleet.decide_in_turn(ask, Place())
+            answer = await self.keyspace.fleet.decide_in_turn(ask, Place())
         except RateLimited:
             limits = ask.limits
             assert limits is not None
@@ -446,14 +446,14 @@ class History:
 
     async def open(self, tag: str) -> set[str]:
         """The open leases and the tickets of a client."""
-        leases = {name for name, lease in (await self.world.leases()).items() if lease.stage <= Stage.STARTED}
-        tickets = await cast("Any", self.world.store.hgetall(self.world.keys.queue2 + ":tickets"))
+        leases = {name for name, lease in (await self.keyspace.leases()).items() if lease.stage <= Stage.STARTED}
+        tickets = await cast("Any", self.keyspace.store.hgetall(self.keyspace.keys.queue2 + ":tickets"))
         waiting = {name.decode() for name, record in tickets.items() if record}
         return {name for name in leases | waiting if name[25:] == tag}
 
     async def check(self) -> None:
         for limits in CLIENTS[1:]:
-            counted, open_now = await in_flight(self.world, limits), await self.open(limits.tag)
+            counted, open_now = await in_flight(self.keyspace, limits), await self.open(limits.tag)
             assert counted == open_now, limits.name
             assert not limits.concurrency or len(counted - self.rebuilt) <= limits.concurrency
 
@@ -461,19 +461,19 @@ class History:
 async def run(url: str, steps: list[Any]) -> None:
     client = connect(url, timeout_s=10)
     try:
-        world = World(client, Fleet(client, f"limits/{uuid.uuid4().hex}", timeouts=PATIENT, spans=LONG))
-        await world.workers(2)
-        await world.ticked(grace_ms=3_600_000)
-        world.fleet.limits = QueueLimits(0.1, 6)
-        history = History(world)
+        keyspace = Keyspace(client, Fleet(client, f"limits/{uuid.uuid4().hex}", timeouts=PATIENT, spans=LONG))
+        await keyspace.workers(2)
+        await keyspace.ticked(grace_ms=3_600_000)
+        keyspace.fleet.limits = QueueLimits(0.1, 6)
+        history = History(keyspace)
         for one in steps:
             await history.step(*one)
             await history.check()
         for name in history.asked:
-            await world.fleet.poll((), [name])
-            await world.fleet.settle(name, "cancelled")
+            await keyspace.fleet.poll((), [name])
+            await keyspace.fleet.settle(name, "cancelled")
         await history.check()
-        assert not any([await in_flight(world, limits) for limits in CLIENTS])
+        assert not any([await in_flight(keyspace, limits) for limits in CLIENTS])
     finally:
         await client.aclose()
 
@@ -490,20 +490,20 @@ async def test_replicas_at_the_same_time_stay_within_the_limit(redis_url: str, m
     clients = [connect(redis_url, timeout_s=10) for _ in range(4)]
     try:
         fleets = [Fleet(client, model, timeouts=PATIENT) for client in clients]
-        world, rng, limits = World(clients[0], fleets[0]), random.Random(5), ClientLimits("team-a", 3)
-        await world.workers(2)
-        await world.ticked(grace_ms=3_600_000)
+        keyspace, rng, limits = Keyspace(clients[0], fleets[0]), random.Random(5), ClientLimits("team-a", 3)
+        await keyspace.workers(2)
+        await keyspace.ticked(grace_ms=3_600_000)
         most, served = 0, 0
 
         async def requests(fleet: Fleet) -> None:
             nonlocal most, served
             for _ in range(40):
-                ask = asked(world, limits)
+                ask = asked(keyspace, limits)
                 try:
                     await fleet.decide_in_turn(ask, Place())
                 except RateLimited:
                     continue
-                most = max(most, len([one for one in (await world.leases()).values() if one.stage <= Stage.STARTED]))
+                most = max(most, len([one for one in (await keyspace.leases()).values() if one.stage <= Stage.STARTED]))
                 await asyncio.sleep(rng.random() * 0.002)
                 await fleet.settle(ask.reservation, "finished")
                 served += 1

@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
-from tests.lua.world import BLOCK, READY, SCHEME, World
+from tests.support.fleet.keyspace import BLOCK, READY, SCHEME, Keyspace
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
 from warmfleet.errors import BadArgument, CancelledReservation, NoWorker
 from warmfleet.fleet import Flag, Fleet, Lease, Stage, connect
@@ -30,18 +30,18 @@ from warmfleet_worker.protocol import wire
         {"reservation": ""},
     ],
 )
-async def test_what_decide_refuses(world: World, change: dict[str, Any]) -> None:
-    await world.workers(2)
+async def test_what_decide_refuses(keyspace: Keyspace, change: dict[str, Any]) -> None:
+    await keyspace.workers(2)
     with pytest.raises(BadArgument):
-        await world.fleet.decide(world.ask(world.chain(4), **change))
-    assert await world.leases() == {}
-    assert all(row.in_flight == 0 for row in (await world.rows()).values())
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), **change))
+    assert await keyspace.leases() == {}
+    assert all(row.in_flight == 0 for row in (await keyspace.rows()).values())
 
 
-async def test_no_worker(world: World) -> None:
-    await world.ticked()
+async def test_no_worker(keyspace: Keyspace) -> None:
+    await keyspace.ticked()
     with pytest.raises(NoWorker):
-        await world.fleet.decide(world.ask(world.chain(4)))
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
 
 
 @pytest.mark.parametrize(
@@ -49,155 +49,157 @@ async def test_no_worker(world: World) -> None:
     [READY & ~Flag.SERVER, READY & ~Flag.URL, READY | Flag.DRAINING, READY | Flag.HOSTILE, READY | Flag.PAUSED],
     ids=["no server", "no url", "draining", "hostile", "paused"],
 )
-async def test_who_is_not_routable(world: World, flags: int) -> None:
-    await world.workers(2)
-    await world.change(1, flags=flags)
-    chosen = {(await world.fleet.decide(world.ask(world.chain(4)))).worker_id for _ in range(8)}
+async def test_who_is_not_routable(keyspace: Keyspace, flags: int) -> None:
+    await keyspace.workers(2)
+    await keyspace.change(1, flags=flags)
+    chosen = {(await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)}
     assert chosen == {"w2.0"}
 
 
-async def test_excluded_workers_are_not_chosen(world: World) -> None:
-    await world.workers(12)
+async def test_excluded_workers_are_not_chosen(keyspace: Keyspace) -> None:
+    await keyspace.workers(12)
     names = {f"w{number}.0" for number in range(1, 13)}
     exclude = tuple(sorted(names - {"w1.0", "w2.0"}))  # w1 is no prefix match of w11 and w12
-    chosen = {(await world.fleet.decide(world.ask(world.chain(4), exclude=exclude))).worker_id for _ in range(16)}
+    chosen = {
+        (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), exclude=exclude))).worker_id for _ in range(16)
+    }
     assert chosen == {"w1.0", "w2.0"}
     with pytest.raises(NoWorker):
-        await world.fleet.decide(world.ask(world.chain(4), exclude=tuple(names)))
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), exclude=tuple(names)))
 
 
-async def test_a_silent_worker_is_not_chosen_after_its_ttl(world: World) -> None:
-    await world.ticked()
-    await world.worker(1, age_ms=16_000)
-    await world.worker(2, age_ms=14_000)
-    assert {(await world.fleet.decide(world.ask(world.chain(4)))).worker_id for _ in range(8)} == {"w2.0"}
+async def test_a_silent_worker_is_not_chosen_after_its_ttl(keyspace: Keyspace) -> None:
+    await keyspace.ticked()
+    await keyspace.worker(1, age_ms=16_000)
+    await keyspace.worker(2, age_ms=14_000)
+    assert {(await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)} == {"w2.0"}
 
 
 @pytest.mark.parametrize(
     "tick", [{"age_ms": 3_000}, {"age_ms": -5_000}, {"grace_ms": 5_000}, None], ids=["old", "future", "grace", "none"]
 )
-async def test_in_grace_nobody_expires(world: World, tick: dict[str, int] | None) -> None:
-    await world.worker(1, age_ms=60_000)
+async def test_in_grace_nobody_expires(keyspace: Keyspace, tick: dict[str, int] | None) -> None:
+    await keyspace.worker(1, age_ms=60_000)
     if tick is not None:
-        await world.ticked(**tick)
-    assert (await world.fleet.decide(world.ask(world.chain(4)))).worker_id == "w1.0"
+        await keyspace.ticked(**tick)
+    assert (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id == "w1.0"
 
 
-async def test_a_tick_that_is_due_is_no_grace(world: World) -> None:
+async def test_a_tick_that_is_due_is_no_grace(keyspace: Keyspace) -> None:
     """A fleet at rest ticks once a second."""
-    await world.ticked(age_ms=2_000)
-    await world.worker(1, age_ms=60_000)
+    await keyspace.ticked(age_ms=2_000)
+    await keyspace.worker(1, age_ms=60_000)
     with pytest.raises(NoWorker):
-        await world.fleet.decide(world.ask(world.chain(4)))
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
 
 
-async def test_a_row_without_alive_is_not_routable_even_in_grace(world: World) -> None:
-    await world.worker(1)
-    await world.store.zrem(world.keys.alive, "w1.0")
+async def test_a_row_without_alive_is_not_routable_even_in_grace(keyspace: Keyspace) -> None:
+    await keyspace.worker(1)
+    await keyspace.store.zrem(keyspace.keys.alive, "w1.0")
     with pytest.raises(NoWorker):
-        await world.fleet.decide(world.ask(world.chain(4)))
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
 
 
 # ---------------------------------------------------------------- the answer, once
 
 
-async def test_a_known_id_gets_its_stored_answer(world: World) -> None:
-    await world.workers(4)
-    chain = world.chain(40)
-    await world.hold(3, chain, 30)
-    ask = world.ask(chain)
-    first = await world.fleet.decide(ask)
+async def test_a_known_id_gets_its_stored_answer(keyspace: Keyspace) -> None:
+    await keyspace.workers(4)
+    chain = keyspace.chain(40)
+    await keyspace.hold(3, chain, 30)
+    ask = keyspace.ask(chain)
+    first = await keyspace.fleet.decide(ask)
     assert (first.outcome, first.worker_id, first.matched_tokens) == ("booked", "w3.0", 480)
-    await world.hold(1, chain)
-    again = await world.fleet.decide(ask)
+    await keyspace.hold(1, chain)
+    again = await keyspace.fleet.decide(ask)
     assert again.outcome == "known"
     same = ("worker_id", "server_id", "url", "matched_tokens", "prompt_tokens", "prefill_tokens", "decode_tokens")
     assert [getattr(again, name) for name in same] == [getattr(first, name) for name in same]
     assert first.url == "http://10.0.0.3:8000"
     assert first.server_id == "w3"
-    assert (await world.row(3)).in_flight == 1
+    assert (await keyspace.row(3)).in_flight == 1
 
 
-async def test_a_cancelled_id_books_nothing(world: World) -> None:
-    await world.workers(2)
-    ask = world.ask(world.chain(4))
-    assert await world.fleet.settle(ask.reservation, "cancelled") == "UNKNOWN"
+async def test_a_cancelled_id_books_nothing(keyspace: Keyspace) -> None:
+    await keyspace.workers(2)
+    ask = keyspace.ask(keyspace.chain(4))
+    assert await keyspace.fleet.settle(ask.reservation, "cancelled") == "UNKNOWN"
     with pytest.raises(CancelledReservation):
-        await world.fleet.decide(ask)
-    assert all(row.in_flight == 0 for row in (await world.rows()).values())
+        await keyspace.fleet.decide(ask)
+    assert all(row.in_flight == 0 for row in (await keyspace.rows()).values())
 
 
-async def test_what_is_booked(world: World) -> None:
-    await world.workers(1)
-    chain = world.chain(200)
-    await world.hold(1, chain, 70)
-    decision = await world.fleet.decide(world.ask(chain, extra_tokens=5, decode_tokens=4_000))
+async def test_what_is_booked(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    chain = keyspace.chain(200)
+    await keyspace.hold(1, chain, 70)
+    decision = await keyspace.fleet.decide(keyspace.ask(chain, extra_tokens=5, decode_tokens=4_000))
     assert (decision.matched_tokens, decision.prefill_tokens, decision.wait_tokens) == (1120, 2085, 0)
-    row = await world.row(1)
+    row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2085, 2880, 1)  # neither counts the match
     made = [1, 64, 128, 200]  # block 1, the checkpoints beyond the 70 blocks it has, and the one before
     hashes = tuple(chain[8 * block - 8 : 8 * block] for block in made)
-    lease = (await world.leases())[decision.reservation]
+    lease = (await keyspace.leases())[decision.reservation]
     assert lease == Lease(1, 1, 2085, 2_880, 1120, 3205, Stage.BOOKED, "w1.0", hashes)
-    assert await world.speculation() == {one: {1: 1} for one in hashes}
-    expiry = await world.store.zscore(world.keys.leases, decision.reservation)
-    seconds, micros = await world.store.time()
+    assert await keyspace.speculation() == {one: {1: 1} for one in hashes}
+    expiry = await keyspace.store.zscore(keyspace.keys.leases, decision.reservation)
+    seconds, micros = await keyspace.store.time()
     assert expiry == pytest.approx(seconds * 1000 + micros / 1000 + 30_000, abs=2_000)
 
 
-async def test_the_checkpoints_of_a_long_chain(world: World) -> None:
-    await world.workers(1)
-    chain = world.chain(3_000)
-    await world.fleet.decide(world.ask(chain))
+async def test_the_checkpoints_of_a_long_chain(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    chain = keyspace.chain(3_000)
+    await keyspace.fleet.decide(keyspace.ask(chain))
     grid = [1, 16, 32, 64, 128, 256, 512, 1024, 2048, 3000]
-    assert set(await world.speculation()) == {chain[8 * block - 8 : 8 * block] for block in grid}
+    assert set(await keyspace.speculation()) == {chain[8 * block - 8 : 8 * block] for block in grid}
 
 
-async def test_expired_leases_are_reaped_by_the_next_decision(world: World) -> None:
-    await world.workers(1)
+async def test_expired_leases_are_reaped_by_the_next_decision(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     for _ in range(20):
-        await world.fleet.decide(world.ask(world.chain(30)))
-    started = world.ask(world.chain(30))
-    await world.fleet.decide(started)
-    await world.fleet.settle(started.reservation, "started")
-    for name in await world.leases():
-        await world.store.zadd(world.keys.leases, {name: 1})
+        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(30)))
+    started = keyspace.ask(keyspace.chain(30))
+    await keyspace.fleet.decide(started)
+    await keyspace.fleet.settle(started.reservation, "started")
+    for name in await keyspace.leases():
+        await keyspace.store.zadd(keyspace.keys.leases, {name: 1})
     for left in (13, 5, 0):
-        await world.fleet.explain(world.ask(world.chain(1)))
-        assert (await world.row(1)).in_flight == left, "eight a call"
-    row = await world.row(1)
+        await keyspace.fleet.explain(keyspace.ask(keyspace.chain(1)))
+        assert (await keyspace.row(1)).in_flight == left, "eight a call"
+    row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-    assert await world.leases() == {}
-    assert await world.speculation() == {}
+    assert await keyspace.leases() == {}
+    assert await keyspace.speculation() == {}
 
 
-async def test_a_lease_of_an_earlier_epoch_owes_nothing(world: World) -> None:
-    await world.workers(1)
-    ask = world.ask(world.chain(30))
-    await world.fleet.decide(ask)
-    await world.change(1, epoch=2, prefill_tokens=7, decode_tokens=8, in_flight=9)
-    await world.store.zadd(world.keys.leases, {ask.reservation: 1})
-    await world.fleet.explain(world.ask(world.chain(1)))
-    row = await world.row(1)
+async def test_a_lease_of_an_earlier_epoch_owes_nothing(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    ask = keyspace.ask(keyspace.chain(30))
+    await keyspace.fleet.decide(ask)
+    await keyspace.change(1, epoch=2, prefill_tokens=7, decode_tokens=8, in_flight=9)
+    await keyspace.store.zadd(keyspace.keys.leases, {ask.reservation: 1})
+    await keyspace.fleet.explain(keyspace.ask(keyspace.chain(1)))
+    row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (7, 8, 9)
-    assert await world.leases() == {}
-    assert await world.speculation() == {}
+    assert await keyspace.leases() == {}
+    assert await keyspace.speculation() == {}
 
 
 # ---------------------------------------------------------------- many at once, and trouble
 
 
-async def test_a_hundred_at_once_book_exactly_a_hundred(redis_url: str, world: World) -> None:
-    await world.workers(4)
+async def test_a_hundred_at_once_book_exactly_a_hundred(redis_url: str, keyspace: Keyspace) -> None:
+    await keyspace.workers(4)
     other = connect(redis_url, timeout_s=5)
-    fleets = [world.fleet, Fleet(other, world.keys.tag.replace("~", "/"), timeouts=PATIENT)]
-    asks = [world.ask(world.chain(20), extra_tokens=7) for _ in range(50)]
+    fleets = [keyspace.fleet, Fleet(other, keyspace.keys.tag.replace("~", "/"), timeouts=PATIENT)]
+    asks = [keyspace.ask(keyspace.chain(20), extra_tokens=7) for _ in range(50)]
     both = [fleet.decide(ask) for ask in asks for fleet in fleets]  # every id from two routers at once
     decisions = await asyncio.gather(*both)
     await other.aclose()
     assert sorted(one.outcome for one in decisions) == ["booked"] * 50 + ["known"] * 50
     assert len({(one.reservation, one.worker_id) for one in decisions}) == 50
-    rows = (await world.rows()).values()
+    rows = (await keyspace.rows()).values()
     assert sum(row.in_flight for row in rows) == 50
     assert sum(row.prefill_tokens for row in rows) == 50 * 327
     assert max(row.in_flight for row in rows) - min(row.in_flight for row in rows) <= 1
@@ -207,25 +209,25 @@ async def test_a_full_redis_still_books_and_settles(model: str) -> None:
     for binary in (valkey_binary(), redis7_binary()):
         with server(binary) as url:
             client = connect(url, timeout_s=5)
-            world = World(client, Fleet(client, model, timeouts=PATIENT))
-            await world.workers(2)
-            ask = world.ask(world.chain(10))
-            await world.fleet.explain(ask)  # the script is known before memory is full
-            await world.fleet.settle("wf-nobody", "finished")
+            keyspace = Keyspace(client, Fleet(client, model, timeouts=PATIENT))
+            await keyspace.workers(2)
+            ask = keyspace.ask(keyspace.chain(10))
+            await keyspace.fleet.explain(ask)  # the script is known before memory is full
+            await keyspace.fleet.settle("wf-nobody", "finished")
             await client.config_set("maxmemory", 1)
-            assert (await world.fleet.decide(ask)).outcome == "booked"
-            assert await world.fleet.settle(ask.reservation, "started") == "STARTED"
-            assert await world.fleet.settle(ask.reservation, "finished") == "SETTLED"
+            assert (await keyspace.fleet.decide(ask)).outcome == "booked"
+            assert await keyspace.fleet.settle(ask.reservation, "started") == "STARTED"
+            assert await keyspace.fleet.settle(ask.reservation, "finished") == "SETTLED"
             await client.aclose()
 
 
-async def test_the_url_is_cut_out_of_any_record(world: World) -> None:
-    await world.workers(1)
+async def test_the_url_is_cut_out_of_any_record(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
     record = {
         "artifacts": {"a": {"chunks": ["00"] * 100}},
         "facts": {"note": 'an "url":"x" in text'},
         "url": "http://h/v1",
     }
     for text in (wire.dumps(record), wire.dumps(record).replace("/", "\\/")):
-        await cast("Any", world.store.hset(world.keys.servers, "w1", text))
-        assert (await world.fleet.decide(world.ask())).url == "http://h/v1"
+        await cast("Any", keyspace.store.hset(keyspace.keys.servers, "w1", text))
+        assert (await keyspace.fleet.decide(keyspace.ask())).url == "http://h/v1"

@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.lua.world import World
+    from tests.support.fleet.keyspace import Keyspace
 
 CACHE_BLOCKS = 4_096  # 65,536 tokens
 PROMPT_BLOCKS = 187  # 2,992 tokens
 
 
-async def burst(world: World, decode_tokens: int, *, computed: bool) -> Counter[str]:
+async def burst(keyspace: Keyspace, decode_tokens: int, *, computed: bool) -> Counter[str]:
     """Sixteen requests for one prompt come at once; ``computed``: each is computed before the next one comes."""
-    chain, homes = world.chain(PROMPT_BLOCKS), Counter[str]()
+    chain, homes = keyspace.chain(PROMPT_BLOCKS), Counter[str]()
     for _ in range(16):
-        ask = world.ask(chain, extra_tokens=8, decode_tokens=decode_tokens)
-        decision = await world.fleet.decide(ask)
+        ask = keyspace.ask(chain, extra_tokens=8, decode_tokens=decode_tokens)
+        decision = await keyspace.fleet.decide(ask)
         homes[decision.worker_id] += 1
         if computed:
-            await world.fleet.settle(ask.reservation, "started")
-            await world.hold(int(decision.worker_id[1:].partition(".")[0]), chain)
+            await keyspace.fleet.settle(ask.reservation, "started")
+            await keyspace.hold(int(decision.worker_id[1:].partition(".")[0]), chain)
     return homes
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_twenty_samples_of_one_prompt_are_shared_by_the_fleet(world: World, computed: bool) -> None:
-    await world.workers(4, capacity_blocks=CACHE_BLOCKS)
-    homes = await burst(world, 20 * (3_000 + 200), computed=computed)
+async def test_twenty_samples_of_one_prompt_are_shared_by_the_fleet(keyspace: Keyspace, computed: bool) -> None:
+    await keyspace.workers(4, capacity_blocks=CACHE_BLOCKS)
+    homes = await burst(keyspace, 20 * (3_000 + 200), computed=computed)
     assert len(homes) == 4
     assert max(homes.values()) <= 6, homes
 
 
 @pytest.mark.parametrize("computed", [False, True])
-async def test_answers_that_fit_beside_the_prompt_stay_where_it_is(world: World, computed: bool) -> None:
+async def test_answers_that_fit_beside_the_prompt_stay_where_it_is(keyspace: Keyspace, computed: bool) -> None:
     """Sixteen short answers to one prompt need its blocks once, so the booked context of one worker has room."""
-    await world.workers(4, capacity_blocks=600)  # 9,600 tokens: the prompt and sixteen answers, not sixteen prompts
-    assert len(await burst(world, 3_000 + 200, computed=computed)) == 1
+    await keyspace.workers(4, capacity_blocks=600)  # 9,600 tokens: the prompt and sixteen answers, not sixteen prompts
+    assert len(await burst(keyspace, 3_000 + 200, computed=computed)) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.lua.stream import SHA, Core, block, blocks, held
+from tests.support.fleet.reporting_worker import SHA, ReportingWorker, block, blocks, held
 
 from warmfleet.fleet import Ask, Flag, Fleet
 from warmfleet.prompt.block_hashes import Chain
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 
-async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank: int = 0) -> Core:
-    core = Core(store, fleet, server_id, rank)
-    await core.join()
-    await core.send("stored", blocks(1, 2, 3))
-    await core.applied()
-    return core
+async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank: int = 0) -> ReportingWorker:
+    reporter = ReportingWorker(store, fleet, server_id, rank)
+    await reporter.join()
+    await reporter.send("stored", blocks(1, 2, 3))
+    await reporter.applied()
+    return reporter
 
 
 async def collected(fleet: Fleet) -> None:
@@ -37,10 +37,10 @@ async def keys_of(fleet: Fleet) -> set[str]:
 
 
 async def test_nothing_of_a_forgotten_worker_stays(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
-    await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
-    await core.send("chunk", b"0000000a" + blocks(8, 9))
-    await core.applied()
+    reporter = await worker(store, fleet)
+    await reporter.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
+    await reporter.send("chunk", b"0000000a" + blocks(8, 9))
+    await reporter.applied()
     await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))
     await store.zadd(fleet.keys.alive_servers, {"s": 1})
     await store.set(fleet.keys.artifact("s", SHA), b"x")
@@ -64,12 +64,12 @@ async def test_the_server_stays_while_another_worker_of_it_does(store: aioredis.
 
 
 async def test_one_that_came_back_is_not_forgotten(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     assert not await fleet.forget("s.0", 600_000)
     await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
-    await core.heartbeat()
+    await reporter.heartbeat()
     assert not await fleet.forget("s.0", 600_000), "a heartbeat is still unread"
-    await core.applied()
+    await reporter.applied()
     await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
     assert await fleet.forget("s.0", 600_000)
 
@@ -82,37 +82,37 @@ async def test_nobody_is_forgotten_for_an_unknown_name(fleet: Fleet) -> None:
 async def test_a_lease_of_a_forgotten_worker_takes_nothing_from_its_successor(
     store: aioredis.Redis, fleet: Fleet
 ) -> None:
-    core = await worker(store, fleet)
-    await route(core, "wf-old")
+    reporter = await worker(store, fleet)
+    await route(reporter, "wf-old")
     await fleet.forget("s.0")
-    core.number = 0
-    await core.join("n2")
-    await core.applied()
-    await route(core, "wf-new")
-    before = await core.row()
+    reporter.number = 0
+    await reporter.join("n2")
+    await reporter.applied()
+    await route(reporter, "wf-new")
+    before = await reporter.row()
     assert before.in_flight == 1
     await fleet.settle("wf-old", "finished")
-    assert await core.row() == before
+    assert await reporter.row() == before
 
 
-async def route(core: Core, reservation: str) -> None:
+async def route(reporter: ReportingWorker, reservation: str) -> None:
     """Book a request on the only worker there is."""
-    packed = bytearray((await core.row()).pack(core.worker_id))
+    packed = bytearray((await reporter.row()).pack(reporter.worker_id))
     packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
-    await core.store.hset(core.keys.load, core.worker_id, bytes(packed))
-    chain = Chain((await core.row()).scheme, 16, blocks(1))
-    await core.fleet.decide(Ask(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
+    await reporter.store.hset(reporter.keys.load, reporter.worker_id, bytes(packed))
+    chain = Chain((await reporter.row()).scheme, 16, blocks(1))
+    await reporter.fleet.decide(Ask(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
 
 
 async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Redis, fleet: Fleet) -> None:
-    core, other = await worker(store, fleet), await worker(store, fleet, "t")
-    await core.send("cleared")
-    await core.send("stored", blocks(2))
-    await core.applied()
+    reporter, other = await worker(store, fleet), await worker(store, fleet, "t")
+    await reporter.send("cleared")
+    await reporter.send("stored", blocks(2))
+    await reporter.applied()
     assert await fleet.collect(2) == (2, 1)
     assert await fleet.collect(2) == (1, 0)
     assert await fleet.collect(2) == (0, 0)
-    assert await core.holds() == held(2)
+    assert await reporter.holds() == held(2)
     assert await other.holds() == held(1, 2, 3)
     members = await store.smembers(fleet.keys.block(block(1)))
     assert len(members) == 1

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from redis.exceptions import ResponseError
-from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
-from tests.lua.stream import Core, blocks, digest_of, held
-from tests.lua.world import READY, World
+from tests.support.fleet.keyspace import READY, Keyspace
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks, digest_of, held
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import SCRIPT_KEYS, Announcement, Flag, Fleet, Proof, Renewal, connect, new_reservation
@@ -55,21 +55,21 @@ WRITES_REFUSED = {"prove", "vouch", "eject", "register", "audit"}
 
 async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     """A call of every script that has something to write."""
-    store, core, world = fleet.redis, Core(fleet.redis, fleet), World(fleet.redis, fleet)
-    await world.workers(4)
+    store, reporter, keyspace = fleet.redis, ReportingWorker(fleet.redis, fleet), Keyspace(fleet.redis, fleet)
+    await keyspace.workers(4)
     await store.zadd(fleet.keys.alive_servers, {"w1": time.time() * 1000})
-    await core.join()
-    await core.send("stored", blocks(*range(300, 400)))
-    await core.applied()
-    await core.send("removed", blocks(*range(300, 310)))
-    control = Core(store, fleet, "t")
+    await reporter.join()
+    await reporter.send("stored", blocks(*range(300, 400)))
+    await reporter.applied()
+    await reporter.send("removed", blocks(*range(300, 310)))
+    control = ReportingWorker(store, fleet, "t")
     await control.join()
     await control.send("stored", blocks(1))
     await control.applied()
     await control.send("cleared")
     entry = cast("dict[Any, Any]", wire.entry("m1", 1, "join", wire.dumps({"schema": wire.SCHEMA})))
     await store.xadd(fleet.keys.server("s"), entry)
-    ask, known, gone = world.ask(world.chain(10)), world.ask(), world.ask()
+    ask, known, gone = keyspace.ask(keyspace.chain(10)), keyspace.ask(), keyspace.ask()
     for one in (known, gone):
         await fleet.decide(one)
     await fleet.audit(3600)
@@ -113,7 +113,7 @@ async def test_what_every_script_does_at_the_limit(own_store: aioredis.Redis, ow
     slots = {int(slot) for slot in await cast("Any", own_store.smembers(own_fleet.keys.retired))}
     assert slots, "what was cleared and forgotten at the limit is retired"
     assert await own_store.xlen(own_fleet.keys.events("s.0")) == 0
-    assert len(await Core(own_store, own_fleet).holds()) == 90
+    assert len(await ReportingWorker(own_store, own_fleet).holds()) == 90
     with pytest.raises(ResponseError):
         await own_store.xadd("a stream", {"a": "b"})
 
@@ -126,14 +126,14 @@ def test_the_readme_says_the_same() -> None:
 
 
 async def test_while_writes_are_refused_nobody_expires(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
-    world = World(own_store, own_fleet)
-    await world.worker(1, age_ms=60_000)
+    keyspace = Keyspace(own_store, own_fleet)
+    await keyspace.worker(1, age_ms=60_000)
     await memory_is(own_fleet, short=False)
     assert not (await own_fleet.tick()).grace
     await own_store.config_set("maxmemory", 1)
     tick = await own_fleet.tick()
     assert (tick.grace, tick.short, tick.forget) == (True, True, ())
-    assert (await own_fleet.decide(world.ask())).worker_id == "w1.0"
+    assert (await own_fleet.decide(keyspace.ask())).worker_id == "w1.0"
 
 
 # ---------------------------------------------------------------- hysteresis
@@ -171,93 +171,95 @@ async def test_short_lasts_a_while(fleet: Fleet) -> None:
 # ---------------------------------------------------------------- one worker
 
 
-async def test_while_memory_is_short_nothing_is_inserted_and_the_rest_goes_on(core: Core, fleet: Fleet) -> None:
-    await core.send("stored", blocks(1, 2, 3))
-    await core.applied()
+async def test_while_memory_is_short_nothing_is_inserted_and_the_rest_goes_on(
+    reporter: ReportingWorker, fleet: Fleet
+) -> None:
+    await reporter.send("stored", blocks(1, 2, 3))
+    await reporter.applied()
     await memory_is(fleet, short=True)
-    await core.send("stored", blocks(4))
-    await core.send("removed", blocks(1))
-    await core.heartbeat(digest_of(2, 3, 4), speed_tps=1234)
-    await core.applied()
-    row = await core.row()
-    assert await core.holds() == held(2, 3)
+    await reporter.send("stored", blocks(4))
+    await reporter.send("removed", blocks(1))
+    await reporter.heartbeat(digest_of(2, 3, 4), speed_tps=1234)
+    await reporter.applied()
+    row = await reporter.row()
+    assert await reporter.holds() == held(2, 3)
     assert row.flags & Flag.PARTIAL
     assert row.speed_tps == 1234
     assert await fleet.counts() == {"partial": 1}
-    assert (await core.command()).get("do") is None
+    assert (await reporter.command()).get("do") is None
     fleet.pace = Pace(min_gap_ms=0)
     assert (await fleet.tick()).ran
-    assert (await core.command()).get("do") is None, "no snapshot is asked for that there is no room for"
+    assert (await reporter.command()).get("do") is None, "no snapshot is asked for that there is no room for"
 
 
-async def test_while_memory_is_short_no_digest_is_compared(core: Core, fleet: Fleet) -> None:
+async def test_while_memory_is_short_no_digest_is_compared(reporter: ReportingWorker, fleet: Fleet) -> None:
     await memory_is(fleet, short=True)
-    await core.heartbeat(digest_of(1))
-    await core.applied()
+    await reporter.heartbeat(digest_of(1))
+    await reporter.applied()
     assert await fleet.counts() == {}
-    assert await core.waiting() is None
+    assert await reporter.waiting() is None
     await memory_is(fleet, short=False)
-    await core.heartbeat(digest_of(1))
-    await core.applied()
+    await reporter.heartbeat(digest_of(1))
+    await reporter.applied()
     assert await fleet.counts() == {"mismatch": 1}
 
 
-async def test_when_there_is_room_again_a_snapshot_makes_it_whole(core: Core, fleet: Fleet) -> None:
+async def test_when_there_is_room_again_a_snapshot_makes_it_whole(reporter: ReportingWorker, fleet: Fleet) -> None:
     fleet.pace = Pace(min_gap_ms=0, short_ms=0)
     await memory_is(fleet, short=True)
-    await core.send("stored", blocks(1, 2))
-    await core.applied()
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.applied()
     await memory_is(fleet, short=False)
-    await core.heartbeat(digest_of(1, 2))
-    await core.applied()
-    assert (await core.row()).flags & Flag.PARTIAL
-    assert cast("float", await core.waiting()) < 0
+    await reporter.heartbeat(digest_of(1, 2))
+    await reporter.applied()
+    assert (await reporter.row()).flags & Flag.PARTIAL
+    assert cast("float", await reporter.waiting()) < 0
     await fleet.tick()
-    command = await core.command()
+    command = await reporter.command()
     assert command["do"] == "resync"
-    await core.snapshot([1, 2], command=command["id"])
-    await core.heartbeat(digest_of(1, 2))
-    await core.applied()
-    assert await core.holds() == held(1, 2)
-    assert not (await core.row()).flags & Flag.PARTIAL
+    await reporter.snapshot([1, 2], command=command["id"])
+    await reporter.heartbeat(digest_of(1, 2))
+    await reporter.applied()
+    assert await reporter.holds() == held(1, 2)
+    assert not (await reporter.row()).flags & Flag.PARTIAL
     assert await fleet.counts() == {"partial": 1, "resync_partial": 1}
 
 
-async def test_what_was_left_out_and_evicted_since_needs_no_snapshot(core: Core, fleet: Fleet) -> None:
+async def test_what_was_left_out_and_evicted_since_needs_no_snapshot(reporter: ReportingWorker, fleet: Fleet) -> None:
     await memory_is(fleet, short=True)
-    await core.send("stored", blocks(1, 2))
-    await core.send("removed", blocks(1, 2))
-    await core.applied()
+    await reporter.send("stored", blocks(1, 2))
+    await reporter.send("removed", blocks(1, 2))
+    await reporter.applied()
     await memory_is(fleet, short=False)
-    await core.heartbeat(digest_of())
-    await core.applied()
-    assert not (await core.row()).flags & Flag.PARTIAL
-    assert await core.waiting() is None
+    await reporter.heartbeat(digest_of())
+    await reporter.applied()
+    assert not (await reporter.row()).flags & Flag.PARTIAL
+    assert await reporter.waiting() is None
 
 
-async def test_a_snapshot_that_does_not_fit_is_given_up(core: Core, fleet: Fleet) -> None:
+async def test_a_snapshot_that_does_not_fit_is_given_up(reporter: ReportingWorker, fleet: Fleet) -> None:
     name = "5ea50001"
-    await core.send("stored", blocks(1))
-    await core.send("begin", wire.dumps({"snapshot": name, "command": None}))
-    await core.send("chunk", name.encode() + blocks(2, 3))
-    await core.applied()
-    shadow = (await core.record())["shadow"]
+    await reporter.send("stored", blocks(1))
+    await reporter.send("begin", wire.dumps({"snapshot": name, "command": None}))
+    await reporter.send("chunk", name.encode() + blocks(2, 3))
+    await reporter.applied()
+    shadow = (await reporter.record())["shadow"]
     await memory_is(fleet, short=True)
-    await core.send("chunk", name.encode() + blocks(4))
-    await core.send("chunk", name.encode() + blocks(5))
-    await core.end(digest_of(2, 3, 4, 5), name)
-    await core.applied()
-    assert await core.retired() == {shadow}
-    assert cast("float", await core.waiting()) < 0
-    assert await core.holds() == held(1)
+    await reporter.send("chunk", name.encode() + blocks(4))
+    await reporter.send("chunk", name.encode() + blocks(5))
+    await reporter.end(digest_of(2, 3, 4, 5), name)
+    await reporter.applied()
+    assert await reporter.retired() == {shadow}
+    assert cast("float", await reporter.waiting()) < 0
+    assert await reporter.holds() == held(1)
     assert await fleet.counts() == {"partial": 1, "stale": 2}
 
 
-async def test_a_partial_winner_is_verified(world: World) -> None:
+async def test_a_partial_winner_is_verified(keyspace: Keyspace) -> None:
     """Blocks that were left out are holes; a set with holes may look deeper than it is."""
-    await world.ticked()
-    await world.worker(1, flags=READY | Flag.PARTIAL)
-    chain = world.chain(10)
-    await world.hold(1, chain)
-    await world.drop(1, chain[4 * 8 : 5 * 8])
-    assert (await world.fleet.decide(world.ask(chain))).matched_tokens == 4 * 16
+    await keyspace.ticked()
+    await keyspace.worker(1, flags=READY | Flag.PARTIAL)
+    chain = keyspace.chain(10)
+    await keyspace.hold(1, chain)
+    await keyspace.drop(1, chain[4 * 8 : 5 * 8])
+    assert (await keyspace.fleet.decide(keyspace.ask(chain))).matched_tokens == 4 * 16

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 from redis.exceptions import ResponseError
-from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
-from tests.lua.malformed import BOMBS, NUMBERS, NUMBERS_TOO, WORDS, Malformed
-from tests.lua.stream import Core, blocks, held
+from tests.support.fleet.malformed_entries import BOMBS, NUMBERS, NUMBERS_TOO, WORDS, Malformed
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks, held
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
 from warmfleet.fleet import Ask, Fleet, Proof, connect
 from warmfleet.fleet.upkeep import Pace
@@ -37,12 +37,12 @@ def own_url(request: pytest.FixtureRequest) -> Iterator[str]:
         yield url
 
 
-async def victim(fleet: Fleet) -> Core:
+async def victim(fleet: Fleet) -> ReportingWorker:
     """A worker with blocks, a server and an open reservation."""
-    core = Core(fleet.redis, fleet, "v")
-    await core.join("honest")
-    await core.send("stored", blocks(*range(0, 300, 2)))
-    await core.applied()
+    reporter = ReportingWorker(fleet.redis, fleet, "v")
+    await reporter.join("honest")
+    await reporter.send("stored", blocks(*range(0, 300, 2)))
+    await reporter.applied()
     told = {"schema": 1, "server_id": "v", "url": "http://10.0.0.9:1", "artifacts": {}, "facts": {}, "version": "1"}
     told["models"] = [fleet.keys.tag.replace("~", "/")]
     entry: Any = {"n": "v1", "b": "1", "o": "join", "d": json.dumps(told)}
@@ -52,7 +52,7 @@ async def victim(fleet: Fleet) -> Core:
     await fleet.decide(Ask("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
         await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour
-    return core
+    return reporter
 
 
 def all_of(store: Any, prefix: str, name: str, slot: int) -> dict[str, Any]:
@@ -140,12 +140,12 @@ class Siege:
 
     async def still_listens(self) -> None:
         """After all these entries an honest process of the same name is heard at once."""
-        core = Core(self.fleet.redis, self.fleet, "s")
-        await core.join(f"fresh{self.entries}")
-        await core.send("stored", blocks(1, 2, 3))
-        await core.applied()
-        assert (await core.record())["nonce"] == core.nonce
-        assert self.store.smembers(f"{self.prefix}s:{(await core.row()).slot}") == held(1, 2, 3)
+        reporter = ReportingWorker(self.fleet.redis, self.fleet, "s")
+        await reporter.join(f"fresh{self.entries}")
+        await reporter.send("stored", blocks(1, 2, 3))
+        await reporter.applied()
+        assert (await reporter.record())["nonce"] == reporter.nonce
+        assert self.store.smembers(f"{self.prefix}s:{(await reporter.row()).slot}") == held(1, 2, 3)
 
 
 async def besiege(url: str, entries: int, seed: int) -> None:
@@ -157,8 +157,8 @@ async def besiege(url: str, entries: int, seed: int) -> None:
 
 
 async def _besiege(store: Any, fleet: Fleet, entries: int, seed: int) -> None:
-    core, siege = await victim(fleet), Siege(store, fleet, seed)
-    slot = (await core.row()).slot
+    reporter, siege = await victim(fleet), Siege(store, fleet, seed)
+    slot = (await reporter.row()).slot
     before = all_of(store, fleet.keys.prefix, "v.0", slot)
     await siege.still_listens()
     while siege.entries < entries:

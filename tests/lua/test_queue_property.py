@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import PATIENT
-from tests.lua.line import Queueing, Ticket, came_true
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.queue_model import CheckedQueue, Ticket, came_true
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.fleet import Decision, Fleet, Queued, connect
 
@@ -36,10 +36,10 @@ STEPS = st.one_of(
 )
 
 
-async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
+async def ask(q: CheckedQueue, ticket: Ticket, *, new: bool) -> None:
     """A decision for ``ticket``, compared with the decision of the model."""
     model, workers = q.model, await q.workers()
-    crowded = new and len(model.tickets) >= q.world.fleet.limits.tickets
+    crowded = new and len(model.tickets) >= q.keyspace.fleet.limits.tickets
     victim = model.displaced_by(ticket.flow) if crowded else None
     room = workers.free(ticket.barred)
     alone = new and not model.tickets and bool(room)
@@ -73,8 +73,8 @@ async def ask(q: Queueing, ticket: Ticket, *, new: bool) -> None:
     model.leave(ticket, max(1, answer.prefill_tokens))
 
 
-async def step(q: Queueing, action: str, *what: Any) -> None:
-    model, fleet = q.model, q.world.fleet
+async def step(q: CheckedQueue, action: str, *what: Any) -> None:
+    model, fleet = q.model, q.keyspace.fleet
     if action == "arrive":
         replica, flow, tokens, barred = what
         await ask(q, Ticket(f"wf-{uuid.uuid4().hex[:8]}", replica, flow, tokens, barred), new=True)
@@ -88,7 +88,7 @@ async def step(q: Queueing, action: str, *what: Any) -> None:
         for ticket in mine:
             await ask(q, ticket, new=False)
     elif action == "end":
-        leases = sorted(await q.world.leases())
+        leases = sorted(await q.keyspace.leases())
         if leases:
             await fleet.settle(leases[what[0] % len(leases)], "finished")
     elif action == "hang up" and model.tickets:
@@ -97,20 +97,21 @@ async def step(q: Queueing, action: str, *what: Any) -> None:
         model.leave(ticket)
     elif action == "kill":
         for ticket in [one for one in model.tickets if one.replica == what[0]]:
-            await q.world.store.zadd(q.world.keys.queue2 + ":leases", {ticket.reservation: 1})
+            await q.keyspace.store.zadd(q.keyspace.keys.queue2 + ":leases", {ticket.reservation: 1})
             await fleet.poll()
             model.leave(ticket)
     elif action == "lose":
         await lost(q)
 
 
-async def lost(q: Queueing) -> None:
+async def lost(q: CheckedQueue) -> None:
     """Redis comes back without the queue: requests that waited ask again, in the order in which they came."""
     keys = [
-        key async for key in q.world.store.scan_iter(match=q.world.keys.queue2.replace("{", "\\{") + "*", count=1_000)
+        key
+        async for key in q.keyspace.store.scan_iter(match=q.keyspace.keys.queue2.replace("{", "\\{") + "*", count=1_000)
     ]
     if keys:
-        await q.world.store.delete(*keys)
+        await q.keyspace.store.delete(*keys)
     waiting, q.model = q.model.tickets, type(q.model)(q.model.patience)
     for ticket in waiting:
         ticket.arrival_us = 0
@@ -120,20 +121,20 @@ async def lost(q: Queueing) -> None:
 async def run(url: str, steps: list[Any], patience: float) -> None:
     client = connect(url, timeout_s=10)
     try:
-        world = World(client, Fleet(client, f"queue/{uuid.uuid4().hex}", timeouts=PATIENT))
-        await world.workers(len(WORKERS))
-        await world.ticked(grace_ms=3_600_000)
-        q = Queueing(world, MOST, patience)
+        keyspace = Keyspace(client, Fleet(client, f"queue/{uuid.uuid4().hex}", timeouts=PATIENT))
+        await keyspace.workers(len(WORKERS))
+        await keyspace.ticked(grace_ms=3_600_000)
+        q = CheckedQueue(keyspace, MOST, patience)
         for one in steps:
             await step(q, *one)
             await q.check()
         for name in q.displaced | {one.reservation for one in q.model.tickets}:
-            await client.zadd(world.keys.queue2 + ":leases", {name: 1}, xx=True)
-        await world.fleet.poll()
+            await client.zadd(keyspace.keys.queue2 + ":leases", {name: 1}, xx=True)
+        await keyspace.fleet.poll()
         await q.gone()
-        for name in await world.leases():
-            await world.fleet.settle(name, "cancelled")
-        assert all(row.prefill_tokens == row.in_flight == 0 for row in (await world.rows()).values())
+        for name in await keyspace.leases():
+            await keyspace.fleet.settle(name, "cancelled")
+        assert all(row.prefill_tokens == row.in_flight == 0 for row in (await keyspace.rows()).values())
     finally:
         await client.aclose()
 
@@ -163,12 +164,14 @@ async def test_the_queue_keeps_its_order_and_its_bounds_for_long(
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("weights", [(10, 1), (1, 1, 6)], ids=str)
-async def test_tenants_get_the_same_work_done_whatever_they_ask_for(world: World, weights: tuple[int, ...]) -> None:
+async def test_tenants_get_the_same_work_done_whatever_they_ask_for(
+    keyspace: Keyspace, weights: tuple[int, ...]
+) -> None:
     """One tenant asks for many times as much, in prompts of any size; no other tenant gets less of the fleet."""
-    await world.workers(2)
-    await world.ticked(grace_ms=3_600_000)
+    await keyspace.workers(2)
+    await keyspace.ticked(grace_ms=3_600_000)
     q, rng, done, names = (
-        Queueing(world, 24),
+        CheckedQueue(keyspace, 24),
         random.Random(7),
         dict.fromkeys(range(len(weights)), 0),
         iter(range(9_999)),
@@ -179,9 +182,9 @@ async def test_tenants_get_the_same_work_done_whatever_they_ask_for(world: World
                 ticket = Ticket(f"wf-{next(names)}", 0, (8, tenant), rng.randint(50, 800))
                 if sum(one.flow == ticket.flow for one in q.model.tickets) < 10:
                     await ask(q, ticket, new=True)
-        leases = await world.leases()
+        leases = await keyspace.leases()
         if leases:
-            await world.fleet.settle(rng.choice(sorted(leases)), "finished")
+            await keyspace.fleet.settle(rng.choice(sorted(leases)), "finished")
         turns = await q.turns()
         for ticket in [one for one in q.model.turns(await q.workers()) if one.reservation in turns]:
             await ask(q, ticket, new=False)

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import SCHEME, Core, block, blocks, digest_of
+from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker, block, blocks, digest_of
 
 from warmfleet.fleet import Ask, Flag, Fleet, Proof, Renewal, new_reservation
 from warmfleet.prompt.block_hashes import Chain
@@ -20,9 +20,9 @@ PROVEN = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
 @pytest.fixture
-async def worker(store: aioredis.Redis, fleet: Fleet) -> Core:
+async def worker(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     """A proven worker with blocks 1 to 3, whose index is not known to differ."""
-    made = Core(store, fleet)
+    made = ReportingWorker(store, fleet)
     await made.join()
     await made.send("stored", blocks(1, 2, 3))
     await made.heartbeat(digest_of(1, 2, 3))
@@ -32,14 +32,14 @@ async def worker(store: aioredis.Redis, fleet: Fleet) -> Core:
     return made
 
 
-async def flags(worker: Core, wanted: int) -> None:
+async def flags(worker: ReportingWorker, wanted: int) -> None:
     packed = bytearray((await worker.row()).pack("s.0"))
     packed[20:22] = int(wanted).to_bytes(2, "big")
     await cast("Any", worker.store.hset(worker.keys.load, "s.0", bytes(packed)))
 
 
 async def request(
-    worker: Core, *numbers: int, more: int = 0, exact: bool = True, prompts: int = 1, started: bool = False
+    worker: ReportingWorker, *numbers: int, more: int = 0, exact: bool = True, prompts: int = 1, started: bool = False
 ) -> tuple[bool, dict[str, Any]]:
     """A request with these blocks, of which the engine reports ``more`` prompt tokens than were booked.
 
@@ -59,7 +59,7 @@ async def request(
     return fleet.suspected.is_set(), await worker.record()
 
 
-async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Core, fleet: Fleet) -> None:
+async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: ReportingWorker, fleet: Fleet) -> None:
     told, record = await request(worker, 1, 2, more=1)
     assert (told, record["suspect"], record["proof"]) == (True, "prompt", "proven")
     told, record = await request(worker, 1, 2, more=1)
@@ -71,7 +71,9 @@ async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Core, 
     assert told, "a prompt without a full block, and whose first byte was told before"
 
 
-async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspicion(worker: Core, fleet: Fleet) -> None:
+async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspicion(
+    worker: ReportingWorker, fleet: Fleet
+) -> None:
     """More was cached than the index knows, or the engine hashes the new blocks differently."""
     for numbers, suspect in (((1, 2, 9), ""), ((1, 2, 8), "blocks")):
         told, record = await request(worker, *numbers)
@@ -81,20 +83,20 @@ async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspici
     assert (await fleet.counts())["suspect_blocks"] == 2
 
 
-async def test_a_block_that_is_there_ends_the_row(worker: Core) -> None:
+async def test_a_block_that_is_there_ends_the_row(worker: ReportingWorker) -> None:
     for numbers in ((1, 9), (1, 2), (1, 8), (), (1, 2, 3), (1, 7)):  # one without a full block says nothing
         told, record = await request(worker, *numbers)
         assert (told, record.get("suspect")) == (False, None)
 
 
-async def test_blocks_that_come_before_the_prefill_in_the_stream_count(worker: Core) -> None:
+async def test_blocks_that_come_before_the_prefill_in_the_stream_count(worker: ReportingWorker) -> None:
     for number in range(20, 23):
         await worker.send("stored", block(number))
         told, record = await request(worker, 1, 2, number)
         assert (told, record.get("strikes", 0)) == (False, 0)
 
 
-async def test_what_nobody_foresaw_and_several_prompts_are_not_compared(worker: Core, fleet: Fleet) -> None:
+async def test_what_nobody_foresaw_and_several_prompts_are_not_compared(worker: ReportingWorker, fleet: Fleet) -> None:
     for kind in ({"exact": False}, {"prompts": 2}):
         for _ in range(3):
             told, record = await request(worker, 1, 9, more=7, **cast("Any", kind))
@@ -102,7 +104,7 @@ async def test_what_nobody_foresaw_and_several_prompts_are_not_compared(worker: 
     assert not set(await fleet.counts()) & {"exact", "over", "short", "prompt", "suspect_prompt", "suspect_blocks"}
 
 
-async def test_a_rebuilt_reservation_is_not_compared(worker: Core, fleet: Fleet) -> None:
+async def test_a_rebuilt_reservation_is_not_compared(worker: ReportingWorker, fleet: Fleet) -> None:
     name = new_reservation(1)
     await fleet.renew([Renewal(name, "s.0", 40, 10)])
     await worker.send("progress", wire.dumps([[name, 0, 99]]))
@@ -111,7 +113,7 @@ async def test_a_rebuilt_reservation_is_not_compared(worker: Core, fleet: Fleet)
     assert await fleet.prefilled(name)
 
 
-async def test_only_the_first_word_on_a_request_counts(worker: Core, fleet: Fleet) -> None:
+async def test_only_the_first_word_on_a_request_counts(worker: ReportingWorker, fleet: Fleet) -> None:
     """A beam search goes on with longer prompts under the same id."""
     for started in (False, True):
         name = new_reservation(1)
@@ -131,7 +133,9 @@ async def test_only_the_first_word_on_a_request_counts(worker: Core, fleet: Flee
 
 
 @pytest.mark.parametrize("state", ["load only", "memory", "shadow", "divergence"])
-async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(worker: Core, state: str) -> None:
+async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(
+    worker: ReportingWorker, state: str
+) -> None:
     row = await worker.row()
     if state == "load only":
         await flags(worker, PROVEN & ~Flag.PROVEN)
@@ -151,7 +155,7 @@ async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(work
     assert (await worker.row()).slot == row.slot
 
 
-async def test_shortfalls_say_nothing(worker: Core, fleet: Fleet) -> None:
+async def test_shortfalls_say_nothing(worker: ReportingWorker, fleet: Fleet) -> None:
     for _ in range(200):
         name = new_reservation(1)
         await fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
@@ -163,7 +167,7 @@ async def test_shortfalls_say_nothing(worker: Core, fleet: Fleet) -> None:
     assert (await fleet.counts())["short"] == 200
 
 
-async def test_a_join_begins_anew(worker: Core) -> None:
+async def test_a_join_begins_anew(worker: ReportingWorker) -> None:
     await request(worker, 1, 2, more=1)
     await worker.join("n2")
     await worker.applied()

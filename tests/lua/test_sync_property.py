@@ -13,10 +13,10 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import PATIENT, redis7_binary, server, valkey_binary
-from tests.lua.chaos import NUMBERS, PACE, World
-from tests.lua.process import small_pieces
-from tests.lua.rest import check_noticed, quiet
+from tests.support.fleet.chaos import NUMBERS, PACE, ChaosFleet
+from tests.support.fleet.invariants import check_noticed, quiet
+from tests.support.fleet.stepped_publisher import small_pieces
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
 from warmfleet.fleet import Fleet, connect
 
@@ -71,16 +71,16 @@ class Lab:
         self.runner.run(self._play(script, faultless))
 
     async def _play(self, script: Script, faultless: bool) -> None:
-        world = World(self.store, self.fleets, queue=10_000 if faultless else 30)
+        chaos = ChaosFleet(self.store, self.fleets, queue=10_000 if faultless else 30)
         for number in range(3):
-            await world.step("restart", number, 0, 0)
-            await world.step("apply", number, 0, 0)
-            await world.step("server", number, 0, 0)
+            await chaos.step("restart", number, 0, 0)
+            await chaos.step("apply", number, 0, 0)
+            await chaos.step("server", number, 0, 0)
         for name, who, a, b in script:
-            await (quiet(world) if name == "quiet" else world.step(name, who, a, b))
+            await (quiet(chaos) if name == "quiet" else chaos.step(name, who, a, b))
             if name in CHECKED:
-                check_noticed(world)
-        await quiet(world)
+                check_noticed(chaos)
+        await quiet(chaos)
         if faultless:
             healed = {"gap", "mismatch", "spoilt", "malformed", "regress", "interleaved"}
             assert not healed & set(await self.fleets[0].counts()), "it was healed although nothing was wrong"

@@ -6,14 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.lua.world import BLOCK, READY
+from tests.support.fleet.keyspace import BLOCK, READY
 
 from warmfleet.fleet import Flag
 from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_worker.eviction.tail_eviction import Finished, TailEviction
 
 if TYPE_CHECKING:
-    from tests.lua.world import World
+    from tests.support.fleet.keyspace import Keyspace
 
     from warmfleet_worker.eviction.objective import Served
 
@@ -65,53 +65,53 @@ def split(chain: bytes) -> list[bytes]:
     return [chain[at : at + 8] for at in range(0, len(chain), 8)]
 
 
-async def decided(world: World, worker: Worker, number: int, chain: bytes) -> int:
-    await world.hold(number, b"".join(worker.pool.held()))
-    decision = await world.fleet.decide(world.ask(chain))
-    await world.fleet.settle(decision.reservation, "failed")
+async def decided(keyspace: Keyspace, worker: Worker, number: int, chain: bytes) -> int:
+    await keyspace.hold(number, b"".join(worker.pool.held()))
+    decision = await keyspace.fleet.decide(keyspace.ask(chain))
+    await keyspace.fleet.settle(decision.reservation, "failed")
     return decision.matched_tokens
 
 
-async def test_a_conversation_whose_end_was_given_up_is_matched_exactly(world: World) -> None:
-    await world.workers(1, flags=READY & ~Flag.CLOSED)
-    worker, chain = Worker(30), world.chain(100)
+async def test_a_conversation_whose_end_was_given_up_is_matched_exactly(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=READY & ~Flag.CLOSED)
+    worker, chain = Worker(30), keyspace.chain(100)
     worker.serve(chain)
-    worker.serve(world.chain(70))
+    worker.serve(keyspace.chain(70))
     left = worker.matched(chain)
     assert 0 < left < 100 * BLOCK
     assert not worker.gaps(chain)
-    assert await decided(world, worker, 1, chain) == left
+    assert await decided(keyspace, worker, 1, chain) == left
 
 
-async def test_the_sets_have_holes_so_the_worker_announces_that_they_may(world: World) -> None:
+async def test_the_sets_have_holes_so_the_worker_announces_that_they_may(keyspace: Keyspace) -> None:
     """Two conversations share a prefix, and the one that ends there gives up what the other one needs."""
-    worker, prefix = Worker(40), world.chain(60)
-    long, short = world.chain(90, prefix), world.chain(65, prefix)
+    worker, prefix = Worker(40), keyspace.chain(60)
+    long, short = keyspace.chain(90, prefix), keyspace.chain(65, prefix)
     worker.serve(long)
     worker.serve(short)
-    worker.serve(world.chain(110))
+    worker.serve(keyspace.chain(110))
     asked = long[: 8 * 63]  # its budget
     left = worker.matched(asked)
     assert worker.gaps(asked)
-    await world.workers(1)
-    assert await decided(world, worker, 1, asked) > left, "by bisection alone"
-    await world.workers(1, flags=READY & ~Flag.CLOSED)
-    assert await decided(world, worker, 1, asked) == left
+    await keyspace.workers(1)
+    assert await decided(keyspace, worker, 1, asked) > left, "by bisection alone"
+    await keyspace.workers(1, flags=READY & ~Flag.CLOSED)
+    assert await decided(keyspace, worker, 1, asked) == left
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_match_is_what_is_held_whatever_was_given_up(world: World, seed: int) -> None:
+async def test_the_match_is_what_is_held_whatever_was_given_up(keyspace: Keyspace, seed: int) -> None:
     rng = random.Random(seed)
-    await world.workers(1, flags=READY & ~Flag.CLOSED)
+    await keyspace.workers(1, flags=READY & ~Flag.CLOSED)
     worker = Worker(rng.randrange(1, 60))
-    chains = [world.chain(rng.randrange(1, 40)) for _ in range(3)]
+    chains = [keyspace.chain(rng.randrange(1, 40)) for _ in range(3)]
     for _ in range(60):
         old = rng.choice(chains)
         head = old[: 8 * rng.randrange(1, len(old) // 8 + 1)]
-        chain = world.chain(min(len(head) // 8 + rng.randrange(0, 30), BLOCKS - 10), head[: 8 * (BLOCKS - 40)])
+        chain = keyspace.chain(min(len(head) // 8 + rng.randrange(0, 30), BLOCKS - 10), head[: 8 * (BLOCKS - 40)])
         chains = [*chains[-12:], chain]
         worker.serve(chain)
     for number, chain in enumerate(chains):
         if number:
-            await world.store.delete(world.keys.slot(1), *[key async for key in world.store.scan_iter("*b:*")])
-        assert await decided(world, worker, 1, chain) == worker.matched(chain)
+            await keyspace.store.delete(keyspace.keys.slot(1), *[key async for key in keyspace.store.scan_iter("*b:*")])
+        assert await decided(keyspace, worker, 1, chain) == worker.matched(chain)

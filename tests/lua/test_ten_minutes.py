@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
-from tests.lua.stream import SCHEME, Core
-from tests.survival import WORKER, Survival
+from tests.support.fleet.busy_fleet import WORKER, BusyFleet
+from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
 from warmfleet.background.supervisor import stop
 from warmfleet.fleet import Flag, Fleet, connect
@@ -84,38 +85,38 @@ async def test_no_router_for_ten_minutes(
     """Engines go on, nobody reads. Afterwards the first request finds them, nobody is forgotten, the index is right;
     only who died before that is gone, a grace later."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", span.heartbeat_s)
-    async with Survival(own_url, model) as survival:
-        fleet, limits = survival.fleet, replace(survival.fleet.spans, worker_ttl_ms=span.pace.ttl_ms)
+    async with BusyFleet(own_url, model) as busy:
+        fleet, limits = busy.fleet, replace(busy.fleet.spans, worker_ttl_ms=span.pace.ttl_ms)
         fleet.pace, fleet.spans = span.pace, limits
         await own_store.set(fleet.keys.tick, f"{int(time.time() * 1000)} 0 0")  # the grace of a first tick is over
-        dead = Core(own_store, fleet, "dead")
+        dead = ReportingWorker(own_store, fleet, "dead")
         await dead.join()
         await poll(lambda: dead.record(), 10, "it has joined")
-        routers = [task for task in survival.tasks if task is not survival.churn]
+        routers = [task for task in busy.tasks if task is not busy.churn]
         await stop(routers)
         await asyncio.sleep(span.seconds + 0.5)
         assert min(await ages_s(fleet, WORKER, "dead.0")) > span.pace.forget_ms / 1000
 
-        decision = await fleet.decide(survival.ask("wf-first"))
+        decision = await fleet.decide(busy.ask("wf-first"))
         assert decision.worker_id == WORKER, "before any tick"
         tick = await fleet.tick()
         assert (tick.ran, tick.grace, tick.forget) == (True, True, ())
-        survival.tasks += [asyncio.create_task(survival._for_ever(survival._upkeep, span.step_s))]
+        busy.tasks += [asyncio.create_task(busy._for_ever(busy._upkeep, span.step_s))]
         await poll(lambda: heard_of(fleet), 20, "its heartbeats are read")
-        assert (await fleet.decide(survival.ask("wf-second"))).worker_id == WORKER
-        await stop([survival.churn])
-        await poll(survival.equal, 30, "the index equals the table")
-        assert (survival.core.state.joins, survival.core.state.stopped) == (1, None)
+        assert (await fleet.decide(busy.ask("wf-second"))).worker_id == WORKER
+        await stop([busy.churn])
+        await poll(busy.equal, 30, "the index equals the table")
+        assert (busy.core.state.joins, busy.core.state.stopped) == (1, None)
         await poll(lambda: gone(dead), 40, "who was dead all the time is forgotten")
-        assert survival.core.state.joins == 1, "and nobody else"
+        assert busy.core.state.joins == 1, "and nobody else"
 
 
 async def heard_of(fleet: Fleet) -> bool:
     return (await ages_s(fleet, WORKER))[0] < 1 + wire.HEARTBEAT_SECONDS
 
 
-async def gone(core: Core) -> bool:
-    return not await core.record()
+async def gone(reporter: ReportingWorker) -> bool:
+    return not await reporter.record()
 
 
 # ---------------------------------------------------------------- a server with a memory limit
@@ -154,14 +155,14 @@ class Drive:
         await poll(stepped, deadline_s, what)
 
 
-async def size_of(core: Core) -> tuple[int, int]:
-    slot = (await core.row()).slot
-    return slot, await cast("Any", core.store.scard(core.keys.slot(slot)))
+async def size_of(reporter: ReportingWorker) -> tuple[int, int]:
+    slot = (await reporter.row()).slot
+    return slot, await cast("Any", reporter.store.scard(reporter.keys.slot(slot)))
 
 
-async def is_whole(core: Core, tracker: Tracker) -> bool:
-    row = await core.row()
-    held_now = await cast("Any", core.store.smembers(core.keys.slot(row.slot)))
+async def is_whole(reporter: ReportingWorker, tracker: Tracker) -> bool:
+    row = await reporter.row()
+    held_now = await cast("Any", reporter.store.smembers(reporter.keys.slot(row.slot)))
     return not row.flags & Flag.PARTIAL and held_now == set(tracker.table)
 
 
@@ -171,29 +172,29 @@ async def test_over_the_limit_and_back(
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
     own_fleet = Fleet(own_store, model, timeouts=PATIENT)
     own_fleet.pace = SECONDS.pace
-    tracker, drive, core = Tracker(), Drive(own_fleet, SECONDS.step_s), Core(own_store, own_fleet, "w1")
+    tracker, drive, reporter = Tracker(), Drive(own_fleet, SECONDS.step_s), ReportingWorker(own_store, own_fleet, "w1")
     limit = (await own_fleet.memory()).used + 6 * MB
     await own_store.config_set("maxmemory", limit)
 
     async def flagged() -> bool:
         tracker.stored([os.urandom(8) for _ in range(1_000)])
         found = await cast("Any", own_store.hget(own_fleet.keys.load, "w1.0"))
-        return bool(found and (await core.row()).flags & Flag.PARTIAL)
+        return bool(found and (await reporter.row()).flags & Flag.PARTIAL)
 
     with publishing(own_url, model, tracker) as publisher:
         await drive.until(flagged, "memory is short")
-        size = await size_of(core)
+        size = await size_of(reporter)
         tracker.stored([os.urandom(8) for _ in range(5_000)])
         for _ in range(40):
             await drive.step()
-        assert await size_of(core) == size, "nothing is inserted, and no snapshot takes its place"
+        assert await size_of(reporter) == size, "nothing is inserted, and no snapshot takes its place"
         assert (await own_fleet.memory()).used_permille < 950
         tracker.removed(list(tracker.table)[: len(tracker.table) * 2 // 3])
-        await drive.until(lambda: is_whole(core, tracker), "the index equals the table")
+        await drive.until(lambda: is_whole(reporter, tracker), "the index equals the table")
         assert publisher.state.dropped == 0
     assert drive.spells == [False, True, False], "one spell, no swinging"
     assert (await own_fleet.counts())["resync_partial"] >= 1
-    await core.holds()  # both directions agree
+    await reporter.holds()  # both directions agree
 
 
 @pytest.mark.in_turn
@@ -205,13 +206,13 @@ async def test_at_95_percent_for_ten_minutes(
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", span.heartbeat_s)
     fleet = Fleet(own_store, model, timeouts=PATIENT)
     fleet.pace = span.pace
-    tracker, drive, core = Tracker(), Drive(fleet, span.step_s), Core(own_store, fleet, "w1")
+    tracker, drive, reporter = Tracker(), Drive(fleet, span.step_s), ReportingWorker(own_store, fleet, "w1")
     tracker.stored([os.urandom(8) for _ in range(20_000)])
     with publishing(own_url, model, tracker) as publisher:
-        await drive.until(lambda: there_and_whole(core, tracker), "the index equals the table")
+        await drive.until(lambda: there_and_whole(reporter, tracker), "the index equals the table")
         await own_store.setrange("ballast", 100 * MB, b"x")  # made by the server: no buffer of it comes and goes
         await own_store.config_set("maxmemory", (await fleet.memory()).used * 100 // 95)
-        size, until, highest, snapshots = await size_of(core), time.monotonic() + span.seconds, 0, -1
+        size, until, highest, snapshots = await size_of(reporter), time.monotonic() + span.seconds, 0, -1
         while time.monotonic() < until:
             tracker.removed(list(tracker.table)[:5])
             tracker.stored([os.urandom(8) for _ in range(5)])
@@ -219,18 +220,18 @@ async def test_at_95_percent_for_ten_minutes(
             highest = max(highest, fleet.used_permille)
             assert (await ages_s(fleet, "w1.0"))[0] < span.pace.ttl_ms / 1000, "it lives"
             snapshots = publisher.state.snapshots if snapshots < 0 else snapshots
-        now = await size_of(core)
+        now = await size_of(reporter)
         assert now[0] == size[0], "no snapshot takes its place"
         assert now[1] < size[1], "what is removed is removed, and nothing is inserted"
         assert 940 < highest < 960
         assert (publisher.state.snapshots, publisher.state.errors) == (snapshots, 0)
-        assert (await core.row()).flags & Flag.PARTIAL
+        assert (await reporter.row()).flags & Flag.PARTIAL
         assert drive.spells == [False, True]
         await own_store.delete("ballast")
-        await drive.until(lambda: is_whole(core, tracker), "the index equals the table", 90)
+        await drive.until(lambda: is_whole(reporter, tracker), "the index equals the table", 90)
     assert drive.spells == [False, True, False], "one spell, no swinging"
-    await core.holds()  # both directions agree
+    await reporter.holds()  # both directions agree
 
 
-async def there_and_whole(core: Core, tracker: Tracker) -> bool:
-    return bool(await core.record()) and await is_whole(core, tracker)
+async def there_and_whole(reporter: ReportingWorker, tracker: Tracker) -> bool:
+    return bool(await reporter.record()) and await is_whole(reporter, tracker)

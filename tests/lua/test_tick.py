@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core, blocks, digest_of
-from tests.lua.ticking import EVERY, now_ms, ticking, worker
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks, digest_of
+from tests.support.fleet.ticking import EVERY, now_ms, ticking, worker
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.upkeep import Pace
@@ -59,7 +59,7 @@ async def test_grace_after_a_pause_and_after_a_clock_that_went_back(fleet: Fleet
 
 
 async def test_hello_names_streams_that_exist(store: aioredis.Redis, fleet: Fleet) -> None:
-    await Core(store, fleet).join()
+    await ReportingWorker(store, fleet).join()
     await store.xadd(fleet.keys.server("s"), cast("dict[Any, Any]", wire.entry("n", 1, "join")))
     await store.xadd(fleet.keys.hello, {"s": "server:s"})
     tick = await fleet.tick()
@@ -90,7 +90,7 @@ async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis
     assert not await store.exists(fleet.keys.hello)
     await store.set(fleet.keys.hello, "no stream")
     await fleet.tick()
-    await Core(store, fleet).join()
+    await ReportingWorker(store, fleet).join()
     assert (await fleet.tick()).backlog == ("events:s.0",)
 
 
@@ -101,7 +101,7 @@ async def test_a_flood_of_hints_delays_a_join_by_seconds_and_takes_no_memory(
     for number in range(20_000):
         pipe.xadd(fleet.keys.hello, {"s": f"events:fake{number}.0"})
     await pipe.execute()
-    await Core(store, fleet).join()
+    await ReportingWorker(store, fleet).join()
     await store.xadd(fleet.keys.server("s"), cast("dict[Any, Any]", wire.entry("n", 1, "join")))  # its hint is lost
     ticks, backlog = 0, set[str]()
     while not backlog:
@@ -116,7 +116,7 @@ async def test_a_hello_whose_ids_are_used_up_is_deleted_though_it_is_empty(store
     await cast("Any", store).execute_command("XADD", fleet.keys.hello, "MAXLEN", "=", "0", last, "s", "x")
     assert await store.xlen(fleet.keys.hello) == 0
     await fleet.tick()
-    await Core(store, fleet).join()
+    await ReportingWorker(store, fleet).join()
     assert (await fleet.tick()).backlog == ("events:s.0",)
 
 
@@ -136,30 +136,30 @@ async def test_a_clock_that_stepped_back_leaves_nothing_in_the_future(store: aio
 
 
 async def test_the_dead_do_not_stand_in_the_way_of_a_resync(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     now = now_ms()
     await store.set(fleet.keys.tick, f"{now - 100} 0 0")  # no grace
     await store.zadd(fleet.keys.resync, {f"dead-{number}.0": -now + 100_000 for number in range(64)})
-    await store.zadd(fleet.keys.resync, {core.worker_id: -now})
+    await store.zadd(fleet.keys.resync, {reporter.worker_id: -now})
     await fleet.tick()
     await fleet.tick()
     assert await store.zcard(fleet.keys.resync) == 1
-    assert json.loads(cast("bytes", await store.get(fleet.keys.command(core.worker_id))))["do"] == "resync"
+    assert json.loads(cast("bytes", await store.get(fleet.keys.command(reporter.worker_id))))["do"] == "resync"
 
 
 async def test_a_known_cursor_is_not_reset_by_hello(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     cursor = await store.hget(fleet.keys.cursor, "events:s.0")
     await store.xadd(fleet.keys.hello, {"s": "events:s.0"})
     await fleet.tick()
     assert cursor == await store.hget(fleet.keys.cursor, "events:s.0")
-    assert await core.store.xlen(core.stream) == 0
+    assert await reporter.store.xlen(reporter.stream) == 0
 
 
 async def test_every_stream_gets_its_turn(store: aioredis.Redis, fleet: Fleet) -> None:
     fleet.pace = replace(EVERY, max_streams=3)
     for number in range(8):
-        await Core(store, fleet, f"w{number}").join()
+        await ReportingWorker(store, fleet, f"w{number}").join()
     seen: set[str] = set()
     for _ in range(3):
         backlog = (await fleet.tick()).backlog
@@ -169,9 +169,9 @@ async def test_every_stream_gets_its_turn(store: aioredis.Redis, fleet: Fleet) -
 
 
 async def test_a_stream_that_became_another_type_is_reported(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
-    await store.delete(core.stream)
-    await store.set(core.stream, "no stream")
+    reporter = await worker(store, fleet)
+    await store.delete(reporter.stream)
+    await store.set(reporter.stream, "no stream")
     assert (await fleet.tick()).backlog == ("events:s.0",)
 
 
@@ -180,57 +180,57 @@ async def test_a_stream_that_became_another_type_is_reported(store: aioredis.Red
 
 async def test_two_snapshots_at_once_and_the_longest_waiting_first(store: aioredis.Redis, fleet: Fleet) -> None:
     cores = [await worker(store, fleet, name) for name in "dcba"]
-    for core in cores:
-        await core.heartbeat(digest_of(1))
-        await core.applied()
+    for reporter in cores:
+        await reporter.heartbeat(digest_of(1))
+        await reporter.applied()
         await asyncio.sleep(0.002)
     for _ in range(3):
         await fleet.tick()
-    commands = [await core.command() for core in cores]
+    commands = [await reporter.command() for reporter in cores]
     assert [command.get("do") for command in commands] == ["resync", "resync", None, None]
     assert commands[0]["id"] != commands[1]["id"]
     assert commands[0]["nonce"] == "n1"
     await cores[1].snapshot([1], command=commands[1]["id"])
     await cores[1].applied()
     await fleet.tick()
-    assert [(await core.command()).get("do") for core in cores] == ["resync", None, "resync", None]
+    assert [(await reporter.command()).get("do") for reporter in cores] == ["resync", None, "resync", None]
 
 
 async def test_a_command_is_issued_again_after_30_s_without_progress(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     await store.zadd(fleet.keys.resync, {"s.0": -1})
     await fleet.tick()
-    first = (await core.command())["id"]
+    first = (await reporter.command())["id"]
     await fleet.tick()
-    assert (await core.command())["id"] == first
+    assert (await reporter.command())["id"] == first
     await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
     await fleet.tick()
-    assert (await core.command())["id"] != first
+    assert (await reporter.command())["id"] != first
 
 
 async def test_a_chunk_is_progress(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
-    await core.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
-    await core.applied()
+    reporter = await worker(store, fleet)
+    await reporter.send("begin", wire.dumps({"snapshot": "0000000a", "command": None}))
+    await reporter.applied()
     await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
-    await core.send("chunk", b"0000000a" + blocks(1))
-    await core.applied()
+    await reporter.send("chunk", b"0000000a" + blocks(1))
+    await reporter.applied()
     await fleet.tick()
-    assert "do" not in await core.command()
+    assert "do" not in await reporter.command()
 
 
 async def test_a_dead_worker_keeps_nobody_waiting(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     await store.zadd(fleet.keys.resync, {"gone.0": now_ms(), "lost.0": now_ms(), "s.0": -1})
     await fleet.tick()
-    assert (await core.command())["do"] == "resync"
+    assert (await reporter.command())["do"] == "resync"
     assert not await store.exists(fleet.keys.command("gone.0"))
 
 
 async def test_a_rejoin_is_not_overwritten_by_a_resync(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
-    await store.set(core.stream, "no stream")
-    await core.applied()
+    reporter = await worker(store, fleet)
+    await store.set(reporter.stream, "no stream")
+    await reporter.applied()
     await store.zadd(fleet.keys.resync, {"s.0": -1})
     await fleet.tick()
-    assert (await core.command())["do"] == "rejoin"
+    assert (await reporter.command())["do"] == "rejoin"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core, blocks
-from tests.lua.ticking import EVERY, now_ms, slow_tick, ticking, worker
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks
+from tests.support.fleet.ticking import EVERY, now_ms, slow_tick, ticking, worker
 
 from warmfleet.fleet import Check, Flag, Fleet, Proof
 
@@ -27,35 +27,37 @@ async def fleet(store: aioredis.Redis, model: str) -> Fleet:
 
 
 async def test_a_silent_server_loses_its_flag_and_gets_it_back(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet)
+    reporter = await worker(store, fleet)
     await store.zadd(fleet.keys.alive_servers, {"s": now_ms()})
     await slow_tick(fleet)
-    assert (await core.row()).flags == Flag.SERVER | Flag.CLOSED
+    assert (await reporter.row()).flags == Flag.SERVER | Flag.CLOSED
     await store.zadd(fleet.keys.alive_servers, {"s": now_ms() - 60_000})
     await slow_tick(fleet, grace_ms=9000)
-    assert (await core.row()).flags & Flag.SERVER, "in grace nobody expires"
+    assert (await reporter.row()).flags & Flag.SERVER, "in grace nobody expires"
     await slow_tick(fleet)
-    assert (await core.row()).flags == Flag.CLOSED
+    assert (await reporter.row()).flags == Flag.CLOSED
 
 
 async def test_median_speed_of_those_that_measured(store: aioredis.Redis, fleet: Fleet) -> None:
     for name, speed in (("a", 0), ("b", 9000), ("c", 500), ("d", 4000)):
-        core = await answering(store, fleet, name)
-        await core.heartbeat(speed_tps=speed)
-        await core.applied()
+        reporter = await answering(store, fleet, name)
+        await reporter.heartbeat(speed_tps=speed)
+        await reporter.applied()
     await slow_tick(fleet)
     assert cast("bytes", await store.get(fleet.keys.tick)).split()[2] == b"4000"
 
 
-async def answering(store: aioredis.Redis, fleet: Fleet, name: str, capacity_blocks: int | None = None) -> Core:
+async def answering(
+    store: aioredis.Redis, fleet: Fleet, name: str, capacity_blocks: int | None = None
+) -> ReportingWorker:
     """A worker whose URL has answered a probe."""
-    core = await worker(store, fleet, name)
+    reporter = await worker(store, fleet, name)
     if capacity_blocks is not None:
-        await core.join(nonce="5ea50003", capacity_blocks=capacity_blocks)
-        await core.applied()
+        await reporter.join(nonce="5ea50003", capacity_blocks=capacity_blocks)
+        await reporter.applied()
     nonce = json.loads(cast("Any", await store.hget(fleet.keys.workers, f"{name}.0")))["nonce"]
     await fleet.prove(f"{name}.0", nonce, Proof("proven", "a test"))
-    return core
+    return reporter
 
 
 async def test_claims_of_workers_that_proved_nothing_move_no_median(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -63,9 +65,9 @@ async def test_claims_of_workers_that_proved_nothing_move_no_median(store: aiore
     await honest.heartbeat(speed_tps=4_000)
     await honest.applied()
     for name in "bcdefg":
-        core = await worker(store, fleet, name)
-        await core.heartbeat(speed_tps=4_000_000_000)
-        await core.applied()
+        reporter = await worker(store, fleet, name)
+        await reporter.heartbeat(speed_tps=4_000_000_000)
+        await reporter.applied()
     await slow_tick(fleet)
     assert cast("bytes", await store.get(fleet.keys.tick)).split()[2::3] == [b"4000", b"1000"]
 
@@ -114,22 +116,22 @@ async def test_a_large_engine_among_small_ones_is_indexed_as_a_whole(store: aior
 
 
 async def test_a_worker_holds_at_least_what_it_reported(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await worker(store, fleet, "a")
-    await core.send("stored", blocks(1, 2, 3))
-    await core.heartbeat(blocks=0)
-    await core.applied()
-    assert (await core.row()).blocks == 3
+    reporter = await worker(store, fleet, "a")
+    await reporter.send("stored", blocks(1, 2, 3))
+    await reporter.heartbeat(blocks=0)
+    await reporter.applied()
+    assert (await reporter.row()).blocks == 3
 
 
 # ---------------------------------------------------------------- who is to be forgotten
 
 
-async def silent_worker(store: aioredis.Redis, fleet: Fleet) -> Core:
+async def silent_worker(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     """Make the worker's last sign of life an hour old, in `alive` and in its stream."""
-    core, then = Core(store, fleet), now_ms() - 3_600_000
-    await core.join(at=f"{then}-0")
-    await core.applied()
-    return core
+    reporter, then = ReportingWorker(store, fleet), now_ms() - 3_600_000
+    await reporter.join(at=f"{then}-0")
+    await reporter.applied()
+    return reporter
 
 
 async def test_a_worker_silent_for_ten_minutes_is_due(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -141,17 +143,17 @@ async def test_a_worker_silent_for_ten_minutes_is_due(store: aioredis.Redis, fle
 
 @pytest.mark.parametrize("age_ms", [0, 3_500_000])
 async def test_unread_entries_keep_a_silent_worker(store: aioredis.Redis, fleet: Fleet, age_ms: int) -> None:
-    core = await silent_worker(store, fleet)
-    await core.heartbeat(at=f"{now_ms() - age_ms}-0")
+    reporter = await silent_worker(store, fleet)
+    await reporter.heartbeat(at=f"{now_ms() - age_ms}-0")
     tick = await slow_tick(fleet)
     assert tick.forget == ()
     assert "events:s.0" in tick.backlog
 
 
 async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = await silent_worker(store, fleet)
-    await core.send("leave")
-    await core.applied()
+    reporter = await silent_worker(store, fleet)
+    await reporter.send("leave")
+    await reporter.applied()
     assert (await slow_tick(fleet)).forget == ()
     fleet.pace = replace(EVERY, forget_ms=1)
     await asyncio.sleep(0.005)  # it is silent for longer than that
@@ -160,12 +162,12 @@ async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis
 
 async def test_a_stream_that_nobody_can_write_to_any_more_keeps_nobody(store: aioredis.Redis, fleet: Fleet) -> None:
     """Once its worker is forgotten the stream is gone; the writer notices, and joins."""
-    core = await silent_worker(store, fleet)
+    reporter = await silent_worker(store, fleet)
     end = 2**64 - 1
-    await cast("Any", store).execute_command("XADD", core.stream, "MAXLEN", 0, f"{end}-{end}", "a", "b")
+    await cast("Any", store).execute_command("XADD", reporter.stream, "MAXLEN", 0, f"{end}-{end}", "a", "b")
     assert (await slow_tick(fleet)).forget == ("s.0",)
     assert await fleet.forget("s.0", 600_000)
-    assert not await store.exists(core.stream)
+    assert not await store.exists(reporter.stream)
 
 
 async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aioredis.Redis, fleet: Fleet) -> None:

@@ -17,7 +17,7 @@ import yaml
 from tests.monitoring import dashboards
 from tests.monitoring.cases import CASES, unit_tests
 from tests.monitoring.checks import adapter_faults, adapter_query, alert_faults, dashboard_faults, query_faults, samples
-from tests.tools import require
+from tests.support.run.required_tools import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable

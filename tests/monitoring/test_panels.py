@@ -15,8 +15,9 @@ import httpx
 import pytest
 import redis
 from tests.monitoring import dashboards
-from tests.os_tools import find
-from tests.topology import free_ports, until
+from tests.support.polling import until
+from tests.support.redis.topology import free_ports
+from tests.support.run.os_tools import find
 
 from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.engines import EngineOptions

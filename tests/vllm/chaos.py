@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm.causes import Strikes
 from tests.vllm.engine import SERVED_NAME
 

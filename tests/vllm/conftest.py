@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, VENV, EngineOptions, VllmEngine, running
 
 from warmfleet.fleet import Fleet

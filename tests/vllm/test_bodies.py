@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import replica
+from tests.support.replicas.replica import replica
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import ROOT, VENV
 

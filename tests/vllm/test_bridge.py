@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.joined import proven
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.joined import proven
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
 
 from warmfleet.cli.local.ports import free_port

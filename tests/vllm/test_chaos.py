@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm.causes import CROWD, Judge
 from tests.vllm.chaos import Chaos, Load
 from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, VllmEngine, running

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 

@@ -6,7 +6,8 @@ import io
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, running_replicas
 

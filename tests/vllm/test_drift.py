@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, running
 from tests.vllm.replicas import running_replicas
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.device import DEVICE
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm.conftest import BLOCKS
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
 from tests.vllm.replicas import replicas

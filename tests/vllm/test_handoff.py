@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 from tests.vllm.conftest import BLOCKS, TAG, Reported
 from tests.vllm.engine import SERVED_NAME, VENV, EngineOptions, running
 from tests.vllm.features import FEATURES, Feature

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import ROOT, SERVED_NAME, START_SECONDS, TRUTH, EngineOptions, VllmEngine
 from tests.vllm.replicas import running_replicas
 

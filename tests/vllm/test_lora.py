@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import BLOCK_TOKENS, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.replicas import replicas

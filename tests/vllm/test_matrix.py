@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, VENV
 from tests.vllm.trees import VERSIONS, environment, tree
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm.conftest import TAG, Reported
 from tests.vllm.engine import EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica

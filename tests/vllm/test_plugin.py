@@ -10,7 +10,7 @@ import subprocess
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm.engine import BLOCK_TOKENS, VENV
 
 from warmfleet.fleet.rows import Flag

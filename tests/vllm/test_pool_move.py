@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.chaos import Load
 from tests.vllm.engine import BLOCK_TOKENS, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica, running_replicas

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
 

@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import Engine, Seen, engine, reply
-from tests.app.replica import replica
+from tests.support.engines.scripted import Engine, Seen, engine, reply
+from tests.support.replicas.replica import replica
 from tests.vllm.engine import ROOT, VENV
 
 from warmfleet.prompt.engine_paths import KNOWN, NEVER, NEVER_BELOW, OWN

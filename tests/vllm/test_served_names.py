@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import pytest
-from tests.conftest import poll, server, valkey_binary
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.replicas import replicas

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from tests.topology import until
+from tests.support.polling import until
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS
 

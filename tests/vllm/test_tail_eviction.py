@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 from tests.vllm import trees
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, TRUTH, VENV, EngineOptions, running
 from tests.vllm.test_plugin import reservation

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.bench.tail_conversations import Turn, turns
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import BLOCK_TOKENS, MODEL, EngineOptions, VllmEngine, running
 
 from warmfleet_loadtest.measuring.figures import quantile

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from tests.app.tracing.collector import CLIENT, Span, collector
-from tests.conftest import poll
+from tests.support.polling import poll
+from tests.support.trace_collector import CLIENT, Span, collector
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import ROOT, TRUTH, VENV, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, running_replicas

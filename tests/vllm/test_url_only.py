@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from redis import Redis
-from tests.topology import until
+from tests.support.polling import until
 from tests.vllm.engine import BLOCK_TOKENS, MODEL, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import PATIENT_SECONDS, Replica
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
 from tests.vllm.replicas import running_replicas
 from tests.vllm.trees import VERSIONS, environment, tree

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tests.conftest import redis7_binary, wait_for_server
+from tests.support.redis.servers import redis7_binary, wait_for_server
 
 from warmfleet.fleet import SCRIPT_KEYS
 

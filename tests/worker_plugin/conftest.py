@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.worker_plugin.outages import Server
+from tests.support.redis.outages import Server
 
 from warmfleet_worker.protocol import wire
 

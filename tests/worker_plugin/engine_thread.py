@@ -14,7 +14,7 @@ import time
 from queue import Empty, SimpleQueue
 
 import psutil
-from tests.worker_plugin.publishing import config
+from tests.support.fleet.publishing import config
 
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher

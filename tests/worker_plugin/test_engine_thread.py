@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import redis
-from tests.conftest import poll
+from tests.support.fleet.publishing import record, upkeep
+from tests.support.polling import poll
+from tests.support.redis.outages import STALL_SECONDS, Server, refusing, slow
 from tests.worker_plugin.engine_thread import HELD
-from tests.worker_plugin.outages import STALL_SECONDS, Server, refusing, slow
-from tests.worker_plugin.publishing import record, upkeep
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect

@@ -12,8 +12,9 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import PATIENT, poll
-from tests.worker_plugin.publishing import config, equal, upkeep
+from tests.support.fleet.publishing import config, equal, upkeep
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.pool_registry import clear

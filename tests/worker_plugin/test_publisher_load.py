@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import poll
-from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, stream, upkeep
+from tests.support.fleet.publishing import WORKER, equal, hashes, publishing, stream, upkeep
+from tests.support.polling import poll
 
 from warmfleet.fleet import Flag
 from warmfleet_worker import load as load_module

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import redis
-from tests.conftest import poll
-from tests.worker_plugin.outages import Server, refusing
-from tests.worker_plugin.publishing import churn, equal, hashes, publishing, upkeep
+from tests.support.fleet.publishing import churn, equal, hashes, publishing, upkeep
+from tests.support.polling import poll
+from tests.support.redis.outages import Server, refusing
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect

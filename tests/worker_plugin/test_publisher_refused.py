@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from redis.exceptions import ResponseError
-from tests.conftest import poll
-from tests.worker_plugin.publishing import WORKER, equal, hashes, publishing, upkeep
+from tests.support.fleet.publishing import WORKER, equal, hashes, publishing, upkeep
+from tests.support.polling import poll
 
 from warmfleet_worker import stream
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher

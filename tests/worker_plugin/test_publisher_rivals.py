@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
-from tests.worker_plugin.publishing import WORKER, churn, config, equal, hashes, publishing, record, upkeep
+from tests.support.fleet.publishing import WORKER, churn, config, equal, hashes, publishing, record, upkeep
+from tests.support.polling import poll
 
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 
 from warmfleet_worker import server_publisher
 from warmfleet_worker.protocol import artifacts, wire

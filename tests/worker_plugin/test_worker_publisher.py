@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
-from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, record, stream, upkeep
+from tests.support.fleet.publishing import WORKER, churn, equal, hashes, publishing, record, stream, upkeep
+from tests.support.polling import poll
 
 from warmfleet_worker import worker_publisher
 from warmfleet_worker.protocol import wire

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from tests.app.engine import STREAM_HEAD, chunk, engine, event
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, chunk, engine, event
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.application import ServiceApplication
 from warmfleet.logs.output import LogOutput
@@ -22,8 +22,8 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.app.engine import Answer, Engine, Seen
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Answer, Engine, Seen
+    from tests.support.replicas.replica import Replica
 
 PROMPT = "a secret of the client " * 20
 #: Of a request that went to an engine, in this order, as the table in app/docs/operate.md has them.

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import Engine, Seen, chunk, engine
-from tests.app.replica import Replica, replica
+from tests.support.engines.scripted import Engine, Seen, chunk, engine
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.routing import client_answer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.app.engine import Answer
+    from tests.support.engines.scripted import Answer
 
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
 OBJECT, EVENTS, SPEECH = b'{"choices":[]}', b'data: {"choices":[]}\n\n', b"speech"

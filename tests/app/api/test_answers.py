@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, reset
-from tests.app.replica import Replica, replica
+from tests.support.engines.scripted import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, reset
+from tests.support.replicas.replica import Replica, replica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

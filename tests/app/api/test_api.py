@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.api import test_http_connection
-from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api import http_connection
 
@@ -29,8 +29,8 @@ def error_of(body: bytes) -> Any:
     return error
 
 
-async def test_errors_name_the_field(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_errors_name_the_field(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     status, headers, body = await router.post({"model": "no/such"})
     assert (status, error_of(body)["param"]) == (400, "prompt")
     assert headers["x-request-id"]
@@ -60,8 +60,8 @@ async def test_no_worker_is_a_503_with_a_reason(valkey_url: str, model: str) -> 
         assert (status, error_of(body)["code"], headers["retry-after"]) == (503, "no_worker", "1")
 
 
-async def test_the_paths_that_a_replica_answers_itself(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_the_paths_that_a_replica_answers_itself(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     status, body = await router.get("/v1/models")
     assert (status, [entry["id"] for entry in json.loads(body)["data"]]) == (200, [model])
     assert (await router.get("/livez"))[0] == 200
@@ -76,8 +76,8 @@ async def test_the_paths_that_a_replica_answers_itself(well: tuple[Replica, Engi
     assert (shown["workers"][0]["url"], shown["workers"][0]["routable"]) == (upstream.url, True)
 
 
-async def test_waits_of_streams_are_counted_by_model(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_waits_of_streams_are_counted_by_model(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     for stream in (True, True, False):
         assert (await router.post(BODY | {"model": model, "stream": stream}))[0] == 200
     (shown,) = json.loads((await router.get("/workers"))[1])["models"]
@@ -92,8 +92,8 @@ async def test_waits_of_streams_are_counted_by_model(well: tuple[Replica, Engine
     assert await router.metric(f'warmfleet_ttft_objective_seconds{{model="{model}"}}') == 0
 
 
-async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_explain_books_nothing(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     await router.post(BODY | {"model": model})
     await router.unloaded()
     status, _, body = await router.post(BODY | {"model": model, "endpoint": "/v1/completions"}, "/explain")
@@ -123,8 +123,8 @@ async def test_explain_books_nothing(well: tuple[Replica, Engine], model: str) -
     assert status == 400
 
 
-async def test_request_ids_are_cleaned(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_request_ids_are_cleaned(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     given = 'a ~b\u00e9"' + "x" * 200
     _, headers, _ = await router.post(BODY | {"model": model}, **{"X-Request-Id": given})
     assert headers["x-request-id"] == ("ab" + "x" * 200)[:128]
@@ -217,8 +217,8 @@ async def test_headers_and_connections_have_a_limit(valkey_url: str, model: str)
             other.close()
 
 
-async def test_a_client_in_the_middle_of_keep_alive_is_not_cut(well: tuple[Replica, Engine]) -> None:
-    router, _ = well
+async def test_a_client_in_the_middle_of_keep_alive_is_not_cut(replica_and_engine: tuple[Replica, Engine]) -> None:
+    router, _ = replica_and_engine
     reader, writer = await connection(router)
     for _ in range(3):
         writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -306,9 +306,9 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
 HIDDEN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
 
 
-async def test_nothing_is_smuggled_to_an_engine(well: tuple[Replica, Engine], model: str) -> None:
+async def test_nothing_is_smuggled_to_an_engine(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
     """Each request of the corpus, with a request to an engine behind it: the engine sees neither."""
-    router, upstream = well
+    router, upstream = replica_and_engine
     body = json.dumps({"model": model, "prompt": "smuggled"}).encode()
     for name, request in test_http_connection.REFUSED.items():
         reader, writer = await connection(router)
@@ -322,8 +322,10 @@ async def test_nothing_is_smuggled_to_an_engine(well: tuple[Replica, Engine], mo
     assert [seen.json["prompt"] for seen in upstream.seen] == [BODY["prompt"]]
 
 
-async def test_any_byte_of_a_header_reaches_the_engine_as_it_is(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_any_byte_of_a_header_reaches_the_engine_as_it_is(
+    replica_and_engine: tuple[Replica, Engine], model: str
+) -> None:
+    router, upstream = replica_and_engine
     reader, writer = await connection(router)
     body = json.dumps(BODY | {"model": model}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"

@@ -6,14 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import Engine, Seen, engine, reply
-from tests.app.replica import replica
+from tests.support.engines.scripted import Engine, Seen, engine, reply
+from tests.support.replicas.replica import replica
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import AsyncIterator
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 CHAT, TEXT, RESPONSE, MESSAGE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 EMBED, SPEECH = "/v1/embeddings", "/v1/audio/transcriptions"

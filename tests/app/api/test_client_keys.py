@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.api.access.client_keys import parse
@@ -23,7 +23,7 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 GOOD = {"authorization": "Bearer wf-good"}
 AUDIO = "/v1/audio/transcriptions"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.app.api.test_bodies import CHAT, EMBED, FILE, MESSAGE, RESPONSE, SPEECH, TEXT, answer_all
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.content_coding import MAX_MEMBERS
 
@@ -25,8 +25,8 @@ else:
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.app.engine import Engine
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Engine
+    from tests.support.replicas.replica import Replica
 
 LIMIT = 2_000_000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.client_hints import read_hints
 from warmfleet.errors import BadRequest

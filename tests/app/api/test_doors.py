@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.errors import BadArgument
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 OPERATORS = (("GET", "/metrics"), ("GET", "/workers"), ("GET", "/replicas"), ("POST", "/explain"))
 GATEWAYS = (("POST", "/route"), ("POST", "/renew"), ("POST", "/settle"))

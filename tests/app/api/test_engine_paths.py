@@ -8,9 +8,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.app.engine import Engine, Seen, engine, reply
-from tests.app.replica import Replica, replica
-from tests.app.simulated import simulated
+from tests.support.engines.scripted import Engine, Seen, engine, reply
+from tests.support.engines.simulated import simulated
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.prompt.engine_paths import KNOWN, NEVER
 
@@ -61,8 +61,8 @@ async def test_a_form_names_its_model_in_a_field(valkey_url: str, model: str) ->
         await router.unloaded()
 
 
-async def test_a_request_without_a_model_goes_to_the_only_one(well: tuple[Replica, Engine]) -> None:
-    router, upstream = well
+async def test_a_request_without_a_model_goes_to_the_only_one(replica_and_engine: tuple[Replica, Engine]) -> None:
+    router, upstream = replica_and_engine
     status, _, _ = await router.post({"tokens": [1, 2]}, "/detokenize")
     assert (status, upstream.seen[-1].path) == (200, "/detokenize")
     status, _, body = await router.post({"model": 7}, "/detokenize")

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.app.api.test_answers import fleet
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, freezing
-from tests.app.replica import Replica, replica
+from tests.support.engines.scripted import STREAM_HEAD, Answer, Engine, Seen, chunk, engine, freezing
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet import errors
 from warmfleet.errors import WarmfleetError

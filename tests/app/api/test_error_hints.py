@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.error_answers import UnknownPath
 from warmfleet.pools.fleet_view import View
@@ -18,7 +18,7 @@ from warmfleet.pools.served_models import NAMED_MODELS, Pools
 from warmfleet.prompt.engine_paths import KNOWN
 
 if TYPE_CHECKING:
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 PATHS = UnknownPath([*KNOWN, "/v1/models", "/v1/models/{model:path}", "/readyz", "/version"])
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.app.engine import Engine, engine
-from tests.app.gate import gate
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import Engine, engine
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Flag, Spans, reservations
@@ -43,8 +43,8 @@ async def error(router: Replica, path: str, body: Any, **headers: str) -> tuple[
     return status, found["code"], found["param"]
 
 
-async def test_a_placement_is_booked_and_settled(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_a_placement_is_booked_and_settled(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     placed = await told(router, ROUTE, {"model": model, "prompt": PROMPT}, **{"X-Request-Id": "mine"})
     reservation = placed["reservation"]
     assert placed["url"] == upstream.url
@@ -66,8 +66,8 @@ async def test_a_placement_is_booked_and_settled(well: tuple[Replica, Engine], m
     assert await router.load() == 0, "what was settled is not booked anew"
 
 
-async def test_what_served_requests_left_is_matched(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_what_served_requests_left_is_matched(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     await router.post({"model": model, "prompt": PROMPT})
     placed = await told(router, ROUTE, {"model": model, "prompt": PROMPT + "And then? "})
     assert placed["matched_tokens"] >= 192
@@ -94,8 +94,8 @@ async def test_what_is_never_settled_expires(valkey_url: str, model: str, monkey
         await router.unloaded()
 
 
-async def test_the_same_key_books_once(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_the_same_key_books_once(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     body, key = {"model": model, "prompt": PROMPT}, {"Idempotency-Key": "a"}
     first = await told(router, ROUTE, body, **key)
     load = await router.load()
@@ -157,8 +157,8 @@ async def test_a_fleet_with_tenants_or_keys_has_no_open_gateway(
             assert (await error(router, path, b"no JSON"))[:2] == (403, "forbidden")
 
 
-async def test_bad_requests_name_the_field(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_bad_requests_name_the_field(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     body, known = {"model": model, "prompt": PROMPT}, "wf-0" + "a" * 21
     assert await error(router, "/route?endpoint=/sleep", body) == (400, "bad_request", "endpoint")
     assert (await error(router, "/route", body))[2] == "messages"
@@ -284,8 +284,8 @@ async def test_an_outcome_after_the_leases_end_counts_for_nothing(
         assert blamed == []
 
 
-async def test_what_a_gateway_tells_is_checked(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_what_a_gateway_tells_is_checked(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     told_well = {"model": model, "reservation": "wf-0" + "a" * 21, "outcome": "failed"}
     wrong: dict[str, list[Any]] = {
         "status": ["200", 99, 600, True, 2.5],
@@ -337,8 +337,10 @@ async def test_without_redis_a_gateway_is_placed_and_told_that_nothing_is_booked
         await router.unloaded()
 
 
-async def test_the_gateway_of_the_guide_works(well: tuple[Replica, Engine], model: str, tmp_path: Path) -> None:
-    router, upstream = well
+async def test_the_gateway_of_the_guide_works(
+    replica_and_engine: tuple[Replica, Engine], model: str, tmp_path: Path
+) -> None:
+    router, upstream = replica_and_engine
     (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (tmp_path / "gateway.py").write_text(source)
     port = free_port()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.api.test_client_keys import line, put
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, reply, reset
-from tests.app.gate import gate
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, reply, reset
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.api.access.client_keys import parse
@@ -24,7 +24,7 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 KEY = {"authorization": "Bearer wf-good"}
 PER_MINUTE = 1_000_000

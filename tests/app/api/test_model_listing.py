@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import Engine, answer_well, engine
-from tests.app.joined import joined, proven
-from tests.app.replica import Replica, replica
+from tests.support.engines.joined import joined, proven
+from tests.support.engines.scripted import Engine, answer_well, engine
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api.model_listing import entries
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.requests import Request
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.access.operators import Operators, is_loopback
 from warmfleet.api.http_connection import HttpConnection
@@ -19,7 +19,7 @@ from warmfleet.prompt.engine_paths import OPERATORS, OWN_HOST
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 TENANTS = {"tenant_key": "k" * 32}
 HOME = "127.0.0.1"

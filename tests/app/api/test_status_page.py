@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.requests import Request
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.access.operators import Operators
 from warmfleet.api.service_routes import Health
@@ -29,7 +29,7 @@ from warmfleet.settings import Settings
 from warmfleet.tracing.last_requests import LastRequests
 
 if TYPE_CHECKING:
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
     from warmfleet.pools.pool import Pool
 

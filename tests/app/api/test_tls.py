@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.certificates import Pair, encrypted, made
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.certificates import Pair, encrypted, made
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.listening import server
 from warmfleet.api.listening.tls import ServerTls

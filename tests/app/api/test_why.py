@@ -10,10 +10,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, answer_well, chunk, engine, event, reset
-from tests.app.replica import replica
 from tests.app.routing.test_admission_queue import body, crowded, no_room, some_wait
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, answer_well, chunk, engine, event, reset
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.api.access_log import AccessLog
 from warmfleet.api.request_reasons import told
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.app.engine import Engine, Seen
-    from tests.app.replica import Replica
+    from tests.support.engines.scripted import Engine, Seen
+    from tests.support.replicas.replica import Replica
 
     from warmfleet.tracing.request_record import TryRecord
 

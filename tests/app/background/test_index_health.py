@@ -7,10 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
-from tests.topology import Servers, free_ports, until
-from tests.worker_plugin.publishing import WORKER, churn, equal, hashes, publishing, upkeep
+from tests.support.fleet.publishing import WORKER, churn, equal, hashes, publishing, upkeep
+from tests.support.polling import poll, until
+from tests.support.redis.topology import Servers, free_ports
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker

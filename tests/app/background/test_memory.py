@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import server as server_of
-from tests.conftest import valkey_binary
+from tests.support.redis.servers import server as server_of
+from tests.support.redis.servers import valkey_binary
 
 from warmfleet.background.redis_memory import MemoryWatch
 from warmfleet.errors import FleetUnavailable

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import redis.asyncio
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll, server, valkey_binary
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.replica import replica
 
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.engines.allowed_addresses import Addresses

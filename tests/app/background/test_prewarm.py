@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.app.simulated import Simulated, simulated
-from tests.conftest import poll
+from tests.support.engines.simulated import Simulated, simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.background import prewarm as warming
 from warmfleet.fleet import Proof

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.replica import Replica, replica
-from tests.app.simulated import TEMPLATE, Kind, simulated
-from tests.app.simulated import identity as simulated_identity
-from tests.conftest import poll
+from tests.support.engines.simulated import TEMPLATE, Kind, simulated
+from tests.support.engines.simulated import identity as simulated_identity
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.background import prober as probe
 from warmfleet.background.probe import WRONG, Probe, Result

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import redis.asyncio as aioredis
-from tests.app.engine import Answer, Engine, Seen, answer_well, engine, reply
-from tests.app.replica import Replica, replica
-from tests.app.simulated import tokenizer_json
-from tests.conftest import poll
+from tests.support.engines.scripted import Answer, Engine, Seen, answer_well, engine, reply
+from tests.support.engines.simulated import tokenizer_json
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel

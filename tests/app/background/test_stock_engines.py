@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import Engine, answer_well
-from tests.app.engine import engine as stock
-from tests.conftest import poll
+from tests.support.engines.scripted import Engine, answer_well
+from tests.support.engines.scripted import engine as stock
+from tests.support.polling import poll
 
 from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.checks import MAX_MIRROR_BLOCKS, StockEngines, worker_id

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tests.conftest import poll
+from tests.support.polling import poll
 
 from warmfleet.background import supervisor
 from warmfleet.background.clock import Clock

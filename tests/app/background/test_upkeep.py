@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.app.engine import STREAM_HEAD, engine, event, freezing
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.lua.stream import Core, block, blocks
+from tests.support.engines.scripted import STREAM_HEAD, engine, event, freezing
+from tests.support.fleet.reporting_worker import ReportingWorker, block, blocks
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.background import upkeep
 from warmfleet.fleet import RENEW_AT_ONCE, Fleet, Renewal, connect
@@ -57,18 +57,18 @@ async def test_more_reservations_than_fit_one_call_are_renewed(model: str, valke
 async def test_an_audit_goes_on_to_its_end_and_is_counted(
     store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, metrics = Core(store, fleet), Metrics()
+    reporter, metrics = ReportingWorker(store, fleet), Metrics()
     pools = Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))])
-    await core.join()
+    await reporter.join()
     for start in range(0, 1000, 100):
-        await core.send("stored", blocks(*range(start, start + 100)))
-    await core.applied()
+        await reporter.send("stored", blocks(*range(start, start + 100)))
+    await reporter.applied()
     monkeypatch.setattr(upkeep, "AUDIT_INTERVAL_S", 0.001)
     for seen in (1000.0, 1000.0):
         await poll(lambda: _audited(pools, metrics), what="an audit is due")
         assert metrics.audited_blocks._value.get() >= seen
     assert metrics.audit_mismatches._value.get() == 0
-    await cast("Any", store.srem(fleet.keys.block(block(5)), (await core.row()).slot))
+    await cast("Any", store.srem(fleet.keys.block(block(5)), (await reporter.row()).slot))
     await poll(lambda: _audited(pools, metrics, differs=True), what="the next audit finds it")
 
 

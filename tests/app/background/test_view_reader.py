@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.app.rounds import Replica, one_replica
 from tests.app.test_damage import healthy
-from tests.conftest import PATIENT
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.redis.servers import PATIENT
+from tests.support.replicas.stepped import SteppedReplica, stepped_replica
 
 from warmfleet import main
 from warmfleet.background.view_reader import ViewReader
@@ -44,27 +44,27 @@ def redis_url(valkey_url: str) -> str:
     return valkey_url
 
 
-async def identified(replica: Replica, model: str) -> IdentifiedPrompt:
+async def identified(replica: SteppedReplica, model: str) -> IdentifiedPrompt:
     body = {"model": model, "prompt": "a prompt that fills several blocks of tokens " * 9}
     return await replica.pool.identify(prompt.from_dict("completions", body))
 
 
-async def old_dump(world: World) -> None:
+async def old_dump(keyspace: Keyspace) -> None:
     """Redis comes back with a dump that is older than a TTL; nobody has ticked since, so no worker expires."""
-    await world.store.zadd(world.keys.alive, dict.fromkeys(("w1.0", "w2.0"), 1.0))
-    await world.ticked(age_ms=60_000)
+    await keyspace.store.zadd(keyspace.keys.alive, dict.fromkeys(("w1.0", "w2.0"), 1.0))
+    await keyspace.ticked(age_ms=60_000)
 
 
-async def empty(world: World) -> None:
-    await world.store.flushall()
+async def empty(keyspace: Keyspace) -> None:
+    await keyspace.store.flushall()
 
 
-async def before_the_reading(world: World) -> None:
+async def before_the_reading(keyspace: Keyspace) -> None:
     """The workers have joined and been proved after the last reading of this replica."""
-    await healthy(world)
+    await healthy(keyspace)
 
 
-async def nothing(_: World) -> None:
+async def nothing(_: Keyspace) -> None:
     pass
 
 
@@ -74,23 +74,23 @@ async def nothing(_: World) -> None:
 async def test_a_decision_after_redis_came_back_matches_before_the_next_reading(
     store: aioredis.Redis,
     fleet: Fleet,
-    lost: Callable[[World], Awaitable[None]],
-    back: Callable[[World], Awaitable[None]],
+    lost: Callable[[Keyspace], Awaitable[None]],
+    back: Callable[[Keyspace], Awaitable[None]],
 ) -> None:
-    world = World(store, fleet)
-    await healthy(world)
-    async with one_replica(fleet) as replica:
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
+    async with stepped_replica(fleet) as replica:
         await replica.look()
         await replica.loaded()
         await replica.look()
         hashers = replica.pool.view.hashers
         known = {model: await identified(replica, model) for model in ("m", "adapter")}
         assert known["m"].chains[0].hashes[:8] != known["adapter"].chains[0].hashes[:8]
-        await lost(world)
+        await lost(keyspace)
         shown = await replica.look()
         assert not any(worker["routable"] for worker in shown["workers"])
-        await back(world)
-        await world.hold(2, known["m"].chains[0].hashes)
+        await back(keyspace)
+        await keyspace.hold(2, known["m"].chains[0].hashes)
         for model in known:
             assert (await identified(replica, model)).chains == known[model].chains, "as before Redis was lost"
         again = await identified(replica, "m")
@@ -106,22 +106,22 @@ async def decided(fleet: Fleet, known: IdentifiedPrompt) -> Decision:
 
 async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Redis, fleet: Fleet) -> None:
     """A worker that is heard decides about its scheme as soon as it joins; routable ones, about all the rest."""
-    world = World(store, fleet)
-    await healthy(world)
-    async with one_replica(fleet) as replica:
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
+    async with stepped_replica(fleet) as replica:
         await replica.look()
         await replica.loaded()
         await replica.look()
-        await empty(world)
+        await empty(keyspace)
         await replica.look()
-        await world.workers(1, flags=0, scheme=8)
+        await keyspace.workers(1, flags=0, scheme=8)
         scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor", "another seed"), 32)
         record = wire.dumps({"nonce": "n2", "server_id": "w1", "slot": 1, "scheme": scheme.as_dict()})
-        await store.hset(world.keys.workers, "w1.0", record)
+        await store.hset(keyspace.keys.workers, "w1.0", record)
         await replica.look()
         assert [hasher.scheme.scheme_id for hasher in replica.pool.view.hashers] == [scheme.scheme_id]
         assert "adapter" in replica.pool.view.names.paths, "none of its workers has told its adapters yet"
-        await world.change(1, flags=7)
+        await keyspace.change(1, flags=7)
         await replica.look()
         assert replica.pool.view.names.paths == {}
 
@@ -147,9 +147,9 @@ async def test_workers_are_probed_by_the_reading_that_finds_them(readable: bool)
 async def test_a_pool_at_rest_is_read_every_other_round(
     store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(store, fleet)
-    await healthy(world)
-    async with one_replica(fleet) as replica:
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
+    async with stepped_replica(fleet) as replica:
         reader, pool = replica.reader, replica.pool
         assert await reader.round(), "it was never read"
         assert await reader.round(), "a start is no rest"
@@ -167,10 +167,10 @@ async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(
 ) -> None:
     """It is to be asked over HTTP 12.5 s after its last heartbeat, before it expires."""
     monkeypatch.setattr(idle, "AFTER_S", 0.0)
-    world = World(store, fleet)
-    await healthy(world)
+    keyspace = Keyspace(store, fleet)
+    await healthy(keyspace)
     now_ms = 1_000 * int((await store.time())[0])
-    async with one_replica(fleet) as replica:
+    async with stepped_replica(fleet) as replica:
         for key, name in ((fleet.keys.alive, "w1.0"), (fleet.keys.alive_servers, "w1")):
             await replica.reader.refresh()
             assert not await replica.reader.round()
@@ -181,8 +181,8 @@ async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(
 
 
 async def test_nothing_is_kept_of_a_pool_that_has_left(store: aioredis.Redis, fleet: Fleet) -> None:
-    await healthy(World(store, fleet))
-    async with one_replica(fleet) as replica:
+    await healthy(Keyspace(store, fleet))
+    async with stepped_replica(fleet) as replica:
         await replica.look()
         await replica.loaded()
         await replica.look()

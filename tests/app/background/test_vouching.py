@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.engine import Engine, engine, reply
-from tests.conftest import poll
-from tests.lua.world import World
+from tests.support.engines.scripted import Engine, engine, reply
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.polling import poll
 
 from warmfleet.background import vouching
 from warmfleet.background.vouching import Vouching
@@ -37,16 +37,16 @@ class Quiet:
     """A fleet of workers with the plugin, whose heartbeats the test sends or leaves out; and one replica's rounds."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, client: EngineClient) -> None:
-        self.world, self.fleet, self.metrics = World(store, fleet), fleet, Metrics()
+        self.keyspace, self.fleet, self.metrics = Keyspace(store, fleet), fleet, Metrics()
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.vouching = Vouching(Pools([self.pool]), client, Settings(), self.metrics)
 
     async def worker(self, number: int, one: Engine, *, silent_s: float, server_s: float | None = None) -> str:
-        name = await self.world.worker(number, age_ms=round(silent_s * 1000))
+        name = await self.keyspace.worker(number, age_ms=round(silent_s * 1000))
         server = wire.dumps({"nonce": "s1", "url": one.url, "models": [one.model], "version": "1"})
-        await cast("Any", self.world.store.hset(self.world.keys.servers, f"w{number}", server))
+        await cast("Any", self.keyspace.store.hset(self.keyspace.keys.servers, f"w{number}", server))
         seen = time.time() - (silent_s if server_s is None else server_s)
-        await self.world.store.zadd(self.world.keys.alive_servers, {f"w{number}": seen * 1000})
+        await self.keyspace.store.zadd(self.keyspace.keys.alive_servers, {f"w{number}": seen * 1000})
         return name
 
     async def round(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class Quiet:
 async def quiet(store: aioredis.Redis, fleet: Fleet) -> AsyncIterator[Quiet]:
     client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
     made = Quiet(store, fleet, client)
-    await made.world.ticked()
+    await made.keyspace.ticked()
     yield made
     await client.close()
 
@@ -88,7 +88,7 @@ async def test_a_fleet_that_is_cut_off_is_served_and_the_dead_worker_is_not(
             states = await quiet.round()
             await quiet.round()
         assert states == {"w1.0": "unheard", "w2.0": "unheard", "w3.0": "silent"}
-        assert {(await quiet.fleet.decide(quiet.world.ask())).worker_id for _ in range(8)} == {"w1.0", "w2.0"}
+        assert {(await quiet.fleet.decide(quiet.keyspace.ask())).worker_id for _ in range(8)} == {"w1.0", "w2.0"}
         assert "2 workers answer over HTTP but send no heartbeats" in caplog.text
         assert (quiet.count("vouched_workers", "vouched"), quiet.count("health_checks", "silent")) == (2, 2)
 
@@ -115,7 +115,7 @@ async def test_one_that_stops_answering_is_avoided_and_then_lapses(quiet: Quiet)
         await quiet.round()
         await made[0].die()
         record = wire.dumps({"nonce": "n1", "server_id": "w1", "slot": 1, "vouched": (time.time() - 6) * 1000})
-        await cast("Any", quiet.world.store.hset(quiet.world.keys.workers, "w1.0", record))
+        await cast("Any", quiet.keyspace.store.hset(quiet.keyspace.keys.workers, "w1.0", record))
         assert await quiet.round() == {"w1.0": "unheard"}, "until a TTL after its last answer"
         assert quiet.pool.avoided() == ("w1.0",)
         assert quiet.count("vouched_workers", "renewed") == 0

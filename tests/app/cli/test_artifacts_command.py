@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.conftest import server, valkey_binary
+from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.__main__ import main
 from warmfleet.cli.artifacts import whole

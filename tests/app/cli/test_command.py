@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.cli.answering import replica
+from tests.support.replicas.fixed_answers import replica
 
 from warmfleet.__main__ import main
 from warmfleet.cli import explain, replicas, serve, up, workers

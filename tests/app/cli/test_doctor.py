@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
-from tests.app.cli import answering
-from tests.app.gate import gate
-from tests.app.joined import proven
-from tests.app.replica import replica
-from tests.app.simulated import LIMITS, SCHEME, identity, simulated
-from tests.conftest import poll, redis7_binary, server, valkey_binary
-from tests.topology import SLOTS, cluster, sentinels, tls_server
+from tests.support.engines.joined import proven
+from tests.support.engines.simulated import LIMITS, SCHEME, identity, simulated
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.redis.servers import redis7_binary, server, valkey_binary
+from tests.support.redis.topology import SLOTS, cluster, sentinels, tls_server
+from tests.support.replicas import fixed_answers
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.cli.acl import lines, rules_of
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import redis.asyncio as aioredis
-    from tests.topology import Secured
+    from tests.support.redis.topology import Secured
 
 SECRET = "geheim-only-the-fleet-knows"
 
@@ -608,7 +609,7 @@ async def test_a_lost_master_hides_its_own_pools_only(valkey_url: str, model: st
 )
 async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: str) -> None:
     answers = {"/readyz": (200, {}), "/workers": (200, {"models": [{"model": serves, "workers": []}]})}
-    with answering.replica(answers) as (url, _):
+    with fixed_answers.replica(answers) as (url, _):
         found = await router_checks.replica(
             url, {"m#2": []}, "", time.time, engine_tls(""), registered=["m#2"] if registered else []
         )
@@ -618,7 +619,7 @@ async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: st
 
 async def test_a_template_that_is_not_approved_is_told_of_once_for_all_pools() -> None:
     models = [{"model": f"m#{number}", "workers": [], "template": "sandbox"} for number in (1, 2)]
-    with answering.replica({"/readyz": (200, {}), "/workers": (200, {"models": models})}) as (url, _):
+    with fixed_answers.replica({"/readyz": (200, {}), "/workers": (200, {"models": models})}) as (url, _):
         for registered, named in ((["m#1", "m#2"], ["m"]), ([], ["m#1", "m#2"])):
             found = await router_checks.replica(
                 url, {"m#1": [], "m#2": []}, "", time.time, engine_tls(""), registered=registered
@@ -699,7 +700,7 @@ async def test_a_loopback_url_of_another_host(valkey_url: str, model: str) -> No
 
 
 async def test_an_announced_url_is_asked_for_its_health_only_and_gets_no_key(valkey_url: str, model: str) -> None:
-    with answering.replica({"/health": (200, {})}) as (url, seen):
+    with fixed_answers.replica({"/health": (200, {})}) as (url, seen):
         async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
             await complete(fleet)
             told = await doctor(valkey_url, model, worker_api_key=SECRET)
@@ -906,8 +907,8 @@ async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: 
         stock(Served((model,))) as well,
     ):
         with (
-            answering.replica({"/health": (200, "")}) as (page, _),
-            answering.replica({"/health": (503, "")}) as (ill, _),
+            fixed_answers.replica({"/health": (200, "")}) as (page, _),
+            fixed_answers.replica({"/health": (503, "")}) as (ill, _),
         ):
             told = await doctor(valkey_url, model, static_workers=(misnamed, locked, well, page, ill))
     told.names("listed", f"{misnamed}: it serves other, but the fleet is of {model}", "--served-model-name")
@@ -921,7 +922,7 @@ async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: 
 async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valkey_url: str, model: str) -> None:
     """It has no plugin. One that hangs is not to be started, either."""
     async with applied(valkey_url, model) as fleet:
-        with answering.replica({"/health": (503, "")}) as (ill, _):
+        with fixed_answers.replica({"/health": (503, "")}) as (ill, _):
             away = f"http://127.0.0.1:{free_port()}"
             for name, url in (("away", away), ("ill", ill)):
                 await fleet.register(name, {"scheme_id": 7, "url": url, "models": [model]}, 50)

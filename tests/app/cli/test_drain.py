@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event
-from tests.app.gate import gate
-from tests.app.joined import joined, proven
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.joined import joined, proven
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.__main__ import main
 from warmfleet.background.stock.checks import worker_id

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.cli.test_artifacts_command import DIGEST, approved, joined
-from tests.topology import whole_cluster
+from tests.support.redis.topology import whole_cluster
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command, served

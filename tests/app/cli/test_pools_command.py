@@ -11,9 +11,10 @@ from unittest.mock import AsyncMock
 import pytest
 import redis
 from tests.app.cli.test_doctor import guarded
-from tests.conftest import PATIENT, poll, redis7_binary, valkey_binary
-from tests.topology import whole_cluster
-from tests.worker_plugin.publishing import SCHEME
+from tests.support.fleet.publishing import SCHEME
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT, redis7_binary, valkey_binary
+from tests.support.redis.topology import whole_cluster
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from tests.app.cli.answering import replica
+from tests.support.replicas.fixed_answers import replica
 
 from warmfleet.cli import up
 from warmfleet.cli.command_error import CommandError

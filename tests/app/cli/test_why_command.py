@@ -6,7 +6,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from tests.app.cli.answering import replica
+from tests.support.replicas.fixed_answers import replica
 
 from warmfleet.__main__ import main
 from warmfleet.cli.local import ports, running_stack

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import Engine, Seen, chunk, engine, freezing, reply, reset
+from tests.support.engines.scripted import Engine, Seen, chunk, engine, freezing, reply, reset
 
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.app.engine import Engine, Seen, engine, hang_up, reply, reset
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.topology import issue, make_ca
+from tests.support.engines.scripted import Engine, Seen, engine, hang_up, reply, reset
+from tests.support.polling import poll
+from tests.support.redis.topology import issue, make_ca
+from tests.support.replicas.replica import replica
 
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines import engine_connection

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import PATIENT, poll, redis7_binary, server, valkey_binary
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
+from tests.support.replicas.replica import replica
 
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.lua.world import World
-from tests.packed import arguments_of
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.redis.packed_commands import arguments_of
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import (
@@ -281,9 +281,9 @@ def test_the_constants_are_packed_anew_when_one_of_them_is_replaced(fleet: Fleet
 async def test_constants_of_another_version_are_refused(
     store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    world = World(store, fleet)
-    await world.workers(1)
-    before = await world.rows()
+    keyspace = Keyspace(store, fleet)
+    await keyspace.workers(1)
+    before = await keyspace.rows()
     cut_short = packed(Weights(), Spans(), QueueLimits(), {})[:-1]
     monkeypatch.setattr(constants, "VERSION", constants.VERSION + 1)
     other = packed(Weights(), Spans(), QueueLimits(), {})
@@ -293,4 +293,4 @@ async def test_constants_of_another_version_are_refused(
     for record in (other, cut_short, b""):
         with pytest.raises(BadArgument, match="not of version 3"):
             await fleet.run(script, *argv(script, **good | {"constants": record}))
-    assert await world.rows() == before, "nothing is booked"
+    assert await keyspace.rows() == before, "nothing is booked"

@@ -6,9 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from tests.app.replica import replica
-from tests.conftest import PATIENT, poll
-from tests.lua.stream import Core, blocks, digest_of, held
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks, digest_of, held
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
+from tests.support.replicas.replica import replica
 
 from warmfleet import main
 from warmfleet.background import upkeep
@@ -42,12 +43,12 @@ async def fleet(redis_url: str, model: str) -> AsyncIterator[Fleet]:
 
 
 async def test_an_event_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = Core(store, fleet)
-    await core.join()
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join()
     await fleet.step()
     waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
     await poll(lambda: _blocked(store), what="the call waits")
-    await core.send("stored", blocks(1))
+    await reporter.send("stored", blocks(1))
     async with asyncio.timeout(LONG_S / 2):
         await waiting
     assert await fleet.step() == 1
@@ -56,17 +57,17 @@ async def test_an_event_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> No
 async def test_a_new_worker_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
     waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
     await poll(lambda: _blocked(store), what="the call waits")
-    await Core(store, fleet, "another").join()
+    await ReportingWorker(store, fleet, "another").join()
     async with asyncio.timeout(LONG_S / 2):
         await waiting
 
 
 async def test_an_event_that_came_before_the_wait_ends_it(store: aioredis.Redis, fleet: Fleet) -> None:
     """Between the step and the wait a worker may write."""
-    core = Core(store, fleet)
-    await core.join()
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join()
     await fleet.step()
-    await core.send("stored", blocks(1))
+    await reporter.send("stored", blocks(1))
     async with asyncio.timeout(LONG_S / 2):
         await fleet.await_events(STREAMS, LONG_S)
 
@@ -91,17 +92,17 @@ async def test_a_wait_ends_after_its_time(fleet: Fleet) -> None:
 
 
 async def test_a_heartbeat_leaves_nothing_to_do_but_blocks_announce_more(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = Core(store, fleet)
+    reporter = ReportingWorker(store, fleet)
     assert fleet.busy, "before its first step a replica knows of nothing"
-    await core.join()
+    await reporter.join()
     await fleet.step()
-    await core.heartbeat(digest_of())
+    await reporter.heartbeat(digest_of())
     await fleet.step()
     assert not fleet.busy
-    await core.send("stored", blocks(1, 2))
+    await reporter.send("stored", blocks(1, 2))
     await fleet.step()
     assert fleet.busy
-    await core.send("cleared")
+    await reporter.send("cleared")
     fleet.pace = Pace(min_gap_ms=0, collects=1, max_blocks=1)
     await fleet.step()
     await fleet.step()
@@ -110,16 +111,16 @@ async def test_a_heartbeat_leaves_nothing_to_do_but_blocks_announce_more(store: 
 
 async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: Fleet, monkeypatch: Any) -> None:
     monkeypatch.setattr(upkeep, "TICK_WITHIN_S", LONG_S)
-    pool, core = Pool(fleet.keys.tag, fleet, DegradedMode(1.0)), Core(store, fleet)
+    pool, reporter = Pool(fleet.keys.tag, fleet, DegradedMode(1.0)), ReportingWorker(store, fleet)
     pool.show(View(streams=STREAMS))
-    await core.join()
+    await reporter.join()
     await fleet.step()
     rounds = asyncio.create_task(_rounds(pool))
     try:
         await poll(lambda: _blocked(store), what="a round waits")
-        await core.send("stored", blocks(3))
-        await poll(lambda: _empty(core), LONG_S / 2, "the event is applied")
-        assert await core.holds() == held(3)
+        await reporter.send("stored", blocks(3))
+        await poll(lambda: _empty(reporter), LONG_S / 2, "the event is applied")
+        assert await reporter.holds() == held(3)
     finally:
         rounds.cancel()
         await asyncio.wait([rounds])
@@ -130,9 +131,9 @@ async def test_a_replica_at_rest_asks_redis_little(
 ) -> None:
     """Commands are counted, not time: what a call costs differs between machines."""
     fleet = Fleet(store, model, timeouts=PATIENT)
-    cores = [Core(store, fleet, f"w{number}") for number in range(WORKERS)]
-    for core in cores:
-        await core.join()
+    cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(WORKERS)]
+    for reporter in cores:
+        await reporter.join()
     clear_s = main.CLEAR_INTERVAL_S
     async with replica(redis_url, model, view_interval_s=1.0, clear_interval_s=clear_s) as router:
         await poll(lambda: _workers(router), what="the replica knows the workers")
@@ -158,8 +159,8 @@ async def _blocked(store: aioredis.Redis) -> bool:
     return bool((await store.info("clients"))["blocked_clients"])
 
 
-async def _empty(core: Core) -> bool:
-    return await core.store.xlen(core.stream) == 0
+async def _empty(reporter: ReportingWorker) -> bool:
+    return await reporter.store.xlen(reporter.stream) == 0
 
 
 async def _workers(router: Any) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tests.conftest import poll
-from tests.survival import Survival
-from tests.topology import cluster
+from tests.support.fleet.busy_fleet import BusyFleet
+from tests.support.polling import poll
+from tests.support.redis.topology import cluster
 
 from warmfleet_worker.protocol import wire
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 async def test_a_failover_under_load(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with cluster(wire.model_tag(model)) as made:
-        async with Survival(made.url, model) as fleet:
+        async with BusyFleet(made.url, model) as fleet:
             await fleet.hold()
             decided_s, indexed_s = await fleet.struck(made.owner.kill)
             print(f"decisions after {decided_s:.2f} s, index after {indexed_s:.2f} s")
@@ -33,7 +33,7 @@ async def test_an_owner_that_gave_its_slot_away_is_left(model: str, monkeypatch:
     """A planned failover: the old owner answers MOVED, or nothing at all once it is asked for the new one."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with cluster(wire.model_tag(model)) as made:
-        async with Survival(made.url, model) as fleet:
+        async with BusyFleet(made.url, model) as fleet:
             await fleet.hold()
             await asyncio.to_thread(made.hand_over)
             count = len(fleet.answered)

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.gate import gate
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.topology import tls_server
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.redis.topology import tls_server
+from tests.support.replicas.replica import replica
 
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import connect
@@ -23,7 +23,7 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from tests.topology import Secured
+    from tests.support.redis.topology import Secured
 
     Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core, digest_of
 from tests.lua.test_apply_server import Server
+from tests.support.fleet.reporting_worker import ReportingWorker, digest_of
 
 from warmfleet.fleet import Fleet, Proof, connect, views
 from warmfleet.fleet.upkeep import Pace
@@ -60,7 +60,7 @@ class Story:
     def __init__(self, store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
         self.store, self.fleet, self.keys = store, fleet, fleet.keys
         self.rng = random.Random(seed)
-        self.cores = {name: Core(store, fleet, name) for name in NAMES}
+        self.cores = {name: ReportingWorker(store, fleet, name) for name in NAMES}
         self.servers = {name: Named(store, fleet, name) for name in NAMES}
         self.dump: dict[str, bytes] = {}
         self.joins = 0

@@ -15,10 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.fleet.lossy import Replica
-from tests.conftest import poll
-from tests.survival import SCHEME
-from tests.topology import QUIET, Servers, free_ports, sentinels, until
+from tests.support.fleet.busy_fleet import SCHEME
+from tests.support.polling import poll, until
+from tests.support.redis.topology import QUIET, Servers, free_ports, sentinels
+from tests.support.replicas.lossy import LossyReplica
 
 from warmfleet.background import upkeep
 from warmfleet.background.clock import Clock
@@ -78,7 +78,7 @@ class Living:
     def __init__(self, url: str, model: str, size: Size) -> None:
         self.size = size
         tag = wire.model_tag(model)
-        self.replicas = [Replica(connect(url, tag), model, "cost", [], Spans()) for _ in range(REPLICAS)]
+        self.replicas = [LossyReplica(connect(url, tag), model, "cost", [], Spans()) for _ in range(REPLICAS)]
         self.fleet = Fleet(connect(url, tag), model)
         self.number = 0
         clock = Clock()
@@ -102,7 +102,7 @@ class Living:
             return [view.routable for view in await self.fleet.workers()] == [True] * WORKERS
         return False
 
-    async def ask(self, one: Replica) -> None:
+    async def ask(self, one: LossyReplica) -> None:
         self.number += 1
         chains = (Chain(SCHEME.scheme_id, 16, os.urandom(8 * 20)),)
         await one.decide(Ask(f"wf-0{self.number}", chains, 321, 500))
@@ -111,7 +111,7 @@ class Living:
         """Every replica gets half of its share; every second one begins to answer."""
         before = len(self.replicas[0].attempts)
 
-        async def share(one: Replica) -> None:
+        async def share(one: LossyReplica) -> None:
             for _ in range(self.size.leases // REPLICAS // 2):
                 await self.ask(one)
             for number in range(before // 2, len(one.attempts), 2):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import hiredis
 import pytest
-from tests.conftest import PATIENT, poll
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, RedisConnections, Timeouts

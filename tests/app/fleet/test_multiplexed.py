@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import hiredis
 import pytest
-from tests.app.gate import gate
-from tests.conftest import PATIENT, poll
-from tests.packed import words_of
-from tests.topology import free_ports, sentinels
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.redis.packed_commands import words_of
+from tests.support.redis.servers import PATIENT
+from tests.support.redis.topology import free_ports, sentinels
 
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, Timeouts, connect
@@ -486,7 +487,7 @@ async def test_a_former_master_that_answers_quickly_is_left_all_the_same(model: 
 
 
 async def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, model: str) -> None:
-    from tests.conftest import valkey_binary, wait_for_server
+    from tests.support.redis.servers import valkey_binary, wait_for_server
 
     (port,) = free_ports(1)
     url = f"redis://127.0.0.1:{port}"

@@ -11,9 +11,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import PATIENT, poll
-from tests.lua.stream import Core, block, blocks, held
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.reporting_worker import ReportingWorker, block, blocks, held
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
@@ -40,14 +41,14 @@ async def ticked_ago(fleet: Fleet, ms: int) -> None:
     await fleet.redis.set(fleet.keys.tick, f"{int(time.time() * 1000) - ms} 0 0 0 0")
 
 
-async def write(core: Core, batches: int, each: int = 128) -> None:
+async def write(reporter: ReportingWorker, batches: int, each: int = 128) -> None:
     """Join and ``batches`` full entries, in one round trip."""
-    await core.join()
-    pipe = core.store.pipeline(transaction=False)
+    await reporter.join()
+    pipe = reporter.store.pipeline(transaction=False)
     for number in range(batches):
-        core.number += 1
+        reporter.number += 1
         data = blocks(*range(number * each, number * each + each))
-        pipe.xadd(core.stream, cast("dict[Any, Any]", wire.entry(core.nonce, core.number, "stored", data)))
+        pipe.xadd(reporter.stream, cast("dict[Any, Any]", wire.entry(reporter.nonce, reporter.number, "stored", data)))
     await pipe.execute()
 
 
@@ -79,9 +80,9 @@ async def test_many_replicas_are_granted_no_more_than_one(fleet: Fleet) -> None:
 
 
 async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(fleet: Fleet) -> None:
-    core = Core(fleet.redis, fleet)
+    reporter = ReportingWorker(fleet.redis, fleet)
     for batches, granted_us in ((4_000, 60_000), (200, 120_000)):
-        await write(core, batches, each=1)
+        await write(reporter, batches, each=1)
         await ticked_ago(fleet, 5_000)
         assert (await fleet.tick()).granted_us == granted_us
 
@@ -90,8 +91,8 @@ async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(f
 
 
 async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet: Fleet) -> None:
-    core = Core(store, fleet)
-    await write(core, 100)
+    reporter = ReportingWorker(store, fleet)
+    await write(reporter, 100)
     await fleet.tick()
     fleet.pace = replace(fleet.pace, block_us=50.0)
     await ticked_ago(fleet, 100)
@@ -102,7 +103,7 @@ async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet:
 
 
 async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, fleet: Fleet) -> None:
-    filling, live = Core(store, fleet, "a"), Core(store, fleet, "b")
+    filling, live = ReportingWorker(store, fleet, "a"), ReportingWorker(store, fleet, "b")
     await filling.join()
     await filling.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
     await filling.applied()
@@ -138,11 +139,11 @@ def decide_all_the_time(url: str, model: str, done: Event, taken: Queue[tuple[fl
     async def run() -> None:
         async with connect(url, timeout_s=5) as client:
             fleet = Fleet(client, model, timeouts=PATIENT)
-            world = World(client, fleet, seed=2)
+            keyspace = Keyspace(client, fleet, seed=2)
             for number in count():
                 if done.is_set():
                     return
-                ask = replace(world.ask(world.chain(100)), reservation=f"wf-{number}")
+                ask = replace(keyspace.ask(keyspace.chain(100)), reservation=f"wf-{number}")
                 start = time.monotonic()
                 await fleet.decide(ask)
                 taken.put((start, time.monotonic() - start))
@@ -155,12 +156,12 @@ def decide_all_the_time(url: str, model: str, done: Event, taken: Queue[tuple[fl
 async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
     store: aioredis.Redis, redis_url: str, fleet: Fleet, model: str
 ) -> None:
-    world = World(store, fleet)
-    await world.workers(8)
-    await world.ticked(grace_ms=60_000)  # they have no API servers
-    cores = [Core(store, fleet, f"c{number}") for number in range(64)]
-    for core in cores:
-        await write(core, 16)
+    keyspace = Keyspace(store, fleet)
+    await keyspace.workers(8)
+    await keyspace.ticked(grace_ms=60_000)  # they have no API servers
+    cores = [ReportingWorker(store, fleet, f"c{number}") for number in range(64)]
+    for reporter in cores:
+        await write(reporter, 16)
     fleet.pace, processes = Pace(), multiprocessing.get_context("spawn")
     done, taken = processes.Event(), processes.Queue()
     requests = processes.Process(target=decide_all_the_time, args=(redis_url, model, done, taken))

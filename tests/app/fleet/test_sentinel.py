@@ -8,11 +8,11 @@ import time
 from typing import Any, cast
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.survival import SCHEME, Survival
-from tests.topology import free_ports, sentinels
+from tests.support.engines.scripted import engine
+from tests.support.fleet.busy_fleet import SCHEME, BusyFleet
+from tests.support.polling import poll
+from tests.support.redis.topology import free_ports, sentinels
+from tests.support.replicas.replica import replica
 
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
@@ -35,7 +35,7 @@ LONG = pytest.mark.long(minutes=1, shows="a master of Redis that freezes under l
 async def test_a_failover_under_load(model: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with sentinels() as watched:
-        async with Survival(watched.url, model) as fleet:
+        async with BusyFleet(watched.url, model) as fleet:
             await fleet.hold()
             decided_s, indexed_s = await fleet.struck(lambda: watched.master.kill(number), watched.agreed)
             assert watched.promoted()
@@ -49,7 +49,7 @@ async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatc
     """Half a second of writes is lost: events, decisions and settles that the old master had acknowledged."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with sentinels(lost_ms=3_000) as watched:  # on a busy machine it takes seconds to write what is to be lost
-        async with Survival(watched.url, model) as fleet:
+        async with BusyFleet(watched.url, model) as fleet:
             watched.cut()
             await fleet.hold()  # the new master will have to be told of them
             count, number = len(fleet.answered), fleet.core.state.number
@@ -67,7 +67,7 @@ async def test_a_failover_where_everybody_has_least_rights(model: str, monkeypat
     users = rules_of(build_parser().parse_args(["acl", model, "--worker", "w1", "--sentinel"]))
     with sentinels("\n".join(lines(users, {name: name for name in users}, commands=False)) + "\n") as watched:
         router, worker = watched.url_of("router:router@"), watched.url_of("worker-w1:worker-w1@")
-        async with Survival(router, model, worker) as fleet:
+        async with BusyFleet(router, model, worker) as fleet:
             await fleet.hold()
             decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
             assert max(decided_s, indexed_s) < 10

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.app.fleet.several import Several
+from tests.support.replicas.several import SeveralReplicas
 
 from warmfleet.fleet import connect
 from warmfleet.settings import POLICIES
@@ -34,27 +34,29 @@ Script = list[tuple[str, int, int, int]]
 
 
 @asynccontextmanager
-async def several(url: str, policy: str = "cost") -> AsyncIterator[Several]:
+async def several(url: str, policy: str = "cost") -> AsyncIterator[SeveralReplicas]:
     """All workers are there; at the end everything is over."""
     clients = [connect(url, timeout_s=10) for _ in range(REPLICAS)]
-    world = Several(clients, f"several/{uuid.uuid4().hex}", policy)
+    replicas = SeveralReplicas(clients, f"several/{uuid.uuid4().hex}", policy)
     try:
-        await world.emptied(0, 0, 3)
-        await world.join(3, 0, 0)
-        await world.plain.explain(world._ask(0, 1))  # now the server knows the script: a burst's calls are one each
-        yield world
-        await world._over()
+        await replicas.emptied(0, 0, 3)
+        await replicas.join(3, 0, 0)
+        await replicas.plain.explain(
+            replicas._ask(0, 1)
+        )  # now the server knows the script: a burst's calls are one each
+        yield replicas
+        await replicas._over()
     finally:
-        await world._drop(world.keys.prefix)
+        await replicas._drop(replicas.keys.prefix)
         for client in clients:
             await client.aclose()
 
 
 async def play(url: str, policy: str, script: Script) -> None:
-    async with several(url, policy) as world:
+    async with several(url, policy) as replicas:
         for action, who, a, b in script:
-            await (world._rest() if action == "rest" else getattr(world, action)(who, a, b))
-            await world._check()
+            await (replicas._rest() if action == "rest" else getattr(replicas, action)(who, a, b))
+            await replicas._check()
 
 
 def explore(url: str, policies: tuple[str, ...], examples: int, length: int) -> None:
@@ -81,19 +83,19 @@ def test_the_sum_of_load_is_the_sum_of_open_leases(request: Any, which: str) -> 
 
 
 async def test_a_request_cancelled_while_it_settles_settles_all_the_same(valkey_url: str) -> None:
-    async with several(valkey_url) as world:
-        await world.decide(0, 2, 1)
-        assert world.replicas[0].attempts
-        await world.end_cancelled(0, 0, 0)
+    async with several(valkey_url) as replicas:
+        await replicas.decide(0, 2, 1)
+        assert replicas.replicas[0].attempts
+        await replicas.end_cancelled(0, 0, 0)
 
 
 async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store came back empty, its end was told first: renewing books it anew, and gives it back."""
-    async with several(valkey_url) as world:
-        await world.decide(0, 2, 1)
-        [one, *_] = world.replicas
-        await world.emptied(0, 0, 3)
-        await world.join(3, 0, 0)
+    async with several(valkey_url) as replicas:
+        await replicas.decide(0, 2, 1)
+        [one, *_] = replicas.replicas
+        await replicas.emptied(0, 0, 3)
+        await replicas.join(3, 0, 0)
         renew = one.fleet.renew
 
         async def late(renewals: Any) -> Any:
@@ -102,7 +104,7 @@ async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypa
 
         monkeypatch.setattr(one.fleet, "renew", late)
         await one.renew()
-        assert await world._leases() == []
+        assert await replicas._leases() == []
         monkeypatch.undo()
 
 

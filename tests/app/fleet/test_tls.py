@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import PATIENT, poll
-from tests.topology import tls_server, until
+from tests.support.polling import poll, until
+from tests.support.redis.servers import PATIENT
+from tests.support.redis.topology import tls_server
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.store import check_store
@@ -27,7 +28,7 @@ from warmfleet_worker.worker_publisher import WorkerPublisher
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.topology import Secured
+    from tests.support.redis.topology import Secured
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 

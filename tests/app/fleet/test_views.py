@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.world import READY, World
+from tests.support.fleet.keyspace import READY, Keyspace
 
 from warmfleet.errors import NotFound
 from warmfleet.fleet import Flag, Fleet
@@ -25,41 +25,41 @@ def redis_url(valkey_url: str) -> str:
 
 
 @pytest.fixture
-def world(store: aioredis.Redis, fleet: Fleet) -> World:
-    return World(store, fleet)
+def keyspace(store: aioredis.Redis, fleet: Fleet) -> Keyspace:
+    return Keyspace(store, fleet)
 
 
-async def test_workers(world: World) -> None:
-    await world.workers(3)
-    await world.change(2, flags=READY | Flag.DRAINING)
-    await world.worker(3, age_ms=60_000)
-    await cast("Any", world.store.hdel(world.keys.servers, "w3"))
-    await cast("Any", world.store.hset(world.keys.workers, "halfway.0", "{}"))  # a record without a row yet
-    one, two, three = await world.fleet.workers()
+async def test_workers(keyspace: Keyspace) -> None:
+    await keyspace.workers(3)
+    await keyspace.change(2, flags=READY | Flag.DRAINING)
+    await keyspace.worker(3, age_ms=60_000)
+    await cast("Any", keyspace.store.hdel(keyspace.keys.servers, "w3"))
+    await cast("Any", keyspace.store.hset(keyspace.keys.workers, "halfway.0", "{}"))  # a record without a row yet
+    one, two, three = await keyspace.fleet.workers()
     assert (one.worker_id, one.url, one.models, one.proof) == ("w1.0", "http://10.0.0.1:8000", ["m"], "pending")
     assert [view.routable for view in (one, two, three)] == [True, False, False]
     assert one.heartbeat_age_s is not None
     assert one.heartbeat_age_s < 15
     assert three.heartbeat_age_s == pytest.approx(60, abs=10)
     assert (three.server, three.url, three.models) == (None, "", [])
-    assert one.load == await world.row(1)
+    assert one.load == await keyspace.row(1)
 
 
-async def test_holds(world: World) -> None:
-    chain = world.chain(1_100)
-    await world.hold(4, chain, 1_050)
+async def test_holds(keyspace: Keyspace) -> None:
+    chain = keyspace.chain(1_100)
+    await keyspace.hold(4, chain, 1_050)
     blocks = [chain[at : at + 8] for at in range(0, len(chain), 8)]
-    assert await world.fleet.holds(4, blocks) == [True] * 1_050 + [False] * 50
-    assert await world.fleet.holds(5, blocks[:2]) == [False, False]
-    assert await world.fleet.holds(4, []) == []
+    assert await keyspace.fleet.holds(4, blocks) == [True] * 1_050 + [False] * 50
+    assert await keyspace.fleet.holds(5, blocks[:2]) == [False, False]
+    assert await keyspace.fleet.holds(4, []) == []
 
 
-async def test_counts_and_memory(world: World) -> None:
-    assert await world.fleet.counts() == {}
-    await world.workers(1)
-    await world.fleet.decide(world.ask(policy="round_robin"))
-    assert await world.fleet.counts() == {"round_robin": 1}
-    memory = await world.fleet.memory()
+async def test_counts_and_memory(keyspace: Keyspace) -> None:
+    assert await keyspace.fleet.counts() == {}
+    await keyspace.workers(1)
+    await keyspace.fleet.decide(keyspace.ask(policy="round_robin"))
+    assert await keyspace.fleet.counts() == {"round_robin": 1}
+    memory = await keyspace.fleet.memory()
     assert memory.used > 100_000
     assert (memory.limit, memory.policy, memory.used_permille) == (0, "noeviction", 0)
 
@@ -87,15 +87,15 @@ async def test_an_artifact_with_a_piece_missing(fleet: Fleet) -> None:
         await fleet.artifact("another server", entry)
 
 
-async def test_a_piece_that_a_server_lacks_is_taken_from_one_that_has_it_right(world: World) -> None:
-    fleet, content = world.fleet, b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(5_000))
+async def test_a_piece_that_a_server_lacks_is_taken_from_one_that_has_it_right(keyspace: Keyspace) -> None:
+    fleet, content = keyspace.fleet, b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(5_000))
     entry, pieces = artifacts.split(content)
-    await world.workers(3)
+    await keyspace.workers(3)
     for name, stored in {"w1": b"", "w2": b"poison", "w3": None}.items():
         record = {"nonce": name, "url": "http://w", "models": ["m"], "artifacts": {"tokenizer.json": entry}}
-        await cast("Any", world.store.hset(world.keys.servers, name, json.dumps(record)))
+        await cast("Any", keyspace.store.hset(keyspace.keys.servers, name, json.dumps(record)))
         for sha256, piece in pieces.items():
-            await world.store.set(world.keys.artifact(name, sha256), piece if stored is None else stored)
+            await keyspace.store.set(keyspace.keys.artifact(name, sha256), piece if stored is None else stored)
     with pytest.raises(NotFound):
         await fleet.artifact("w1", entry)
     await fleet.workers()

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import poll
-from tests.survival import Survival
-from tests.topology import whole_cluster
+from tests.support.fleet.busy_fleet import BusyFleet
+from tests.support.polling import poll
+from tests.support.redis.topology import whole_cluster
 
 from warmfleet.fleet import RedisConnections
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -19,7 +19,7 @@ from warmfleet_worker.protocol import wire
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.topology import Node, WholeCluster
+    from tests.support.redis.topology import Node, WholeCluster
 
 POOLS = 6
 
@@ -36,14 +36,14 @@ pytestmark = [
 
 
 @asynccontextmanager
-async def pools(cluster: WholeCluster, model: str) -> AsyncIterator[dict[str, Survival]]:
+async def pools(cluster: WholeCluster, model: str) -> AsyncIterator[dict[str, BusyFleet]]:
     """One replica with two pools on each master, under load; all share its connections."""
     connections, tags = RedisConnections(cluster.url), list[str]()
     for _ in range(POOLS):
         tags.append(next_tag(model, tags, cluster.ranges))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(connections.aclose)
-        fleets = {tag: Survival(cluster.url, tag, connections=connections) for tag in tags}
+        fleets = {tag: BusyFleet(cluster.url, tag, connections=connections) for tag in tags}
         for fleet in fleets.values():
             await stack.enter_async_context(fleet)
             await fleet.hold()
@@ -53,7 +53,7 @@ async def pools(cluster: WholeCluster, model: str) -> AsyncIterator[dict[str, Su
         yield fleets
 
 
-def slots_of(fleets: dict[str, Survival], cluster: WholeCluster, number: int) -> set[str]:
+def slots_of(fleets: dict[str, BusyFleet], cluster: WholeCluster, number: int) -> set[str]:
     """The pools on this master."""
     return {tag for tag in fleets if cluster.number_of(wire.model_tag(tag)) == number}
 
@@ -110,7 +110,7 @@ async def test_a_slot_migrates_under_load(model: str, monkeypatch: pytest.Monkey
             await asyncio.gather(*(settled(fleet) for fleet in fleets.values()))
 
 
-async def settled(fleet: Survival) -> None:
+async def settled(fleet: BusyFleet) -> None:
     """The index equals the engine's table; the load is that of what is held, and then nothing."""
     fleet.churn.cancel()
     await poll(fleet.equal, 30, "the index equals the table")

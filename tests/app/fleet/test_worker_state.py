@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.stream import Core
 from tests.lua.test_apply_server import Server
-from tests.lua.ticking import EVERY, slow_tick
+from tests.support.fleet.reporting_worker import ReportingWorker
+from tests.support.fleet.ticking import EVERY, slow_tick
 
 from warmfleet.fleet import Check, Flag, LoadRow, Proof, WorkerState
 from warmfleet.fleet.worker import state as life
@@ -137,7 +137,7 @@ class Life:
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
         self.store, self.fleet, fleet.pace = store, fleet, EVERY
-        self.core, self.server = Core(store, fleet), Server(store, fleet)
+        self.reporter, self.server = ReportingWorker(store, fleet), Server(store, fleet)
         self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
         self.warmed = False  # an incarnation is warmed once
         self.serial, self.server_known = 0, False
@@ -153,7 +153,7 @@ class Life:
 
     async def state(self) -> WorkerState:
         views = {view.worker_id: view for view in await self.fleet.workers()}
-        view = views.get(self.core.worker_id)
+        view = views.get(self.reporter.worker_id)
         return view.state if view else WorkerState.GONE
 
     def possible(self) -> list[Event]:
@@ -240,13 +240,16 @@ class Life:
             self.holds -= {WorkerState.SILENT, WorkerState.UNHEARD}
 
     async def _prove(self, proof: str, owner: str = "") -> None:
-        nonce = (await self.core.record())["nonce"]
-        assert await self.fleet.prove(self.core.worker_id, nonce, Proof(proof, "", owner=owner)) in ("OK", "DOWNGRADED")
+        nonce = (await self.reporter.record())["nonce"]
+        assert await self.fleet.prove(self.reporter.worker_id, nonce, Proof(proof, "", owner=owner)) in (
+            "OK",
+            "DOWNGRADED",
+        )
 
     async def _core_joins(self) -> None:
         self.serial, self.warmed = self.serial + 1, False
-        await self.core.join(f"n{self.serial}")
-        await self.core.applied()
+        await self.reporter.join(f"n{self.serial}")
+        await self.reporter.applied()
 
     async def _server_joins(self) -> None:
         self.serial, self.server_known, self.server_quiet = self.serial + 1, True, False
@@ -263,8 +266,8 @@ class Life:
         await self._prove("url")
 
     async def _warming_begins(self) -> None:
-        nonce, self.warmed = (await self.core.record())["nonce"], True
-        assert await self.fleet.warming(self.core.worker_id, nonce, "a", 60_000) == "OK"
+        nonce, self.warmed = (await self.reporter.record())["nonce"], True
+        assert await self.fleet.warming(self.reporter.worker_id, nonce, "a", 60_000) == "OK"
 
     async def _warming_ends(self) -> None:
         await self._prove("proven", "a")
@@ -279,15 +282,15 @@ class Life:
         await self._rewrite(suspect="prompt")  # tests/lua/test_suspicion.py says when `apply` does
 
     async def _rewrite(self, **fields: Any) -> None:
-        name, record = self.core.worker_id, await self.core.record()
+        name, record = self.reporter.worker_id, await self.reporter.record()
         await cast("Any", self.store.hset(self.fleet.keys.workers, name, json.dumps(record | fields)))
 
     async def _forgotten(self) -> None:
-        assert await self.fleet.forget(self.core.worker_id)
+        assert await self.fleet.forget(self.reporter.worker_id)
 
     async def _falls_silent(self) -> None:
         then_ms = (await self.store.time())[0] * 1000 - OLD_MS
-        await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: then_ms}, xx=True)
+        await self.store.zadd(self.fleet.keys.alive, {self.reporter.worker_id: then_ms}, xx=True)
 
     async def _goodbye(self) -> None:
         if self.server_known and (self.serial % 2 or WorkerState.HOSTILE in self.holds):
@@ -296,39 +299,39 @@ class Life:
             self.server_left = self.server_quiet = True
             self.holds.add(WorkerState.JOINING)
         else:
-            await self.core.send("leave")
-            await self.core.applied()
+            await self.reporter.send("leave")
+            await self.reporter.applied()
             self.core_left = True
             self.holds.add(WorkerState.SILENT)
             self.holds.discard(WorkerState.UNHEARD)
 
     async def _heard(self, *, paused: bool = False) -> None:
         await asyncio.sleep(0.002)  # a heartbeat of the millisecond of a vouch does not count as later
-        await self.core.heartbeat(paused=paused)
-        await self.core.applied()
+        await self.reporter.heartbeat(paused=paused)
+        await self.reporter.applied()
         if WorkerState.UNHEARD in self.holds:
             await self._server_heard()
             await slow_tick(self.fleet)
 
     async def _vouched(self) -> None:
         then_ms = (await self.store.time())[0] * 1000 - OLD_MS
-        await self.store.zadd(self.fleet.keys.alive, {self.core.worker_id: then_ms})
+        await self.store.zadd(self.fleet.keys.alive, {self.reporter.worker_id: then_ms})
         await self.store.zadd(self.fleet.keys.alive_servers, {"s": then_ms})
         self.server_quiet = True
         known = "RENEWED" if WorkerState.UNHEARD in self.holds else "VOUCHED"
-        assert await self.fleet.vouch(self.core.worker_id, self.core.nonce) == known
+        assert await self.fleet.vouch(self.reporter.worker_id, self.reporter.nonce) == known
 
     async def _ejected(self) -> None:
         others = {name: LoadRow(flags=int(Flag.SERVER | Flag.URL | Flag.APPROXIMATE)).pack(name) for name in "xy"}
         await self.store.zadd(self.fleet.keys.alive, dict.fromkeys(others, 1e15))
         await self.store.hset(self.fleet.keys.load, mapping=cast("Any", others))
-        assert await self.fleet.eject(self.core.worker_id, good=False) in ("EJECTED", "SAME")
+        assert await self.fleet.eject(self.reporter.worker_id, good=False) in ("EJECTED", "SAME")
 
     async def _acquitted(self) -> None:
-        row = await self.core.row()
-        tried = replace(row, flags=row.flags & ~Flag.EJECTED | Flag.TRIAL).pack(self.core.worker_id)
-        await cast("Any", self.store.hset(self.fleet.keys.load, self.core.worker_id, tried))
-        assert await self.fleet.eject(self.core.worker_id, good=True) == "READMITTED"
+        row = await self.reporter.row()
+        tried = replace(row, flags=row.flags & ~Flag.EJECTED | Flag.TRIAL).pack(self.reporter.worker_id)
+        await cast("Any", self.store.hset(self.fleet.keys.load, self.reporter.worker_id, tried))
+        assert await self.fleet.eject(self.reporter.worker_id, good=True) == "READMITTED"
 
     async def _lapses(self) -> None:
         await self._server_heard()
@@ -336,9 +339,9 @@ class Life:
         await slow_tick(self.fleet)
 
     async def _stream_breaks(self) -> None:
-        await self.store.unlink(self.core.stream)
-        await self.store.set(self.core.stream, "no stream")
-        await self.core.applied()
+        await self.store.unlink(self.reporter.stream)
+        await self.store.set(self.reporter.stream, "no stream")
+        await self.reporter.applied()
 
     async def _server_lost(self) -> None:
         then_ms, self.server_quiet = (await self.store.time())[0] * 1000 - OLD_MS, True
@@ -366,10 +369,10 @@ class Life:
         await self._heard()
 
     async def _drain(self) -> None:
-        await self.fleet.drain(self.core.worker_id, draining=True)
+        await self.fleet.drain(self.reporter.worker_id, draining=True)
 
     async def _undrain(self) -> None:
-        await self.fleet.drain(self.core.worker_id, draining=False)
+        await self.fleet.drain(self.reporter.worker_id, draining=False)
 
 
 @pytest.mark.in_turn

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.engine import Engine, Seen, answer_well, engine
-from tests.app.gate import gate
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import Engine, Seen, answer_well, engine
+from tests.support.polling import poll
+from tests.support.redis.gate import gate
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.cli import explain
 from warmfleet.cli.terminal.output import plain

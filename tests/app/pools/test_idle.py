@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
-from tests.conftest import PATIENT, poll
-from tests.lua.stream import Core, blocks, digest_of, held
-from tests.lua.world import World
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.reporting_worker import ReportingWorker, blocks, digest_of, held
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.background import upkeep
 from warmfleet.fleet import Fleet, connect
@@ -58,14 +59,14 @@ async def test_a_request_ends_a_wait() -> None:
 async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
     fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
-    cores = [Core(store, fleet, f"w{number}") for number in range(CORES)]
-    for core in cores:
-        await core.join()
+    cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(CORES)]
+    for reporter in cores:
+        await reporter.join()
     while await fleet.step() or fleet.stirred:
         pass
     seen = await _heard(store, fleet)
-    for core in cores:
-        await core.heartbeat(digest_of(), at=str(await _later(store)))
+    for reporter in cores:
+        await reporter.heartbeat(digest_of(), at=str(await _later(store)))
     assert await fleet.step(rest=True) == 0
     assert not fleet.stirred, "heartbeats are no reason to hurry"
     now = await _heard(store, fleet)
@@ -83,10 +84,10 @@ async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: ai
 async def test_calls_that_go_out_together_are_the_calls_by_name(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model)
     prefix, pace = fleet.keys.prefix.encode(), fleet.pace
-    core = argv("apply", prefix=prefix, worker_id="w.0", max_blocks=pace.max_blocks)
+    reporter = argv("apply", prefix=prefix, worker_id="w.0", max_blocks=pace.max_blocks)
     limits = {"max_entries": pace.max_entries, "ttl_ms": pace.ttl_ms}
     server = argv("apply_server", prefix=prefix, server_id="w", **limits)
-    assert fleet._apply_call("events:w.0") == ("apply", fleet.packed["apply"].call(core))
+    assert fleet._apply_call("events:w.0") == ("apply", fleet.packed["apply"].call(reporter))
     assert fleet._apply_call("server:w") == ("apply_server", fleet.packed["apply_server"].call(server))
 
 
@@ -103,13 +104,13 @@ async def test_a_tick_at_rest_looks_at_more_streams_because_it_comes_less_often(
 ) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
     fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0, max_streams=2, rest_streams=2 * CORES)
-    cores = [Core(store, fleet, f"w{number}") for number in range(CORES)]
-    for core in cores:
-        await core.join()
+    cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(CORES)]
+    for reporter in cores:
+        await reporter.join()
     while await fleet.step() or fleet.stirred:
         pass
-    for core in cores:
-        await core.heartbeat(digest_of())
+    for reporter in cores:
+        await reporter.heartbeat(digest_of())
     assert len((await fleet.tick()).backlog) <= 2
     assert len((await fleet.tick(rest=True)).backlog) == CORES
 
@@ -121,7 +122,7 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
     async with connect(redis_url) as client:
         fleet = Fleet(client, model, timeouts=PATIENT)
         fleet.pace = Pace(rest_gap_ms=0)
-        await World(store, fleet).workers(1)
+        await Keyspace(store, fleet).workers(1)
         pool = Pool(model, fleet, DegradedMode(1.0))
         rounds = asyncio.create_task(_rounds(pool))
         try:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.app.background.test_prober import SCHEME, caching, worker
-from tests.app.engine import engine
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.wire import chain_hashes, pack_hashes

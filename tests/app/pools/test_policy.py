@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
@@ -24,7 +24,7 @@ from warmfleet.settings import POLICIES, PerModel, Settings, policies
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 

@@ -17,9 +17,10 @@ import pytest
 from tests.app.api.test_client_keys import line
 from tests.app.background.test_prober import worker
 from tests.app.cli.test_doctor import doctor
-from tests.app.engine import Engine, Seen, answer_by_name, answer_well, engine, no_model, reply
-from tests.app.replica import Replica, replica
-from tests.conftest import poll, server, valkey_binary
+from tests.support.engines.scripted import Engine, Seen, answer_by_name, answer_well, engine, no_model, reply
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import WorkerState
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from tests.app.engine import Answer
+    from tests.support.engines.scripted import Answer
 
 LISTED = ("127.0.0.0/8",)  # the operator lists the engines, because these report no probe in their streams
 CLIENTS = 20

@@ -8,10 +8,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Answer, Engine, Seen, answer_well, chunk, engine, event, freezing, hang_up
-from tests.app.replica import Replica, replica
-from tests.app.simulated import simulated
-from tests.conftest import poll
+from tests.support.engines.scripted import (
+    STREAM_HEAD,
+    Answer,
+    Engine,
+    Seen,
+    answer_well,
+    chunk,
+    engine,
+    event,
+    freezing,
+    hang_up,
+)
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.engines.engine_connection import EngineResponse

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
-from tests.app.texts import Texts
+from tests.support.requests.growing_texts import Texts
 from tokenizers import Tokenizer
 
 from warmfleet.prompt.cut_points import WINDOW, Cuts, Facts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.dialect_asks import dialect_asks
+from tests.support.requests.dialects import dialect_requests
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt.dialects.bodies import parse
@@ -193,7 +193,7 @@ def test_no_body_is_too_odd(body: dict[str, Any]) -> None:
 
 @given(seed=st.integers(0, 10**6))
 def test_requests_of_real_clients_are_turned(seed: int) -> None:
-    for ask in dialect_asks(seed, 10):
+    for ask in dialect_requests(seed, 10):
         request = parse(KNOWN[f"/v1/{ask.endpoint}"], ask.raw)
         assert request.unforeseen in ("", "content"), "an empty chat has no content"
         assert request.dialect == ask.endpoint or not request.messages

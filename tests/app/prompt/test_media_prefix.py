@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from tests.app.joined import joined, proven
-from tests.app.replica import replica
-from tests.loadtest.engines import identity as demo
+from tests.support.engines.joined import joined, proven
+from tests.support.engines.listening import identity as demo
+from tests.support.replicas.replica import replica
 from tokenizers import Tokenizer
 
 from warmfleet.prompt.chat_template import ChatTemplate

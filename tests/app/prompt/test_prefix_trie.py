@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 import pytest
-from tests.app import deepseek
-from tests.app.texts import WORDS, Texts
+from tests.support.requests import deepseek_tokenizer
+from tests.support.requests.growing_texts import WORDS, Texts
 
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.cut_points import Cuts
@@ -49,7 +49,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
 
 def load(kind: str, folder: Path) -> Encoder:
     if kind == "deepseek":
-        return deepseek.loaded()
+        return deepseek_tokenizer.loaded()
     save_tokenizer(folder, "llama2" if kind == "metaspace" else kind, 3_000)
     content = (folder / "tokenizer.json").read_bytes()
     if kind == "metaspace":

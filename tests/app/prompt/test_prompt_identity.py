@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from tests.app import deepseek
+from tests.support.requests import deepseek_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -41,7 +41,7 @@ PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}[{{ part.
 
 @pytest.fixture(scope="module")
 def tokenizer_json() -> bytes:
-    return deepseek.tokenizer_json()
+    return deepseek_tokenizer.tokenizer_json()
 
 
 def request(messages: list[dict[str, Any]], **more: Any) -> Request:
@@ -214,7 +214,7 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
         def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
             return b"\x01\x00\x00\x00" * len(texts), b""
 
-    assert deepseek.loaded().fast
+    assert deepseek_tokenizer.loaded().fast
     monkeypatch.setattr(fastokens, "Tokenizer", Wrong)
     assert not Encoder.load(tokenizer_json).fast
 

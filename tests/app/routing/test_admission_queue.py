@@ -17,9 +17,10 @@ from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
-from tests.app.replica import Replica, replica
-from tests.app.simulated import simulated
-from tests.conftest import poll, server, valkey_binary
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable

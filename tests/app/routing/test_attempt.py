@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.conftest import poll
+from tests.support.polling import poll
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Decision, Queued

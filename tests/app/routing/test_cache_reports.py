@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
-from tests.app.replica import replica
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, chunk, engine, event, reply
+from tests.support.replicas.replica import replica
 
 from warmfleet.pools.cache_reports import SILENT_ANSWERS
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.app.routing.test_pool_choice import TAGS, Fixture
-from tests.conftest import PATIENT, poll
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
 from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect

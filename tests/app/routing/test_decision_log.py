@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.lua.world import READY, World
+from tests.support.engines.scripted import engine
+from tests.support.fleet.keyspace import READY, Keyspace
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.api import client_hints as hints
@@ -35,14 +35,14 @@ WORKERS = 6
 
 
 @pytest.fixture
-def world(store: aioredis.Redis, fleet: Fleet) -> World:
-    return World(store, fleet)
+def keyspace(store: aioredis.Redis, fleet: Fleet) -> Keyspace:
+    return Keyspace(store, fleet)
 
 
-async def states(world: World, rng: random.Random) -> None:
+async def states(keyspace: Keyspace, rng: random.Random) -> None:
     """A fleet of unequal speed and load; some blocks are missing where a set is not prefix-closed."""
     for number in range(1, WORKERS + 1):
-        await world.worker(
+        await keyspace.worker(
             number,
             speed_tps=rng.choice((0, 900, 5_000, 20_000)),
             blocks=rng.randrange(10_000),
@@ -57,29 +57,29 @@ async def states(world: World, rng: random.Random) -> None:
         )
 
 
-async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]]:
+async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Records of random decisions, by each policy in turn."""
     rng, found = random.Random(seed), []
-    await world.ticked(median=7_001)
-    chains = [world.chain(60) for _ in range(3)]
+    await keyspace.ticked(median=7_001)
+    chains = [keyspace.chain(60) for _ in range(3)]
     names = [f"w{number}.0" for number in range(1, WORKERS + 3)]
     for number in range(count):
         if number % 10 == 0:
-            await states(world, rng)
+            await states(keyspace, rng)
             slot = rng.randint(1, WORKERS)
-            await world.hold(slot, rng.choice(chains), rng.randint(1, 60))
+            await keyspace.hold(slot, rng.choice(chains), rng.randint(1, 60))
             for hole in range(8, 60, 17):
-                await world.drop(slot, chains[0][hole * 8 : hole * 8 + 8])
-        world.fleet.weights = replace(
-            world.fleet.weights,
+                await keyspace.drop(slot, chains[0][hole * 8 : hole * 8 + 8])
+        keyspace.fleet.weights = replace(
+            keyspace.fleet.weights,
             lambda_=rng.choice((1.0, 2.0, 1.7)),
             pressure_price=rng.choice((1.0, 0.3)),
             min_match_tokens=rng.choice((0, 0, 100)),
         )
         objective_s = rng.choice((0.0, 0.0, 0.2))
         head = rng.choice(chains)[: 8 * rng.randint(1, 60)]
-        ask = world.ask(
-            world.chain(70, head=head),
+        ask = keyspace.ask(
+            keyspace.chain(70, head=head),
             extra_tokens=rng.randint(1, 16),
             policy=POLICIES[number % len(POLICIES)],
             prefix_tokens=rng.choice((0, 0, 128)),
@@ -87,17 +87,17 @@ async def logged(world: World, count: int, seed: int = 1) -> list[dict[str, Any]
             exclude=tuple(rng.sample(names, rng.choice((0, 0, 2)))),
             objective_s=objective_s,
         )
-        decision = await decided(world, ask, in_turn=number % 3 == 0 or ask.policy == "cost")
+        decision = await decided(keyspace, ask, in_turn=number % 3 == 0 or ask.policy == "cost")
         rings = {"chwbl": rng.sample(names, len(names))}
-        found.append(record("m", ask, world.fleet.weights, decision, rings))
+        found.append(record("m", ask, keyspace.fleet.weights, decision, rings))
     return found
 
 
-async def decided(world: World, ask: Ask, *, in_turn: bool) -> Decision:
+async def decided(keyspace: Keyspace, ask: Ask, *, in_turn: bool) -> Decision:
     """in_turn: only workers with room are chosen, if there are any."""
-    world.fleet.limits = QueueLimits(0.001)
-    answer = await world.fleet.decide_in_turn(ask, Place(may_wait=False), tell=True) if in_turn else None
-    return answer if isinstance(answer, Decision) else await world.fleet.decide(ask, tell=True)
+    keyspace.fleet.limits = QueueLimits(0.001)
+    answer = await keyspace.fleet.decide_in_turn(ask, Place(may_wait=False), tell=True) if in_turn else None
+    return answer if isinstance(answer, Decision) else await keyspace.fleet.decide(ask, tell=True)
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -124,8 +124,8 @@ async def choices(url: str, records: list[dict[str, Any]]) -> list[Choice]:
         await replays.close()
 
 
-async def test_random_decisions_of_all_policies_come_out_as_they_were(world: World, redis_url: str) -> None:
-    records = await logged(world, 200, seed=3)
+async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: Keyspace, redis_url: str) -> None:
+    records = await logged(keyspace, 200, seed=3)
     await check(redis_url, records)
     for one in records:
         assert one["costs"][one["worker_id"]]["cost"] == float(one["cost_s"])
@@ -145,15 +145,15 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(world: Wor
 
 
 @pytest.mark.long(minutes=1, shows="4,000 random decisions are logged and replayed with the same result")
-async def test_thousands_of_random_decisions(world: World, redis_url: str) -> None:
+async def test_thousands_of_random_decisions(keyspace: Keyspace, redis_url: str) -> None:
     for seed in range(2, 6):
-        await check(redis_url, await logged(world, 1_000, seed))
+        await check(redis_url, await logged(keyspace, 1_000, seed))
 
 
 async def test_the_log_is_written_rotated_and_replayed_by_the_command(
-    store: aioredis.Redis, world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: aioredis.Redis, keyspace: Keyspace, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = await logged(world, 30, seed=7)
+    records = await logged(keyspace, 30, seed=7)
     path = write(tmp_path / "log", records)
     assert read(path) == (records, [])
     keys = await store.dbsize()
@@ -173,9 +173,9 @@ async def test_the_log_is_written_rotated_and_replayed_by_the_command(
 
 
 async def test_damaged_lines_of_a_log_are_left_out_and_counted(
-    world: World, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    keyspace: Keyspace, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = await logged(world, 4, seed=3)
+    records = await logged(keyspace, 4, seed=3)
     whole = [json.dumps(one) for one in records]
     lacking = {name: value for name, value in records[0].items() if name != "now_ms"}
     wrong: list[Any] = [lacking, {**records[0], "prompt_tokens": "9"}, {**records[0], "seed": None}]
@@ -266,6 +266,6 @@ def test_without_an_operators_key_no_client_gets_an_explanation() -> None:
     assert Settings.from_environment({}).explain_key == ""
 
 
-async def test_redis_tells_what_a_choice_saw_only_if_it_is_asked_to(world: World, fleet: Fleet) -> None:
-    await world.workers(2)
-    assert (await fleet.decide(world.ask(world.chain(3)))).seen is None
+async def test_redis_tells_what_a_choice_saw_only_if_it_is_asked_to(keyspace: Keyspace, fleet: Fleet) -> None:
+    await keyspace.workers(2)
+    assert (await fleet.decide(keyspace.ask(keyspace.chain(3)))).seen is None

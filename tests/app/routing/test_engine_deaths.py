@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import aiohttp
 import pytest
-from tests.app.engine_process import EngineProcess, EngineProcesses, Way, engine_processes
-from tests.app.replica import Replica, replica
-from tests.conftest import poll, server, valkey_binary
+from tests.support.engines.killable import EngineProcess, EngineProcesses, Way, engine_processes
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.pools import fleet_view as view
 from warmfleet.prompt.request import TOKEN_BYTES

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.app.background.test_prober import SCHEME, proof, worker
-from tests.app.engine import engine
-from tests.app.replica import replica
 from tests.app.routing.test_ranks import reporting
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.engines.engine_priority import CLASS_MS, PATIENCE, UNKNOWN_TPS, priority
 from warmfleet_worker.protocol.wire import NO_CACHE, Scheme

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from tests.app.joined import joined
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.joined import joined
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_loadtest.simulator.api import Api
 

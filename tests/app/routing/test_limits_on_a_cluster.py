@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.api.test_client_keys import line
-from tests.app.engine import Engine, Seen, engine, reply
-from tests.app.replica import replica
-from tests.conftest import poll
-from tests.topology import whole_cluster
+from tests.support.engines.scripted import Engine, Seen, engine, reply
+from tests.support.polling import poll
+from tests.support.redis.topology import whole_cluster
+from tests.support.replicas.replica import replica
 
 from warmfleet.fleet import ClientLimits
 from warmfleet.fleet.connection.pool_masters import next_tag
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from tests.app.replica import Replica
-    from tests.topology import WholeCluster
+    from tests.support.redis.topology import WholeCluster
+    from tests.support.replicas.replica import Replica
 
 LIMIT, ENGINES, AT_ONCE = 4, 6, 8
 SERVED_S = 0.03  # each answer of an engine takes so long

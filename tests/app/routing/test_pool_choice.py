@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
-from tests.app.replica import replica
-from tests.app.simulated import simulated
-from tests.conftest import poll
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 
 from warmfleet.background import upkeep
 from warmfleet.errors import (
@@ -59,7 +59,7 @@ from warmfleet.tracing.spans import TrySpan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 
     from warmfleet.fleet import Ask, Place, WorkerView
     from warmfleet.fleet.connection.multiplexed import OnAnswer

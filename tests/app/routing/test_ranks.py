@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.app.background.test_prober import SCHEME, proof, worker
-from tests.app.engine import Engine, Seen, answer_well, engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import Engine, Seen, answer_well, engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools.fleet_view import view_of
@@ -17,7 +17,7 @@ from warmfleet_worker.worker_publisher import WorkerPublisher
 if TYPE_CHECKING:
     import asyncio
 
-    from tests.app.engine import Answer
+    from tests.support.engines.scripted import Answer
 
     from warmfleet_worker.worker_publisher import WorkerPublisher
 

@@ -10,9 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, freezing, reply, reset
-from tests.app.replica import Replica, replica
-from tests.conftest import poll
+from tests.support.engines.scripted import (
+    STREAM_HEAD,
+    Engine,
+    Seen,
+    answer_well,
+    chunk,
+    engine,
+    event,
+    freezing,
+    reply,
+    reset,
+)
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
@@ -39,8 +50,8 @@ if TYPE_CHECKING:
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
-async def test_answer_is_the_engines_own(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_answer_is_the_engines_own(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 2, "odd": [1.50, "\u00e9"]}).encode()
     status, headers, answer = await router.post(body, **{"X-Request-Id": "mine-1"})
     assert (status, json.loads(answer)["choices"][0]["text"]) == (200, " word word")
@@ -54,8 +65,8 @@ async def test_answer_is_the_engines_own(well: tuple[Replica, Engine], model: st
     await router.unloaded()
 
 
-async def test_second_turn_is_matched(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_second_turn_is_matched(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     await router.post({"model": model, "prompt": PROMPT})
     _, headers, _ = await router.post({"model": model, "prompt": PROMPT + "And then? "})
     assert int(headers["x-warmfleet-matched-tokens"]) >= 192
@@ -63,8 +74,8 @@ async def test_second_turn_is_matched(well: tuple[Replica, Engine], model: str) 
     assert int(headers["x-warmfleet-matched-tokens"]) == 0
 
 
-async def test_stream_comes_whole(well: tuple[Replica, Engine], model: str) -> None:
-    router, _ = well
+async def test_stream_comes_whole(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, _ = replica_and_engine
     status, headers, answer = await router.post({"model": model, "prompt": PROMPT, "stream": True, "max_tokens": 5})
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     assert answer == b"".join(event(f" {n}") for n in range(5)) + b"data: [DONE]\n\n"
@@ -283,8 +294,8 @@ async def test_engines_own_errors_pass_through(valkey_url: str, model: str) -> N
         await router.unloaded()
 
 
-async def test_sixty_four_clients(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_sixty_four_clients(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
 
     async def one(number: int) -> int:
         body = {"model": model, "prompt": f"{number} {PROMPT}", "stream": number % 2 == 0, "max_tokens": 8}

@@ -8,9 +8,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.joined import joined, proven
-from tests.app.replica import replica
+from tests.support.engines.joined import joined, proven
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
@@ -20,7 +20,7 @@ from warmfleet.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.app.replica import Replica
+    from tests.support.replicas.replica import Replica
 KEY = "a secret of the operator"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 from tests.app.background.test_prober import caching, proof, worker
-from tests.app.engine import Engine, Seen, answer_well, engine, reply
-from tests.app.replica import Replica, replica
+from tests.support.engines.scripted import Engine, Seen, answer_well, engine, reply
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.metrics import Metrics

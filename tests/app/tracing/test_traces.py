@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, freezing, reply, reset
-from tests.app.replica import Replica, replica
-from tests.app.simulated import simulated
-from tests.app.tracing.collector import CLIENT, ERROR, SERVER, Collector, collector, read
-from tests.conftest import poll
+from tests.support.engines.scripted import (
+    STREAM_HEAD,
+    Engine,
+    Seen,
+    answer_well,
+    chunk,
+    engine,
+    event,
+    freezing,
+    reply,
+    reset,
+)
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
+from tests.support.trace_collector import CLIENT, ERROR, SERVER, Collector, collector, read
 
 from warmfleet.errors import BadArgument
 from warmfleet.logs.folding import Folding
@@ -167,18 +178,21 @@ async def test_a_retry_is_a_second_try(monkeypatch: pytest.MonkeyPatch, valkey_u
         status, answer, _ = await router.post({"model": model, "prompt": PROMPT}, **FROM_CLIENT)
         assert status == 200
         (request,) = await found.requests()
-        dead, well = found.tries(request)
+        dead, replica_and_engine = found.tries(request)
         assert (dead.status, dead.attributes["warmfleet.outcome"]) == (ERROR, "failed")
         assert dead.attributes["error.type"] == "upstream_gone"
         assert dead.message
-        assert (well.status, well.attributes["warmfleet.worker"]) == (0, answer["x-warmfleet-worker"])
+        assert (replica_and_engine.status, replica_and_engine.attributes["warmfleet.worker"]) == (
+            0,
+            answer["x-warmfleet-worker"],
+        )
         assert (request.status, request.attributes["warmfleet.tries"]) == (0, 2)
         assert "error.type" not in request.attributes
         assert request.event_names == ["identified", "retry"]
         told = {"warmfleet.worker": dead.attributes["warmfleet.worker"], "error.type": "upstream_gone"}
         assert request.events[1][2] == told
         seen = [one.seen[-1].headers["traceparent"] for one in sorted(engines, key=lambda one: asked.index(one.url))]
-        assert seen == [f"00-{TRACE}-{one.span_id}-01" for one in (dead, well)]
+        assert seen == [f"00-{TRACE}-{one.span_id}-01" for one in (dead, replica_and_engine)]
 
 
 async def test_a_request_that_waits_in_the_queue_says_how_long(
@@ -269,8 +283,8 @@ async def test_without_redis_the_span_says_why(monkeypatch: pytest.MonkeyPatch, 
         assert one.attributes["warmfleet.outcome"] == "finished"
 
 
-async def test_off_by_default(well: tuple[Replica, Engine], model: str) -> None:
-    router, upstream = well
+async def test_off_by_default(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
+    router, upstream = replica_and_engine
     assert not [thread for thread in threading.enumerate() if thread.name == "tracing"]
     await router.post({"model": model, "prompt": "hi"}, **FROM_CLIENT)
     seen = upstream.seen[-1].headers

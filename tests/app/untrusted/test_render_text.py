@@ -7,7 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.asks import asks
+from tests.support.requests.random_requests import random_requests
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt.chat_template import ChatTemplate
@@ -64,7 +64,7 @@ async def test_random_requests_are_rendered_alike(started: Callable[..., Sandbox
     source = resources.files("warmfleet_loadtest").joinpath(f"data/kind_{kind}.jinja").read_text()
     here, box, texts = ChatTemplate(source, trusted=True), started(source), 0
     assert await box.ready() == here.content_format
-    for ask in asks(seed=7, count=80):
+    for ask in random_requests(seed=7, count=80):
         try:
             request = parse("chat" if ask.endpoint == "chat" else "completions", ask.raw)
             messages = conversation(request.messages, here.content_format)

@@ -10,9 +10,10 @@ from typing import Any
 import jinja2
 import pytest
 from tests.app.background.test_prober import TOKENIZER, worker
-from tests.app.engine import engine
-from tests.app.replica import Replica, replica
-from tests.conftest import PATIENT, poll
+from tests.support.engines.scripted import engine
+from tests.support.polling import poll
+from tests.support.redis.servers import PATIENT
+from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.background.upkeep import follow_approvals
 from warmfleet.errors import FleetUnavailable

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from tests.app.replica import replica
-from tests.app.simulated import simulated, tokenizer_json
-from tests.conftest import poll
+from tests.support.engines.simulated import simulated, tokenizer_json
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from warmfleet.background import prober, view_reader

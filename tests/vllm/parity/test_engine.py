@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.asks import asks
+from tests.support.requests.random_requests import random_requests
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.parity.test_parity import KINDS, LIKE
 from tests.vllm.parity.truth import INLINE_CHARACTERS, PATHS, SERVER, Truth, truth
@@ -25,7 +25,7 @@ from warmfleet.untrusted.template_approval import Templates
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.asks import Ask
+    from tests.support.requests.random_requests import RandomRequest
 
 pytestmark = [
     pytest.mark.vllm,
@@ -51,7 +51,7 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
         yield made
 
 
-def served_by(engine: VllmEngine, ask: Ask) -> list[list[int]] | None:
+def served_by(engine: VllmEngine, ask: RandomRequest) -> list[list[int]] | None:
     """Send a request; return the token ids of its prompts as the engine had them, or None if it refused."""
     body: dict[str, Any] = {name: value for name, value in ask.body.items() if name not in NOT_OF_THE_PROMPT}
     body |= {"model": SERVED_NAME, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
@@ -77,7 +77,7 @@ async def test_ids_and_blocks_of_a_real_engine(identities: Truth, kind: str) -> 
             Identities(executor, Trie(10**7), Templates(Metrics(), trust_all=True)), kind
         )
         hasher, expected = Hasher(SCHEME), set[bytes]()
-        for ask in asks(7, REQUESTS, vocabulary=8_000):
+        for ask in random_requests(7, REQUESTS, vocabulary=8_000):
             ids = await asyncio.to_thread(served_by, engine, ask)
             if ids is None:
                 counts["refused"] += 1

@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.engine import engine
-from tests.app.replica import replica
+from tests.support.engines.scripted import engine
+from tests.support.replicas.replica import replica
 from tests.vllm.engine import ROOT, VENV
 
 if TYPE_CHECKING:

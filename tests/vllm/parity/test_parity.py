@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.asks import Ask, asks
-from tests.dialect_asks import dialect_asks
+from tests.support.requests.dialects import dialect_requests
+from tests.support.requests.random_requests import RandomRequest, random_requests
 from tests.vllm.engine import ROOT
 from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
 
@@ -85,7 +85,7 @@ async def counted(
     each: int,
     schemes: Sequence[tuple[str, int]],
     trie: Trie,
-    make: Callable[[int, int], list[Ask]] = asks,
+    make: Callable[[int, int], list[RandomRequest]] = random_requests,
 ) -> Counts:
     """Send all requests of these seeds through one identity, as one router would see them."""
     total = Counts()
@@ -129,7 +129,7 @@ async def test_ids_and_hashes_equal_vllm(like: Truth, model: str) -> None:
 @pytest.mark.parametrize("model", LIKE)
 async def test_messages_and_responses_are_the_chats_that_vllm_makes_of_them(like: Truth, model: str) -> None:
     schemes = [("sha256_cbor", 16)]
-    counts = await counted(like, model, (1,), 70, schemes, Trie(10**7), dialect_asks)
+    counts = await counted(like, model, (1,), 70, schemes, Trie(10**7), dialect_requests)
     counts.fallback.pop("thinking", None)  # only a running server tells how it switches thinking off
     check(counts)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from tests.asks import Ask
+    from tests.support.requests.random_requests import RandomRequest
 
     from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prefix_trie import Prompt
@@ -52,7 +52,7 @@ class Counts:
     equal: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     fallback: Counter[str] = field(default_factory=Counter)
-    different: list[tuple[Ask, str]] = field(default_factory=list)
+    different: list[tuple[RandomRequest, str]] = field(default_factory=list)
     blocks: int = 0
 
     @property
@@ -84,9 +84,13 @@ class Truth:
         artifacts = {name: base64.b64decode(data) for name, data in announced["artifacts"].items()}
         return await identities.build(model, artifacts, announced["facts"])
 
-    def answers(self, model: str, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    def answers(
+        self, model: str, random_requests: Sequence[RandomRequest], schemes: Sequence[tuple[str, int]]
+    ) -> list[dict[str, Any]]:
         common = {"model": model, "schemes": schemes}
-        return self._exchange([common | {"endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora} for ask in asks])
+        return self._exchange(
+            [common | {"endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora} for ask in random_requests]
+        )
 
     def _exchange(self, lines: Sequence[Any]) -> list[Any]:
         writer, reader = self._process.stdin, self._process.stdout
@@ -142,11 +146,13 @@ def truth(
             process.kill()
 
 
-async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes: Sequence[tuple[str, int]]) -> Counts:
+async def compare(
+    truth: Truth, identity: Identity, random_requests: Sequence[RandomRequest], schemes: Sequence[tuple[str, int]]
+) -> Counts:
     """Compare vLLM with the router's own code, request by request, and count the results."""
     counts = Counts()
     hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
-    for ask, answer in zip(asks, truth.answers(identity.key, asks, schemes), strict=True):
+    for ask, answer in zip(random_requests, truth.answers(identity.key, random_requests, schemes), strict=True):
         if "refused" in answer:
             counts.refused[answer["refused"][:60]] += 1
             continue
@@ -165,7 +171,7 @@ async def compare(truth: Truth, identity: Identity, asks: Sequence[Ask], schemes
     return counts
 
 
-async def _routed(identity: Identity, ask: Ask, hashers: tuple[Hasher, ...]) -> tuple[Request, list[Prompt]]:
+async def _routed(identity: Identity, ask: RandomRequest, hashers: tuple[Hasher, ...]) -> tuple[Request, list[Prompt]]:
     request = bodies.parse(PATHS[ask.endpoint], ask.raw)
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.cli.answering import replica
+from tests.support.replicas.fixed_answers import replica
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.engines import EngineOptions, engine_command, pools_of, served_names

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
-from tests.app.engine import STREAM_HEAD, engine, event, freezing
 from tests.app.test_stop import Traffic
-from tests.conftest import poll
+from tests.support.engines.scripted import STREAM_HEAD, engine, event, freezing
+from tests.support.polling import poll
 
 from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect

@@ -12,7 +12,7 @@ import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from tests.conftest import poll
+from tests.support.polling import poll
 
 from warmfleet.api.listening import parent as line
 from warmfleet.cli.local import replicas

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.cli.answering import replica
+from tests.support.replicas.fixed_answers import replica
 
 from warmfleet.cli.local.running_stack import RunningStack, announced
 from warmfleet.cli.terminal import completion

@@ -1,0 +1,201 @@
+"""One router replica on a free port, served by uvicorn in the test's own event loop; and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import uvicorn
+import uvicorn.server
+from tests.support.polling import poll
+
+from warmfleet import main
+from warmfleet.api import http_connection
+from warmfleet.api.access import client_keys
+from warmfleet.api.listening import tls
+from warmfleet.api.listening.server import Sockets
+from warmfleet.api.status_page import routes as status_page
+from warmfleet.background import hung_engines, outage_checks, pool_changes, probe, upkeep
+from warmfleet.background.stock import checks
+from warmfleet.engines.engine_tls import engine_tls
+from warmfleet.fleet import Fleet, connect
+from warmfleet.main import server
+from warmfleet.pools import degraded
+from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.routing import engine_tokenizer, relay
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import ModuleType
+
+    from warmfleet.logs.output import LogOutput
+
+
+STOP_LOOK_S = 0.005  # between two looks whether the connections of a replica that stops are closed
+ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
+ROUTABLE = ("proven", "identity", "approximate")  # states of workers
+#: One context for all replicas that trust the system's authorities: to read these takes 20 ms of CPU.
+shared_tls = cache(engine_tls)
+#: Tokenizers that replicas have loaded, and where their texts may be cut: half a second for the 5 MB of the simulator.
+LOAD, CUTS = Encoder.__dict__["load"], Encoder.cuts
+SHARED = {"load": staticmethod(lru_cache(maxsize=4)(Encoder.load)), "cuts": lru_cache(maxsize=16)(Encoder.cuts)}
+#: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
+CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
+    "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
+    "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
+    "clear_interval_s": [(main, "CLEAR_INTERVAL_S")],
+    "truth_interval_s": [(main, "TRUTH_INTERVAL_S")],
+    "follow_interval_s": [(client_keys, "FOLLOW_INTERVAL_S"), (tls, "FOLLOW_INTERVAL_S")],
+    "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
+    "pools_interval_s": [(pool_changes, "FOLLOW_INTERVAL_S")],
+    "leave_s": [(pool_changes, "LEAVE_S")],
+    "hung_after_s": [(hung_engines, "ASK_AFTER_S")],
+    "hung_interval_s": [(hung_engines, "ASK_INTERVAL_S")],
+    "hung_timeout_s": [(hung_engines, "ASK_TIMEOUT_S")],
+    "limit_interval_s": [(hung_engines, "LIMIT_INTERVAL_S")],
+    "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
+    "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
+    "header_timeout_s": [(http_connection, "HEADER_TIMEOUT_S")],
+    "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (checks, "HEALTH_INTERVAL_S")],
+    "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
+    "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
+    "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],
+    "snapshot_s": [(status_page, "SNAPSHOT_S")],
+}
+
+
+class Prompt:
+    """asyncio as uvicorn's server sees it. A replica that stops would wait a tenth of a second, and often."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, STOP_LOOK_S))
+
+
+@dataclass
+class Replica:
+    """``url`` for clients, ``operators`` for operators; ``fleet`` to look at the same state.
+
+    ``client`` uses no connection twice.
+    """
+
+    url: str
+    operators: str
+    fleet: Fleet
+    client: aiohttp.ClientSession
+    server: uvicorn.Server
+
+    @property
+    def connections(self) -> int:
+        """How many connections of clients are open."""
+        return len(self.server.server_state.connections)
+
+    async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers (lower case), whole body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url + path, data=data, headers=headers) as answer:
+            return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body, from the operators' port where the replica has one."""
+        async with self.client.get(self.operators + path) as answer:
+            return answer.status, await answer.read()
+
+    async def metric(self, sample: str) -> float:
+        """The sum of all samples with this name and at least these labels (``name{label="value"``); 0 without any."""
+        return sample_of((await self.get("/metrics"))[1].decode(), sample)
+
+    async def routable(self, count: int) -> None:
+        """Return when the replica itself has seen ``count`` routable workers."""
+
+        async def seen() -> bool:
+            page = (await self.get("/metrics"))[1].decode()
+            return sum(sample_of(page, f'warmfleet_workers{{state="{state}"}}') for state in ROUTABLE) == count
+
+        await poll(seen, 60, f"{count} routable workers", every_s=ASK_S)
+
+    async def exact(self) -> None:
+        """Return once the replica identifies prompts exactly."""
+
+        async def known() -> bool:
+            return bool(json.loads((await self.get("/workers"))[1])["models"][0]["identity"] == "exact")
+
+        await poll(known, 60, "an exact identity", every_s=ASK_S)
+
+    async def load(self) -> int:
+        """Everything that open reservations hold, over all workers."""
+        rows = [worker.load for worker in await self.fleet.workers()]
+        return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows)
+
+    async def unloaded(self) -> None:
+        """Return when the sum of all load is 0 again."""
+
+        async def empty() -> bool:
+            return await self.load() == 0
+
+        await poll(empty, 15, "the load is given back")
+
+
+def sample_of(page: str, sample: str) -> float:
+    """See ``Replica.metric``. page: of metrics."""
+    name, _, labels = sample.partition("{")
+    wanted = [f'{key}="{value}"' for key, value in re.findall(r'(\w+)="([^"]*)"', labels)]
+    lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
+
+
+@asynccontextmanager
+async def replica(
+    redis_url: str, model: str, *engines: str, look_url: str = "", **settings: Any
+) -> AsyncIterator[Replica]:
+    """A replica with ``engines`` as static workers, all of them routable.
+
+    look_url: the store by which the test itself reads the fleet. log: gets the access log. settings: fields of
+    Settings, and names of CONSTANTS; any admin_port but 0 stands for a free port of its own.
+    The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
+    """
+    log: LogOutput | None = settings.pop("log", None)
+    chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
+    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0}
+    chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
+    replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
+    chosen = {"models": (model,), "static_workers": engines} | chosen
+    made = Settings(redis_url=redis_url, **chosen)
+    listener = socket.create_server(("127.0.0.1", 0))
+    admin = [socket.create_server(("127.0.0.1", 0))] if made.admin_port else []
+    constants = pytest.MonkeyPatch()
+    for name, value in replaced.items():
+        for module, constant in CONSTANTS[name]:
+            constants.setattr(module, constant, value)
+    constants.setattr(uvicorn.server, "asyncio", Prompt())
+    constants.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
+    if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
+        for name, shared in SHARED.items():
+            constants.setattr(Encoder, name, shared)
+    running = server(made, Sockets([listener], admin), log)
+    task = asyncio.create_task(running._serve())
+    fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+            url, operators = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, [listener, *admin][-1]))
+            found = Replica(url, operators, fleet, client, running)
+            await poll(lambda: running.started or task.done(), 60, "the replica starts")
+            if engines:
+                await found.routable(len(engines))
+            yield found
+    finally:
+        running.should_exit = True
+        await task
+        constants.undo()
+        await fleet.close()
