@@ -44,7 +44,8 @@ check: $(DEV_STAMP) ## format, lint, types, import rules, Lua
 	@$(VENV)/bin/ruff check $(SOURCES)
 	@$(VENV)/bin/mypy $(SOURCES)
 	@$(VENV)/bin/lint-imports
-	@luacheck --quiet --std lua51 --read-globals redis KEYS ARGV cjson cmsgpack struct bit include --max-line-length 120 -- lua
+	@luacheck --quiet --std lua51 --max-line-length 120 --read-globals redis KEYS ARGV cjson cmsgpack struct bit include \
+		$$($(PY) -c 'from warmfleet.fleet.layout import LAYOUT; print(*LAYOUT)') -- lua
 
 format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff format $(SOURCES)

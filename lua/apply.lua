@@ -17,20 +17,14 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
       c:<slot>:<id>
 --]]
 local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local DIGEST, RESYNC, RETIRED, LEASE, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local DIGEST, RESYNC, RETIRED, lease_key, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local PREFIX, WORKER_ID, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
 local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
 local PROBE = PREFIX .. "probe:" .. WORKER_ID
-local ROW, ROW_FIELDS, FLAG_PARTIAL, FLAG_PAUSED = ">I4i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4", 16, 64, 2048
-local FLAG_LEARNED = 4096
-local FLAGS_FIELD, SPEED_TPS_FIELD, FOREIGN_PREFILL_TOKENS_FIELD, FOREIGN_DECODE_TOKENS_FIELD = 6, 8, 9, 10
-local BLOCKS_FIELD, CAPACITY_BLOCKS_FIELD, EVICTED_FIELD, MAX_EVICTED = 11, 12, 14, 65535 -- of an unpacked row
 local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
-local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
-local NEXT_NOTHING, NEXT_APPLY, NEXT_CONTROL = 0, 1, 2
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
-local PAGE, JSON_BYTES, U32 = 8, 16384, 2 ^ 32
+local PAGE, LIST_BYTES = 8, 16384
 local STEP_CHANGE = 4 -- a change by more than one part in so many is noted
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
@@ -74,7 +68,7 @@ local function integers(list, first)
 end
 
 local function parse_list(data)
-  if #data > JSON_BYTES or data:sub(1, 1) ~= "[" then return nil end
+  if #data > LIST_BYTES or data:sub(1, 1) ~= "[" then return nil end
   local ok, list = pcall(cjson.decode, data)
   return ok and list or nil
 end
@@ -82,7 +76,7 @@ end
 local operation = {} -- name -> function(data, time in ms), which returns false if the data is malformed
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
 add_block_events(state, operation, count, lost)
-add_progress(state, operation, LEASE, count, parse_list, integers)
+add_progress(state, operation, lease_key, count, parse_list, integers)
 
 function operation.heartbeat(data, time)
   local beat = parse_list(data)

@@ -18,9 +18,8 @@ Keys that depend on data: b:<hash>, s:<slot>
 local WORKERS, LOAD, DIGEST, RESYNC, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local AUDIT, AUDIT_WALK = KEYS[6], KEYS[7]
 local PREFIX, MAX_BLOCKS, PERIOD_MS, MIN_GAP_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local ROW_SLOT_TO_FLAGS, SLOT_AT, FLAG_APPROXIMATE = ">I4I2", 17, 16
-local DIGEST_SUMS, DIGEST_BYTES, DIGEST_COUNT, HASH_HALVES, HASH_BYTES = ">I4I4I4", 12, ">I4", ">I4I4", 8
-local U32, WALKS = 2 ^ 32, 3
+local DIGEST_COUNT, HASH_BYTES = ">I4", 8
+local WALKS = 3
 
 local call = redis.call
 local clock = call("TIME")

@@ -18,16 +18,15 @@ Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local leases_key = KEYS[1]
 local prefix, verb, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local FIRST_ID, LIMITS, PROMPT, TOKENS, MAX_IDS = 4, 5, 6, 5, 200
-local CLIENT_AT, LIMITS_BYTES = 26, 8
+local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE, MAX_KEPT = 4, 5, 6, 5, 200
 local call = redis.call
 
-local last = verb == "keep" and #ARGV or FIRST_ID
-for i = FIRST_ID, last do
+local last = verb == "keep" and #ARGV or ID_PLACE
+for i = ID_PLACE, last do
   if #(ARGV[i] or "") < CLIENT_AT then return redis.error_reply("BAD_ARGUMENT client: an id without a client") end
 end
-if not lease_ms or last - FIRST_ID >= MAX_IDS or verb ~= "keep" and not tonumber(ARGV[#ARGV])
-    or verb == "admit" and #(ARGV[LIMITS] or "") < LIMITS_BYTES then
+if not lease_ms or last - ID_PLACE >= MAX_KEPT or verb ~= "keep" and not tonumber(ARGV[#ARGV])
+    or verb == "admit" and #(ARGV[LIMITS_PLACE] or "") < LIMITS_BYTES then
   return redis.error_reply("BAD_ARGUMENT client: lease_ms, and what the verb takes")
 end
 local time = call("TIME")
@@ -36,20 +35,20 @@ local client_of = include "shared/client_use"
 
 call("ZREM", leases_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 if verb == "admit" then
-  local client, prompt_tokens = client_of(prefix, ARGV[FIRST_ID], now), tonumber(ARGV[PROMPT])
+  local client, prompt_tokens = client_of(prefix, ARGV[ID_PLACE], now), tonumber(ARGV[PROMPT_PLACE])
   local counted = client.counts()
-  local per_minute, refused = (include "shared/client_limits")(client, ARGV[LIMITS], prompt_tokens)
+  local per_minute, refused = (include "shared/client_limits")(client, ARGV[LIMITS_PLACE], prompt_tokens)
   if refused then return refused end
   client.hold(now + lease_ms)
   local used = per_minute and client.spend(counted and 0 or prompt_tokens, per_minute) or 0
   return { client.in_flight(), math.ceil(used) }
 elseif verb == "keep" then
-  for i = FIRST_ID, last do client_of(prefix, ARGV[i], now).renew(now + lease_ms) end
-  return { last - FIRST_ID + 1 }
+  for i = ID_PLACE, last do client_of(prefix, ARGV[i], now).renew(now + lease_ms) end
+  return { last - ID_PLACE + 1 }
 elseif verb == "end" then
-  local client = client_of(prefix, ARGV[FIRST_ID], now)
+  local client = client_of(prefix, ARGV[ID_PLACE], now)
   if not client.let_go() then return { 0 } end
-  client.spend(tonumber(ARGV[TOKENS]))
+  client.spend(tonumber(ARGV[TOKENS_PLACE]))
   return { 1 }
 end
 return redis.error_reply("BAD_ARGUMENT client: unknown verb " .. verb)

@@ -12,7 +12,6 @@ Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local RETIRED, PREFIX, MAX_BLOCKS = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local SLOT_BLOCKS = 8 -- ending a slot counts as so many blocks: one call ends many small slots
-local MARK_MAKER, MARK_TRAIL = "+", "="
 local call = redis.call
 
 local room, removed = MAX_BLOCKS, 0

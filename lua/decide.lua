@@ -42,10 +42,7 @@ local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
 local waited_ms, may_wait, barred, limits = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18]
 
-local FIRST_CHAIN, MAX_CHAINS, MAX_REAPED, MAX_TOKENS = 19, 4, 8, 2147483647
-local MODE_DRY, MODE_TELL, STAGE_TOMBSTONE, CLIENT_AT, LIMITS_BYTES = 1, 2, 3, 26, 8
-local LEASE, ROW_FLAGS, ROW_BYTES, FLAGS_AT, WORKER_ID_AT, FLAG_APPROXIMATE = ">I4I4I4I4I4I4BB", ">I2", 58, 21, 59, 16
-local JUDGED = 2147483648 -- on top of a lease's matched_tokens
+local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 19, 4, 2147483647
 local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
   two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band

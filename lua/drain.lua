@@ -12,7 +12,6 @@ Returns: 1, or 0 if the worker has no row
 Cost: O(1)
 --]]
 local load_key, worker_id, draining = KEYS[1], ARGV[1], ARGV[2]
-local ROW_FLAGS, FLAGS_AT, FLAG_DRAINING = ">I2", 21, 8
 local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end

@@ -4,8 +4,8 @@ is ejected: no decision chooses it until its time is over, a longer one each tim
 gives it one request at a time, and the outcome of that is the next verdict.
 
 Guarantee: never are more than half of the routable workers ejected or on trial, whatever the replicas say: what many
-workers fail is not the fault of one. A verdict `good` ends only a trial. Ejections are counted until FORGET_MS after
-the last one was over.
+workers fail is not the fault of one. A verdict `good` ends only a trial. Ejections are counted until EJECTIONS_KEPT_MS
+after the last one was over.
 
 KEYS: load ejections
 ARGV: worker_id, good (0/1), first_ms, most_ms (how long the first ejection lasts, and any at most)
@@ -15,10 +15,6 @@ Cost: O(workers)
 local load_key, ejections_key = KEYS[1], KEYS[2]
 local worker_id, good, first_ms, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
-local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_HOSTILE = ">I2", 21, 1, 2, 8, 128
-local FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED, FORGET_MS = 512, 1024, 2048, 8192, 600000
-local ROUTABLE = FLAG_SERVER + FLAG_URL
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
 local call, band, with_flags = redis.call, bit.band, include "shared/with_flags"
 
 if not first_ms or not most_ms then return redis.error_reply("BAD_ARGUMENT eject: two numbers of ms") end
@@ -44,7 +40,7 @@ if out * 2 > routable then return "REFUSED" end
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local until_ms, times = (call("HGET", ejections_key, worker_id) or ""):match("^(%d+) (%d+)$")
-times = until_ms and now - until_ms < FORGET_MS and times + 1 or 1
+times = until_ms and now - until_ms < EJECTIONS_KEPT_MS and times + 1 or 1
 local lasts_ms = math.min(first_ms * 2 ^ math.min(times - 1, 16), most_ms)
 call("HSET", ejections_key, worker_id, string.format("%.0f %.0f", now + lasts_ms, times))
 call("HSET", load_key, worker_id, with_flags(row, flags - band(flags, FLAG_TRIAL) + FLAG_EJECTED))

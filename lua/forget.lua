@@ -17,7 +17,7 @@ local WORKERS, SERVERS, LOAD, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], 
 local CURSOR, BATCH, DIGEST, RESYNC, RETIRED = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local EJECTIONS = KEYS[11]
 local PREFIX, WORKER_ID, SILENT_MS = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local UNLINK_AT_ONCE, ROW_SLOT, SLOT_AT = 500, ">I4", 17
+local UNLINK_AT_ONCE = 500
 
 local call = redis.call
 local clock = call("TIME")

@@ -21,7 +21,6 @@ local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
 local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local probed, owner, lease_ms = ARGV[6], ARGV[7], tonumber(ARGV[8])
 
-local ROW_FLAGS, FLAGS_AT, FLAG_URL, FLAG_PROVEN = ">I2", 21, 2, 4
 local FLAGS = { pending = 0, proven = FLAG_URL + FLAG_PROVEN, identity = FLAG_URL, url = 0, warming = 0 }
 local with_flags = include "shared/with_flags"
 

@@ -22,8 +22,7 @@ Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, tick_key, queue2_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local prefix, constants, leaving = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local FIRST_ID, MAX_IDS, MAX_TURNS, MAX_REAPED = 4, 512, 256, 64
-local STANDING_WAITS, STANDING_TURN, STANDING_DISPLACED, STANDING_UNKNOWN = 0, 1, 2, 3
+local FIRST_ID, MAX_IDS, TICKETS_REAPED = 4, 512, 64
 local call = redis.call
 
 if not leaving or #ARGV > FIRST_ID - 1 + MAX_IDS then
@@ -41,7 +40,7 @@ local queue = fair_queue(queue2_key, time[1] * 1000000 + time[2], replica.ticket
 call("ZREM", queue2_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 queue.begin_anew_if_a_part_is_lost()
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
-queue.reap(MAX_REAPED)
+queue.reap(TICKETS_REAPED)
 
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")

@@ -30,11 +30,9 @@ local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumbe
 local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
 local cause, reason = ARGV[10], ARGV[11]
 
-local FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_CLOSED, FLAG_PAUSED = 1, 2, 8, 16, 32, 2048
-local FLAG_MISNAMED, FLAGS = 8192, FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
-local ROW_EPOCH_TO_SPEED_TPS, ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED = ">I4i4i4i4I4I2I4I4", ">I4I4I4I4I2I2"
-local FOREIGN_PREFILL_TOKENS_AT, HEARTBEAT_MS, UNKNOWN_SPEED = 31, 5000, 10000 -- of a packed row; of the plugin
-local UNDER_WAY_TOKENS_AT, WORKER_ID_AT, MAX_CAPACITY = 51, 59, 4294967295 -- of a packed row
+local NEW_FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
+local HEARTBEAT_MS = 5000 -- of the plugin
+local MAX_CAPACITY = 4294967295 -- as a row can hold
 local call, band, misnamed = redis.call, bit.band, include "shared/misnamed"
 
 if not capacity_blocks or capacity_blocks < 1 or capacity_blocks > MAX_CAPACITY or not since_ms or not ttl_ms then
@@ -45,8 +43,8 @@ if not readable or type(record) ~= "table" then return redis.error_reply("BAD_AR
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local row, before = call("HGET", load_key, worker_id), nil
-local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed, blocks = nil, 0, 0, 0, nil, FLAGS, nil, 0, 0
-local _, foreign, busy_share, evicted = nil, 0, 0, 0
+local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = nil, 0, 0, 0, nil, NEW_FLAGS, nil, 0
+local _, foreign, blocks, busy_share, evicted = nil, 0, 0, 0, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(ROW_EPOCH_TO_SPEED_TPS, row)
   if band(flags, FLAG_APPROXIMATE) == 0 then

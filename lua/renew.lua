@@ -15,15 +15,14 @@ Keys that depend on data: client:<tag>, tokens:<tag>
 local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, lease_ms = ARGV[1], tonumber(ARGV[2])
 
-local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING = 0, 1, 2
-local LEASE, LEASE_STAGE_AT = ">I4I4I4I4I4I4BB", 25
-local FIRST_ID, ID_FIELDS, MAX_IDS, CLIENT_AT = 3, 5, 200, 26
+local FIRST_RESERVATION, RESERVATION_FIELDS, MAX_RESERVATIONS = 3, 5, 200
 local call = redis.call
 
-if not lease_ms or (#ARGV + 1 - FIRST_ID) % ID_FIELDS ~= 0 or #ARGV >= FIRST_ID + MAX_IDS * ID_FIELDS then
+if not lease_ms or (#ARGV + 1 - FIRST_RESERVATION) % RESERVATION_FIELDS ~= 0
+    or #ARGV >= FIRST_RESERVATION + MAX_RESERVATIONS * RESERVATION_FIELDS then
   return redis.error_reply("BAD_ARGUMENT renew takes a prefix, lease_ms and at most 200 times five values")
 end
-for i = FIRST_ID, #ARGV, ID_FIELDS do
+for i = FIRST_RESERVATION, #ARGV, RESERVATION_FIELDS do
   local prefill, decode, stage = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 4]
   if not prefill or not decode or prefill < 0 or decode < 0 or (stage ~= "0" and stage ~= "1") then
     return redis.error_reply("BAD_ARGUMENT malformed reservation " .. ARGV[i])
@@ -61,7 +60,7 @@ end
 
 call("ZREM", leases_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 local renewed, rebuilt, refused = 0, 0, 0
-for i = FIRST_ID, #ARGV, ID_FIELDS do
+for i = FIRST_RESERVATION, #ARGV, RESERVATION_FIELDS do
   local id = ARGV[i]
   local lease = call("HGET", lease_key, id)
   if lease then

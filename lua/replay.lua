@@ -15,7 +15,7 @@ local constants, policy, prompt_tokens, seed = ARGV[1], ARGV[2], tonumber(ARGV[3
 local prefix_tokens, order, objective_s = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local median_tps, block_tokens, turn = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 local now_ms, room = tonumber(ARGV[11]), ARGV[12]
-local FIRST_CANDIDATE, WORKER_ID_AT = 13, 59
+local FIRST_CANDIDATE = 13
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 local candidates, choose = include "shared/candidates", include "decide/cost_rule"

@@ -26,13 +26,7 @@ local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
-local LEASE, ROW_SLOT_TO_FLAGS, SLOT_AT = ">I4I4I4I4I4I4BB", ">I4I2", 17
-local ROW_BLOCKS_TO_EVICTED, BLOCKS_AT, UNDER_WAY_TOKENS_AT = ">I4I4I2I2", 39, 51 -- of a packed row
-local ROW_FLAGS_TO_SPEED_TPS, FLAGS_AT, FOREIGN_PREFILL_TOKENS_AT = ">I2I4I4", 21, 31
-local STAGE_BOOKED, STAGE_STARTED, STAGE_LINGERING, STAGE_TOMBSTONE = 0, 1, 2, 3
-local JUDGED = 2147483648 -- in matched_tokens: these are what the engine had, and not what it was believed to have
-local FLAG_APPROXIMATE, FLAG_LEARNED, MAX_REAPED, CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 16, 4096, 8, 6, 7, 8
-local MAX_EVICTED = 65535 -- as the row can hold
+local CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 6, 7, 8
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then

@@ -27,10 +27,9 @@ local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5
 local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
-local GRACE_AFTER_MS, SHADOWS_AT_ONCE, REISSUE_MS, FAR_FUTURE_MS = 2500, 2, 30000, 3600000
+local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
 local GRANTED_US = 5 -- its place in the answer
-local LAST_SEQUENCE = 2 ^ 52
 
 local call = redis.call
 local clock = call("TIME")

@@ -15,7 +15,6 @@ Cost: O(1)
 local workers_key, load_key, alive_key, alive_servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local worker_id, nonce = ARGV[1], ARGV[2]
 
-local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_HOSTILE, FLAG_UNHEARD = ">I2", 21, 1, 2, 128, 256
 local SERVER_ALONE_MS = 6500 -- a heartbeat comes every 5 s: the API server was heard that much longer than its core
 local call, with_flags = redis.call, include "shared/with_flags"
 

@@ -31,8 +31,9 @@ from tests.support.redis.packed_commands import arguments_of
 from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits
-from warmfleet.fleet.client import argv, script_text
+from warmfleet.fleet.client import argv
 from warmfleet.fleet.rows import Flag
+from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from tests.bench.sync_fleet import Sync, Worker, send
 from tests.support.redis.servers import PATIENT, server, valkey_binary
 
 from warmfleet.fleet import SCRIPT_KEYS, Flag, Fleet, LoadRow, connect
-from warmfleet.fleet.client import script_text
+from warmfleet.fleet.script_loader import script_text
 from warmfleet_worker.protocol import wire
 
 MODEL = "bench"

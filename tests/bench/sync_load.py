@@ -25,7 +25,7 @@ from tests.support.fleet.reporting_worker import SCHEME
 from tests.support.redis.packed_commands import arguments_of
 
 from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
-from warmfleet.fleet.client import script_text
+from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:

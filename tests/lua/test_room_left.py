@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from warmfleet.fleet import connect
-from warmfleet.fleet.client import with_values
+from warmfleet.fleet.script_loader import with_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

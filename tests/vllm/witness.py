@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import tempfile
 import threading
@@ -24,13 +23,13 @@ from redis.retry import Retry
 from tests.support.redis.servers import redis7_binary, wait_for_server
 
 from warmfleet.fleet import SCRIPT_KEYS
+from warmfleet.fleet.rows import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from warmfleet_worker.protocol.wire import Keys
 
-LEASE = struct.Struct(">IIIIIIBB")
 ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 #: The lines of MONITOR that are kept: forward index, reservations, progress, whole decisions and ticks.
 DECIDE_KEYS, TICK_KEYS = (len(SCRIPT_KEYS[name]) for name in ("decide", "tick"))

@@ -1,8 +1,7 @@
 """The numbers and letters by which scripts, their parts and routers tell each other what to do.
 
-Each code is defined here once. The scripts have the same names with the class in front (``MODE_DRY``,
-``NEXT_CONTROL``), and tests/lua/test_layouts.py compares them. Flags of a load row and stages of a lease are in
-``rows``, with the records.
+Each code is defined here once. Scripts use it by the name of its class and its own (``MODE_DRY``, ``NEXT_CONTROL``).
+Flags of a load row and stages of a lease are in ``rows``, with the records.
 """
 
 from __future__ import annotations

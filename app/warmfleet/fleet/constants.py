@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 #: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
 #: version.
 VERSION = 3
-#: The packed fields in order, as the scripts name them. A test compares the order with lua/parts/shared/constants.lua.
+#: The packed fields in order, as lua/parts/shared/constants.lua names them.
 FIELDS = (
     "lease_ms",
     "ttl_ms",
@@ -30,7 +30,7 @@ FIELDS = (
     "max_engine_wait_s",
     "patience",
 )
-_RECORD = struct.Struct(">B4I8dI2d")
+RECORD = struct.Struct(">B4I8dI2d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class QueueLimits:
 
 def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:
     """The packed record; ``block_tokens`` maps a scheme id to its block size. Raises struct.error, OverflowError."""
-    record = _RECORD.pack(
+    record = RECORD.pack(
         VERSION,
         spans.lease_ms,
         spans.worker_ttl_ms,

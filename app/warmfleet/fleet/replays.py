@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadRequest
-from warmfleet.fleet.client import argv, redis_errors, script_text
+from warmfleet.fleet.client import argv, redis_errors
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
+from warmfleet.fleet.script_loader import script_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The two packed records that scripts and routers share: one load row per worker, one lease per reservation.
 
-lua/README.md tables their fields. The scripts name every position, format, flag and stage that they use, and
-tests/lua/test_layouts.py compares them with this module.
+Fields and flags stand here and nowhere else: ``layout`` tells scripts their positions and formats by name, and the
+tables of lua/README.md are made of the comments beside them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,21 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Annotated, TypeAlias, get_type_hints
 
-_ROW = struct.Struct(">IiiiIHIIIIIIHHII")
-_LEASE = struct.Struct(">6I2B")
+#: The numbers of a packed record, by their letters in Python's ``struct``. They come first, then the other fields.
+U32: TypeAlias = Annotated[int, "I"]
+I32: TypeAlias = Annotated[int, "i"]
+U16: TypeAlias = Annotated[int, "H"]
+U8: TypeAlias = Annotated[int, "B"]
+
 JUDGED = 2**31  # added to the matched_tokens of a packed lease whose match was compared; no prompt is as long
+
+
+def numbers_of(record: type) -> dict[str, str]:
+    """The names of the packed numbers of a record, in order, with the letter of each."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 class Flag(IntEnum):
@@ -45,50 +56,54 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What the scripts read of a worker. Tokens are sums over open reservations; speed is tokens per busy second.
+    """What the scripts read of a worker. Booked tokens are sums over open reservations.
 
     In Redis the worker_id follows, so that a script which reads all rows has the names, too.
     """
 
-    epoch: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    in_flight: int = 0
-    slot: int = 0
-    flags: int = 0
-    scheme: int = 0
-    speed_tps: int = 0
-    foreign_prefill_tokens: int = 0
-    foreign_decode_tokens: int = 0
-    blocks: int = 0
-    capacity_blocks: int = 0
-    busy_share: int = 0  # 65,535ths of its time that were spent in prefill until since_ms, older time counting less
-    evicted: int = 0
-    under_way_tokens: int = 0  # prompt tokens that the prefill under way has at most
-    since_ms: int = 0  # Redis' clock in ms modulo 2**32 when a prefill last began or ended
+    epoch: U32 = 0  # a number of its own for each row that was ever made: a lease of another epoch owes it nothing
+    prefill_tokens: I32 = 0  # prompt tokens to be computed
+    decode_tokens: I32 = 0  # context that requests add to the cache: what their match lacks, and their answers
+    in_flight: I32 = 0  # open reservations
+    slot: U32 = 0  # the incarnation
+    flags: U16 = 0  # the sum of what is true of the worker: Flag
+    scheme: U32 = 0  # how the engine hashes blocks
+    speed_tps: U32 = 0  # prefill tokens a busy second, measured by the worker, or learned; 0: not known
+    foreign_prefill_tokens: U32 = 0  # tokens to be computed of requests that came past the routers
+    foreign_decode_tokens: U32 = 0  # resident context of such requests that decode
+    blocks: U32 = 0  # blocks that are held; of an approximate worker: blocks in its mirror
+    capacity_blocks: U32 = (
+        0  # blocks that the cache has room for: 4 times the fleet's median at most, whatever it claims
+    )
+    busy_share: U16 = 0  # 65,535ths of its time that were spent in prefill until since_ms, older time counting less
+    evicted: U16 = 0  # blocks evicted since the last heartbeat; by an approximate worker's mirror in about 5 s
+    under_way_tokens: U32 = 0  # prompt tokens that the prefill under way has at most
+    since_ms: U32 = 0  # Redis' clock in ms modulo 2**32 when a prefill last began or ended
 
     def pack(self, worker_id: str) -> bytes:
-        return _ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()
+        return ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()
 
     @classmethod
     def unpack(cls, packed: bytes) -> LoadRow:
-        return cls(*_ROW.unpack_from(packed))
+        return cls(*ROW.unpack_from(packed))
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
     """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
 
+    In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
+    bytes each).
     judged: its match was compared with what the engine had cached, which ``matched_tokens`` is since then.
     """
 
-    epoch: int
-    slot: int
-    prefill_tokens: int
-    decode_tokens: int
-    matched_tokens: int
-    prompt_tokens: int
-    stage: int
+    epoch: U32  # of the row on which it is booked
+    slot: U32  # of the worker when it was booked
+    prefill_tokens: U32  # still booked
+    decode_tokens: U32  # context that it adds to the cache
+    matched_tokens: U32  # the match that was predicted; once it was compared: what was cached, plus 2**31
+    prompt_tokens: U32  # 0: a replica booked it anew, which does not know them
+    stage: U8  # how far it has come: Stage
     worker_id: str
     checkpoints: tuple[bytes, ...] = ()
     judged: bool = False
@@ -97,14 +112,18 @@ class Lease:
         worker_id = self.worker_id.encode()
         matched = self.matched_tokens + JUDGED * self.judged
         numbers = (self.epoch, self.slot, self.prefill_tokens, self.decode_tokens, matched)
-        head = _LEASE.pack(*numbers, self.prompt_tokens, self.stage, len(worker_id))
+        head = LEASE.pack(*numbers, self.prompt_tokens, self.stage, len(worker_id))
         return head + worker_id + b"".join(self.checkpoints)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Lease:
-        epoch, slot, prefill, decode, matched, prompt, stage, length = _LEASE.unpack_from(packed)
-        end = _LEASE.size + length
+        epoch, slot, prefill, decode, matched, prompt, stage, length = LEASE.unpack_from(packed)
+        end = LEASE.size + length
         checkpoints = tuple(packed[at : at + 8] for at in range(end, len(packed), 8))
-        worker_id = packed[_LEASE.size : end].decode()
+        worker_id = packed[LEASE.size : end].decode()
         judged, matched = divmod(matched, JUDGED)
         return cls(epoch, slot, prefill, decode, matched, prompt, stage, worker_id, checkpoints, bool(judged))
+
+
+ROW = struct.Struct(">" + "".join(numbers_of(LoadRow).values()))
+LEASE = struct.Struct(">" + "".join(numbers_of(Lease).values()) + "B")

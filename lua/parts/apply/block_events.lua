@@ -7,8 +7,7 @@ to blocks and sets seen), the table of operations, which gets three more, and tw
 lost(cause), which counts and asks for a snapshot.
 --]]
 local call = redis.call
-local SLOT_FIELD, FLAGS_FIELD, CAPACITY_BLOCKS_FIELD, FLAG_PARTIAL = 5, 6, 12, 64 -- of an unpacked row; a flag
-local BATCH_BLOCKS, HASH_HALVES, U32 = 128, ">I4I4", 2 ^ 32
+local BATCH_BLOCKS = 128
 local ALWAYS_BLOCKS = 524288 -- 8 million tokens in blocks of 16; twice as many take 136 MB
 local CHUNK_HASHES_AT = 9 -- of a chunk: the snapshot's id, then hashes
 

@@ -7,18 +7,12 @@ Takes the state of apply (key prefix, worker, record, row, truth, changed, short
 one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
 --]]
 local call = redis.call
-local LEASE_HEAD, LEASE_BYTES = ">I4I4I4I4I4I4BB", 26
-local LEASE_WORKER_ID_AT, JUDGED = 27, 2147483648 -- of a packed lease; added to its matched_tokens: lua/README.md
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local EPOCH_FIELD, PREFILL_TOKENS_FIELD, SLOT_FIELD, FLAGS_FIELD = 1, 2, 5, 6
-local BUSY_SHARE_FIELD, UNDER_WAY_TOKENS_FIELD, SINCE_MS_FIELD = 13, 15, 16 -- of an unpacked row
-local FLAG_PROVEN, FLAG_PARTIAL = 4, 64
-local STAGE_BOOKED, STAGE_STARTED, STAGE_TOMBSTONE = 0, 1, 3
-local MARK_SEVERAL_PROMPTS, MARK_ESTIMATED, MARK_AT = "-", "_", 4 -- of a reservation's id, behind wf-
-local PROGRESS_ITEMS, STRIKES, U32 = 64, 2, 2 ^ 32
+local MARK_AT = 4 -- of a reservation's id, behind wf-
+local PROGRESS_ITEMS, STRIKES = 64, 2
 local busy_share, under_way = include "shared/busy_share", include "shared/under_way"
 
-return function(state, operation, LEASE, count, parse_list, integers)
+return function(state, operation, lease_key, count, parse_list, integers)
   local PREFIX, WORKER, HELD = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
@@ -41,8 +35,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
   -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what was
   -- booked; the lease keeps what is left. Shares are rounded up, so that nothing is left behind the last one.
   local function started(id, cached, prompt_tokens, time)
-    local lease = call("HGET", LEASE, id)
-    local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE_HEAD, lease or NO_LEASE)
+    local lease = call("HGET", lease_key, id)
+    local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease or NO_LEASE)
     if not lease or stage == STAGE_TOMBSTONE then return count("late") end
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
     local mark = id:sub(MARK_AT, MARK_AT)
@@ -61,8 +55,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
     end
     if stage > STAGE_BOOKED then -- settle has told the first byte before
       if not compares then return end
-      local head = struct.pack(LEASE_HEAD, epoch, slot, prefill, decode, matched, prompt, stage, length)
-      return call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
+      local head = struct.pack(LEASE, epoch, slot, prefill, decode, matched, prompt, stage, length)
+      return call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))
     end
     local share = several and prompt > 0 and math.ceil((prompt - matched) * prompt_tokens / prompt) or prefill
     local kept = math.max(0, prefill - share)
@@ -76,8 +70,8 @@ return function(state, operation, LEASE, count, parse_list, integers)
       row[SINCE_MS_FIELD] = time % U32
     end
     local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED
-    local head = struct.pack(LEASE_HEAD, epoch, slot, kept, decode, matched, prompt, new_stage, length)
-    call("HSET", LEASE, id, head .. lease:sub(LEASE_WORKER_ID_AT))
+    local head = struct.pack(LEASE, epoch, slot, kept, decode, matched, prompt, new_stage, length)
+    call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))
   end
 
   function operation.progress(data, time)

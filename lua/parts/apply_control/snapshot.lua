@@ -7,8 +7,6 @@ record says of divergences (truth), and three functions: count(counter), lost(ca
 Returns begin(record, command, data of the entry) and finish(record, row, data of the entry).
 --]]
 local call = redis.call
-local SLOT_FIELD, FLAGS_FIELD, FLAG_PARTIAL = 5, 6, 64 -- of an unpacked row; a flag
-local DIGEST_SUMS, DIGEST_BYTES = ">I4I4I4", 12
 
 return function(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, lost, drop_shadow)
   local SHADOW = "~" .. WORKER

@@ -4,7 +4,7 @@ apply_control/worker_join: checks the announcement of a worker (one vLLM engine 
 Takes the decoded data of its join and the worker's name. Returns the record, of known fields only; or nil if anything
 in the announcement is not as it must be.
 --]]
-local SCHEMA, U31 = 1, 2 ^ 31 - 1
+local U31 = 2 ^ 31 - 1
 
 local function integer(value, low, high)
   return type(value) == "number" and value >= low and value <= high and value == math.floor(value)

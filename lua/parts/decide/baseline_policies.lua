@@ -6,10 +6,7 @@ Takes the state (see decide/cost_rule), the useful tokens of each match, and two
 first_in_order(s, passes) and draw(s, candidate). Returns the candidate and one word why.
 --]]
 local unpack_from, sub, max, min, floor = struct.unpack, string.sub, math.max, math.min, math.floor
-local IN_FLIGHT_AT, BLOCKS_AT, WORKER_ID_AT = 13, 39, 59 -- of a packed row
-local ROW_IN_FLIGHT, ROW_BLOCKS_TO_CAPACITY_BLOCKS = ">i4", ">I4I4"
-local VLLM_BLOCK_TOKENS = 16 -- the block size of a request that brings no chain
-local FULL_SHARE, FULL_RANK = 0.95, 2 ^ 40
+local FULL_RANK = 2 ^ 40
 
 return function(s, own, first_in_order, draw)
   local function in_flight(i) return (unpack_from(ROW_IN_FLIGHT, s.rows[i], IN_FLIGHT_AT)) end

@@ -37,8 +37,6 @@ more than the lowest count as equal to it), and where s.terms is a table by cand
 seconds: wait, uncached, again, lost, overfill and crowd, busy_share, each with its weight.
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local IN_FLIGHT_AT, SLOT_AT, EVICTED_AT, WORKER_ID_AT = 13, 17, 49, 59 -- of a packed row
-local ROW_IN_FLIGHT, ROW_SLOT, ROW_EVICTED = ">i4", ">I4", ">I2"
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 

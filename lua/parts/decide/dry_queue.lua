@@ -7,7 +7,6 @@ count as taken out for whose turn it is and for the length of the queue; the pla
 Takes shared/fair_queue, the key of the queue, the time in us and how long a ticket lives (ms). Returns the queue.
 --]]
 local sub, byte, max = string.sub, string.byte, math.max
-local FLOW_BYTES, PLACE_BYTES, TICKET_SIZE = 9, 16, ">I4I4" -- of a member of `queue2`; of one of :flows; of a record
 -- What is read as Redis has it: fair_queue asks so before the ticket enters, or where that changes nothing.
 local READ_AS_IT_IS = { ZRANGEBYSCORE = 1, ZREVRANGE = 1, ZREVRANGEBYLEX = 1 }
 

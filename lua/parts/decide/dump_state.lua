@@ -9,8 +9,6 @@ one that waits the price of its turn in seconds and the number of the candidate 
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the six terms of the cost in
 seconds, joined by commas (decide/cost_rule)}.
 --]]
-local U32, SCHEME_AT, WORKER_ID_AT, ROW_SCHEME = 2 ^ 32, 23, 59, ">I4"
-local NO_ROOM_S = 1e-9 -- what subtractions may leave over
 local TERMS = "%.6f,%.6f,%.6f,%.6f,%.6f,%.6f"
 
 return function(s, answer, chosen, match_seen)

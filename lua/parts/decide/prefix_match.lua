@@ -15,10 +15,7 @@ chain_of: scheme -> place in ARGV; block: tokens of the largest blocks; flagged.
 --]]
 local call, sub, floor = redis.call, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
-local MARK_MAKER, MARK_TRAIL = "+", "=" -- of the fields of x:
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
-local FLAGS_AT, ROW_FLAGS, FLAG_APPROXIMATE = 21, ">I2", 16 -- of a packed row
-local LEASE_STAGE_AT, STAGE_STARTED = 25, 1
 local checkpoints = include "decide/checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain, lease_key)

@@ -13,7 +13,7 @@ workers as slot and price (us), the size in us, the prices in seconds by candida
 of the prompt or more at this moment.
 --]]
 local floor, max, min, pack = math.floor, math.max, math.min, struct.pack
-local TICKET_PRICES, TICKET_OWN, NAMED, US, MAX_US = ">I4I4I4I4B", ">I4I4", 8, 1e6, 4294967295
+local NAMED, MAX_US = 8, 4294967295
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 

@@ -9,9 +9,6 @@ decode_tokens, and when the lease expires (ms). Returns the tokens that are book
 latter are booked from now on, as the engine will need room for them, and without the match: that is there already.
 --]]
 local call, unpack_from, sub, format, max = redis.call, struct.unpack, string.sub, string.format, math.max
-local SLOT_AT, BUSY_SHARE_AT, WORKER_ID_AT = 17, 47, 59 -- of a packed row
-local ROW_EPOCH_TO_IN_FLIGHT, ROW_SLOT_TO_SCHEME, ROW_BUSY_SHARE_TO_SINCE_MS = ">I4i4i4i4", ">I4I2I4", ">I2I2I4I4"
-local LEASE, STAGE_BOOKED, MARK_MAKER, U32 = ">I4I4I4I4I4I4BB", 0, "+", 2 ^ 32
 local checkpoints = include "decide/checkpoints"
 
 return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)

@@ -11,8 +11,6 @@ Returns the candidate, why, and its match as the choice saw it. Shortens s.match
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local min, band = math.min, bit.band
-local SLOT_AT, ROW_SLOT_TO_SCHEME = 17, ">I4I2I4" -- of a packed row
-local FLAG_CLOSED, FLAG_PARTIAL = 32, 64
 local VERIFY_BLOCKS, CHUNK_BLOCKS, MAX_CHOICES = 2048, 512, 3
 
 return function(s, prefix, choose)

@@ -24,8 +24,6 @@ its ticket; 0 if it got none. By it a router compares two pools, so a second of 
 local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
 local room_left, prices = include "shared/room_left", include "decide/prices"
 local with_room = include "decide/with_room"
-local MAX_TURNS, MAX_REAPED, SLOT_AT, SLOT_BYTES, WORKER_ID_AT = 256, 8, 17, 4, 59 -- of a packed row
-local MAKING = "\1" -- behind the barred slots: a worker is making half of the prompt (MAKING_BYTES in shared/room_left)
 local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 

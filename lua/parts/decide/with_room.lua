@@ -5,7 +5,6 @@ their choice if any candidate has room.
 Guarantee: pure. Takes the state after the choice (decide/cost_rule), the choice, and by candidate the seconds of room.
 Returns a candidate, nil if none has room.
 --]]
-local NO_ROOM_S = 1e-9 -- what subtractions may leave over
 
 return function(s, w, room)
   local best

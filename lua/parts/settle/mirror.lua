@@ -18,7 +18,7 @@ Takes the key prefix, the reservation's id, and a table: slot, blocks (in the mi
 Returns the number of blocks in the mirror, and how many were given up because it was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
-local MARK_MAKER, MARK_TRAIL, OUTDATED = "+", "=", "outdated up to here" -- of the fields of x:; of lru:, no hash
+local OUTDATED = "outdated up to here" -- a member of lru: that is no hash
 local FIRST_POWER, MAX_NODES, MIRROR_EVICTIONS = 16, 64, 128
 local function exact(number) return format("%.0f", number) end
 

@@ -7,7 +7,7 @@ Takes the keys of alive, load and tick, the time in ms, ttl_ms, and ids to leave
 Returns all rows, the ids that are alive (id -> true, and false for those to leave out; nil: all are alive, and none is
 left out), and the fleet's median speed (tokens/s).
 --]]
-local call, GRACE_AFTER_MS, UNKNOWN_SPEED = redis.call, 2500, 10000
+local call = redis.call
 
 return function(alive_key, load_key, tick_key, now, ttl_ms, exclude)
   local ticked, grace_until, median = string.match(call("GET", tick_key) or "", "^(%d+) (%d+) (%d+)")

@@ -11,14 +11,13 @@ Returns the share at that time, and the same as a number for the row: rounded by
 prefills of few ms would else change nothing.
 --]]
 local exp, floor = math.exp, math.floor
-local MEMORY_MS, ALWAYS, U32, PAST_MS = 15000, 65535, 2 ^ 32, 2 ^ 31
 local GOLDEN = 0.6180339887498949 -- its multiples, modulo 1, are spread evenly
 
 return function(share, busy, since, ms)
   local passed = (ms - since) % U32
   if since > 0 and passed < PAST_MS then
-    local kept = exp(-passed / MEMORY_MS)
-    share = share * kept + (busy and ALWAYS * (1 - kept) or 0)
+    local kept = exp(-passed / BUSY_MEMORY_MS)
+    share = share * kept + (busy and BUSY_ALWAYS * (1 - kept) or 0)
   end
   return share, floor(share + ms * GOLDEN % 1)
 end

@@ -16,15 +16,8 @@ not be matched), cost (to be set by decide/cost_rule); entries beyond count mean
 total_fill, median, now; usable: flags -> "match", "load" or "no".
 --]]
 local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.exp
-local PREFILL_TOKENS_AT, WORKER_ID_AT = 5, 59 -- of a packed row
-local ROW_PREFILL_TOKENS_TO_SINCE_MS = ">i4i4i4I4I2I4I4I4I4I4I4I2I2I4I4"
-local FLAG_SERVER, FLAG_URL, FLAG_PROVEN, FLAG_DRAINING, FLAG_APPROXIMATE, FLAG_HOSTILE = 1, 2, 4, 8, 16, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED = 256, 512, 1024, 2048, 8192
-local ROUTABLE, MATCHABLE = FLAG_SERVER + FLAG_URL, FLAG_PROVEN + FLAG_APPROXIMATE
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_EJECTED + FLAG_PAUSED + FLAG_MISNAMED
-local MEMORY_MS, ALWAYS, U32, PAST_MS = 15000, 65535, 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
+local MATCHABLE = FLAG_PROVEN + FLAG_APPROXIMATE
 local MAX_PREFILLED = 4096 -- unpack takes no more
-local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
 
 return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
@@ -40,7 +33,8 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       since = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
     local use = usable[flags]
     if not use then
-      use = band(flags, ROUTABLE_MASK) ~= ROUTABLE and "no" or band(flags, MATCHABLE) ~= 0 and "match" or "load"
+      use = band(flags, ROUTABLE_MASK + FLAG_EJECTED) ~= ROUTABLE and "no"
+        or band(flags, MATCHABLE) ~= 0 and "match" or "load"
       usable[flags] = use
     end
     local lives = not alive or alive[sub(row, WORKER_ID_AT)]
@@ -65,14 +59,14 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       if prefill > 0 or busy > 0 then
         local passed, target = (now - since) % U32, 0
         if prefill > 0 then
-          done, target = passed / 1000 * tps, ALWAYS
+          done, target = passed / 1000 * tps, BUSY_ALWAYS
           if done > going then done = going end
         end
         -- The share by now, as shared/busy_share computes it: a call for each worker took 5 % of a decision.
-        if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / MEMORY_MS) end
+        if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / BUSY_MEMORY_MS) end
       end
       -- Of requests that came past the routers only what waits is known: a second of it counts as no idle time at all.
-      busy = busy / ALWAYS + foreign / tps
+      busy = busy / BUSY_ALWAYS + foreign / tps
       busy_share[count] = busy < 1 and busy or 1
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
     end

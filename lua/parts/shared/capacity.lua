@@ -18,12 +18,8 @@ overdue, or if it began after now: the clock stepped back. An overdue engine sta
 cache.
 --]]
 local unpack_from, band, max, min, huge = struct.unpack, bit.band, math.max, math.min, math.huge
-local PREFILL_TOKENS_AT, UNDER_WAY_TOKENS_AT = 5, 51 -- of a packed row
-local ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS = ">i4i4i4xxxxI2I4xxxxI4I4xxxxI4"
-local ROW_PREFILL_TOKENS, ROW_UNDER_WAY_TOKENS_TO_SINCE_MS = ">i4", ">I4I4"
-local FLAG_APPROXIMATE, FULL_SHARE, LEAST_S = 16, 0.95, 1e-6
+local LEAST_ROOM_S = 1e-6
 local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
-local U32, PAST_MS = 2 ^ 32, 2 ^ 31 -- as in shared/busy_share
 
 return function(s, limit_s, block_sizes)
   local sizes = {}
@@ -36,17 +32,17 @@ return function(s, limit_s, block_sizes)
   end
   local function room_of(i)
     local row, speed = s.rows[i], s.speed[i]
-    local prefill, decode, flight, flags, scheme, foreign, foreign_decode, blocks =
+    local prefill, decode, flight, _, flags, scheme, _, foreign, foreign_decode, _, blocks =
       unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
     local ahead = prefill + max(0, foreign - REMEMBERED_S * speed)
     local approximate = band(flags, FLAG_APPROXIMATE) ~= 0
     if approximate and foreign > 0 then return 0, huge end
-    if approximate or ahead + flight + foreign_decode == 0 then return max(limit_s, LEAST_S), 0 end
+    if approximate or ahead + flight + foreign_decode == 0 then return max(limit_s, LEAST_ROOM_S), 0 end
     local size = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
     sizes[scheme] = size
     local cache = blocks * size * FULL_SHARE
     if cache > 0 and decode + foreign + foreign_decode > cache then
-      return s.wait[i] == 0 and LEAST_S or 0, s.wait[i] == 0 and 0 or huge
+      return s.wait[i] == 0 and LEAST_ROOM_S or 0, s.wait[i] == 0 and 0 or huge
     end
     local done, left = 0, 0
     if prefill > 0 then

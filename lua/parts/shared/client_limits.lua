@@ -10,7 +10,6 @@ further byte: admitted before) and the tokens of the prompt. Returns the tokens 
 the answer {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass (0: not known)}.
 A prompt that is longer than the limit passes when no token is used; the client then waits until it is paid back.
 --]]
-local LIMITS, LIMITS_BYTES, MINUTE_MS = ">I4I4", 8, 60000
 
 return function(client, limits, prompt_tokens)
   local concurrency, per_minute = struct.unpack(LIMITS, limits)

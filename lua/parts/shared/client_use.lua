@@ -9,8 +9,8 @@ Takes the key prefix, the id of a reservation (the client's tag is at its end), 
 functions below. A caller makes them only for an id that has a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
-local CLIENT_AT, USED, MINUTE_MS = 26, ">ddI4", 60000 -- of a record of tokens: used, when (ms), rate
-local KEPT_MS = 120000 -- a record tells the rate to the ends of requests, which are renewed every 10 s
+local USED = ">ddI4" -- of a record of tokens: used, when (ms), rate
+local RATE_KEPT_MS = 120000 -- a record tells the rate to the ends of requests, which are renewed every 10 s
 
 return function(prefix, id, now)
   local tag, client = id:sub(CLIENT_AT), {}
@@ -29,7 +29,7 @@ return function(prefix, id, now)
   function client.let_go() return call("ZREM", open, id) == 1 end
 
   local function write(used, at, rate)
-    local life_ms = math.max(KEPT_MS, math.ceil(used * MINUTE_MS / rate))
+    local life_ms = math.max(RATE_KEPT_MS, math.ceil(used * MINUTE_MS / rate))
     call("SET", tokens, struct.pack(USED, used, at, rate), "PX", exact(life_ms))
   end
 

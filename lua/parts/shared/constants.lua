@@ -7,11 +7,10 @@ Takes the record as app/warmfleet/fleet/constants.py packs it: version (1 byte),
 assignment below, then block_sizes as text (scheme=tokens, joined by commas).
 Returns the fields by name; or nil and the error to answer with (BAD_ARGUMENT).
 --]]
-local VERSION, CONSTANTS, CONSTANTS_BYTES = 3, ">BI4I4I4I4ddddddddI4dd", 101
 
 return function(record)
-  if not record or #record < CONSTANTS_BYTES or record:byte() ~= VERSION then
-    return nil, redis.error_reply("BAD_ARGUMENT the constants of this replica are not of version " .. VERSION)
+  if not record or #record < CONSTANTS_BYTES or record:byte() ~= CONSTANTS_VERSION then
+    return nil, redis.error_reply("BAD_ARGUMENT the constants of this replica are not of version " .. CONSTANTS_VERSION)
   end
   local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token,
     wait_price, stay, place, min_match_tokens,

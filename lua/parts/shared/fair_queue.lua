@@ -30,13 +30,9 @@ stands; class and `largest` -> the largest work served lately; `work_us` -> the 
 --]]
 local sub, format, unpack_from = string.sub, string.format, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
-local FLOW_BYTES, PLACE_BYTES, MEMBER_ID_AT = 9, 16, 26 -- of a member of `queue2`: flow, place, id
-local TICKET_SIZE = ">I4I4" -- its prompt's tokens, and us that an engine needs
-local TICKET_TOKENS, TICKET_FLOW_AT, TICKET_ARRIVAL_AT, TICKET_PLACE_AT, TICKET_OWN_AT = ">I4", 18, 27, 43, 59
-local FIRST_CLASS, PAGE, CLIENT_AT = 65, 8, 26 -- the letter A; tickets of a flow that are read at once; of an id
+local FIRST_CLASS, PAGE_TICKETS = 65, 8 -- the letter A; tickets of a flow that are read at once
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
 local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
-local US = 1e6 -- in a second
 local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
 
 return function(queue_key, now_us, ticket_ms, prefix, own_call)
@@ -229,10 +225,10 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
       own_us }
   end
 
-  -- Up to PAGE tickets of a flow from the k-th on, counted from 0: their ids and records.
+  -- Up to PAGE_TICKETS tickets of a flow from the k-th on, counted from 0: their ids and records.
   local function page_of(flow, k)
     local first = call("ZLEXCOUNT", queue_key, "-", "(" .. flow) + k
-    local ids = call("ZRANGE", queue_key, first, first + PAGE - 1)
+    local ids = call("ZRANGE", queue_key, first, first + PAGE_TICKETS - 1)
     for m = 1, #ids do ids[m] = sub(ids[m], 1, FLOW_BYTES) == flow and sub(ids[m], MEMBER_ID_AT) or nil end
     return { at = k, ids = ids, records = ids[1] and call("HMGET", tickets, unpack(ids)) }
   end
@@ -291,7 +287,7 @@ return function(queue_key, now_us, ticket_ms, prefix, own_call)
       local flow = order[head]
       if not flow or turns[last] or not left.any() then break end
       local k, name, page = place[flow] or 0, sub(flow, PLACE_BYTES + 1), pages[flow]
-      if not page or k < page.at or k >= page.at + PAGE then
+      if not page or k < page.at or k >= page.at + PAGE_TICKETS then
         page = page_of(name, k)
         pages[flow] = page
       end

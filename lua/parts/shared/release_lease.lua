@@ -9,7 +9,6 @@ shared/release_speculation), client(id), which returns what its client uses (sha
 if it has no limits, and reap(ids), which does the last four for leases that have expired.
 --]]
 local call = redis.call
-local LEASE, STAGE_STARTED, CLIENT_AT = ">I4I4I4I4I4I4BB", 1, 26
 
 return function(load_key, leases_key, lease_key, prefix, now)
   local release = { add = (include "shared/row_load")(load_key, now) }

@@ -4,7 +4,6 @@ shared/release_speculation: a reservation counts no longer for the blocks that i
 Takes the key prefix. Returns a function of the reservation's id and its lease, whose checkpoints it reads.
 --]]
 local call = redis.call
-local LEASE, MARK_MAKER = ">I4I4I4I4I4I4BB", "+"
 
 return function(prefix)
   return function(id, lease)

@@ -28,10 +28,6 @@ wait_price, how much a second of waiting counts by the mean; making_scale, how m
 prompt another worker is making.
 --]]
 local unpack_from, sub, floor, max, min, huge = struct.unpack, string.sub, math.floor, math.max, math.min, math.huge
-local TICKET_PRICES, TICKET_OWN_AT, TICKET_OWN, OWN_BYTES = ">I4I4I4I4B", 59, ">I4I4", 8 -- of a ticket's record
-local BARRED_SLOT, SLOT_BYTES = ">I4", 4 -- at the end of a ticket's record
-local WORKER_ID_AT, US, NO_ROOM_S = 59, 1e6, 1e-9 -- of a packed row; in a second; what subtractions may leave over
-local MAKING_BYTES = 1 -- behind the barred slots, if a worker is making half of the prompt: decide/wait_turn
 local MAKING_PRICE = 0.5 -- of a second of waiting for such a ticket, at most
 local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
 
@@ -126,7 +122,7 @@ return function(s, room_of, overdue_s)
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
-    local those, making = allowed_by(barred), #barred % SLOT_BYTES == MAKING_BYTES
+    local those, making = allowed_by(barred), #barred % SLOT_BYTES == #MAKING
     local scale = making and making_scale or 1
     local lowest, nearest, best, chosen, chosen_us = huge, those.any(), huge, those.first(), 0
     if nearest then lowest = waits(nearest, scale) + rest_us / US end

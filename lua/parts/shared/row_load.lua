@@ -11,9 +11,6 @@ worker; later of as much as ended together (shared/under_way). At the same momen
 brought up to date (shared/busy_share).
 --]]
 local call = redis.call
-local ROW_EPOCH_TO_IN_FLIGHT, ROW_EPOCH_TO_SLOT = ">I4i4i4i4", ">I4i4i4i4I4"
-local ROW_BUSY_SHARE_TO_SINCE_MS = ">I2I2I4I4"
-local SLOT_AT, BUSY_SHARE_AT, U32 = 17, 47, 2 ^ 32 -- of a packed row
 
 return function(load_key, now)
   return function(worker, epoch, prefill, decode, count, unsent)

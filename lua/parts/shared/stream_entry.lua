@@ -5,7 +5,6 @@ Takes an item of XRANGE and the server's time in ms. Returns the time and the se
 is hostile (it would block every later one, or outlive it); and whether the fields have the form
 n <nonce> b <number> o <operation> d <data>.
 --]]
-local FAR_FUTURE_MS, LAST_SEQUENCE = 3600000, 2 ^ 52
 
 return function(item, now)
   local fields, ms, sequence = item[2], item[1]:match("^(%d+)-(%d+)$")

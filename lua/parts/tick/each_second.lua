@@ -12,8 +12,6 @@ Returns the median speed (tokens/s; 0: none is known) and the median capacity (b
 whose URL has answered a probe: what others announce counts for nobody.
 --]]
 local call = redis.call
-local FLAGS_AT, ROW_FLAGS_TO_CAPACITY_BLOCKS, FLAG_SERVER, FLAG_URL = 21, ">I2I4I4I4I4I4I4", 1, 2 -- of a packed row
-local FLAG_APPROXIMATE, FLAG_UNHEARD = 16, 256
 local FORGETS_AT_ONCE = 8
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 

@@ -7,11 +7,7 @@ other workers die, ejected ones come back, the first that is due first, until at
 Takes the keys alive, load and ejections by name, the time in ms, ttl_ms, and whether it is a time of grace.
 --]]
 local call, band = redis.call, bit.band
-local ROW_FLAGS, FLAGS_AT, FLAG_SERVER, FLAG_URL, FLAG_DRAINING, FLAG_HOSTILE = ">I2", 21, 1, 2, 8, 128
-local FLAG_UNHEARD, FLAG_EJECTED, FLAG_TRIAL, FLAG_PAUSED, FLAG_MISNAMED = 256, 512, 1024, 2048, 8192
-local ROUTABLE = FLAG_SERVER + FLAG_URL
-local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
-local TRIAL_MS, FORGET_MS, FAR_FUTURE_MS = 60000, 600000, 3600000
+local TRIAL_MS = 60000
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
 return function(keys, now, TTL_MS, grace)
@@ -30,7 +26,7 @@ return function(keys, now, TTL_MS, grace)
   for i = 1, #fields, 2 do
     local worker, ends = fields[i], tonumber(fields[i + 1]:match("^%d+")) or 0
     local row = call("HGET", keys.load, worker)
-    if not row or now - ends > FORGET_MS or ends > now + FAR_FUTURE_MS then
+    if not row or now - ends > EJECTIONS_KEPT_MS or ends > now + FAR_FUTURE_MS then
       call("HDEL", keys.ejections, worker)
       ends = 0
     end

@@ -9,7 +9,7 @@ import pytest
 
 from warmfleet.background import upkeep
 from warmfleet.background.clock import Clock
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet.script_loader import script_source
 from warmfleet.fleet.upkeep import Pace
 
 #: The constant is declared among others: names, an equals sign, then values in the same order.

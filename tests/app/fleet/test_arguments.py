@@ -29,11 +29,12 @@ from warmfleet.fleet import (
     Weights,
     constants,
 )
-from warmfleet.fleet.client import argv, script_text
+from warmfleet.fleet.client import argv
 from warmfleet.fleet.codes import Mode
 from warmfleet.fleet.connection.packing import SMALL
 from warmfleet.fleet.constants import packed
 from warmfleet.fleet.reservations import Outcome
+from warmfleet.fleet.script_loader import script_text
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 

@@ -13,8 +13,9 @@ from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
 from warmfleet.fleet import Ask, Fleet, Timeouts, connect
-from warmfleet.fleet.client import redis_errors, script_source
+from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.connection.cancellable import CancellableTCP, CancellableTLS, CancellableUnix
+from warmfleet.fleet.script_loader import script_source
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.client import script_source
+from warmfleet.fleet.script_loader import script_source
 from warmfleet.main import create_app
 from warmfleet.pools.policy import Ring, prefix_key
 from warmfleet.prompt import request as prompt

@@ -1,0 +1,83 @@
+"""The names in capitals that every script may use, with their values: layouts of packed records, flags and codes.
+
+Routers and scripts share these, so each is declared once: rows and leases in ``rows``, codes in ``codes``, the packed
+constants of a replica in ``constants``, and what only scripts use in ``lua/parts/layout.lua``. ``script_loader`` puts
+the values in place of the names. A name tells what it is:
+
+- ``<FIELD>_AT`` the position of a field in a packed row, ``LEASE_<FIELD>_AT`` in a packed lease; the first byte is 1
+- ``<FIELD>_FIELD`` its place among the numbers of an unpacked row; the first is 1
+- ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of all from one to the other, ``ROW`` of all
+- ``ROW_BYTES``, ``LEASE_BYTES``, ``ROW_FIELDS`` the size of these numbers, and how many they are
+- ``FLAG_``, ``STAGE_``, ``MODE_``, ``NEXT_``, ``STANDING_``, ``MARK_`` and the name of a member: its number or letter
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from struct import calcsize
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet.codes import Mark, Mode, Next, Standing
+from warmfleet.fleet.constants import RECORD, VERSION
+from warmfleet.fleet.rows import JUDGED, Flag, Lease, LoadRow, Stage, numbers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from enum import Enum
+
+ENUMS: tuple[type[Enum], ...] = (Flag, Stage, Mode, Next, Standing, Mark)
+#: The letter of a number in the formats of Python's ``struct``, and in those of the scripts' ``struct``.
+_LETTERS = {"I": "I4", "i": "i4", "H": "I2", "B": "B", "d": "d"}
+_DECLARED = re.compile(r"^local ([A-Z][A-Z0-9_]*) = (.+?)(?: *--.*)?$", re.MULTILINE)
+_NAME_OR_TEXT = re.compile(r"""[A-Z][A-Z0-9_]*|"[^"]*"|'[^']*'""")
+
+
+def _format(letters: str) -> str:
+    """The format of numbers that follow each other, as a text in Lua."""
+    return '(">' + "".join(_LETTERS[letter] for letter in letters) + '")'
+
+
+def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Iterator[tuple[str, str]]:
+    """The names of the packed numbers of a record. positions: begins the names of positions."""
+    names, letters = [name.upper() for name in numbers], "".join(numbers.values())
+    for first, name in enumerate(names):
+        yield f"{positions}{name}_AT", str(1 + calcsize(">" + letters[:first]))
+        for last in range(first, len(names)):
+            span = name if first == last else f"{name}_TO_{names[last]}"
+            yield f"{record}_{span}", _format(letters[first : last + 1])
+    yield record, _format(letters)
+    yield f"{positions}WORKER_ID_AT", str(1 + calcsize(">" + letters))
+    yield f"{record}_BYTES", str(calcsize(">" + letters))
+
+
+def _of_routers() -> Iterator[tuple[str, str]]:
+    """What routers use, too."""
+    yield from _record("ROW", numbers_of(LoadRow))
+    for place, name in enumerate(numbers_of(LoadRow), 1):
+        yield f"{name.upper()}_FIELD", str(place)
+    yield "ROW_FIELDS", str(len(numbers_of(LoadRow)))
+    yield from _record("LEASE", numbers_of(Lease) | {"length": "B"}, "LEASE_")
+    yield "JUDGED", str(JUDGED)
+    for enum in ENUMS:
+        for name, member in enum.__members__.items():
+            value = member.value
+            yield f"{enum.__name__.upper()}_{name}", f'("{value}")' if isinstance(value, str) else str(value)
+    letters = re.sub(r"(\d+)(\w)", lambda several: int(several[1]) * several[2], RECORD.format[1:])
+    yield "CONSTANTS", _format(letters)
+    yield "CONSTANTS_BYTES", str(RECORD.size)
+    yield "CONSTANTS_VERSION", str(VERSION)
+
+
+def declared(text: str, known: Mapping[str, str]) -> dict[str, str]:
+    """The constants that a text declares, one a line, and those that are known. A value may be made of earlier ones."""
+    values = dict(known)
+    for name, value in _DECLARED.findall(text):
+        value = _NAME_OR_TEXT.sub(lambda found: values.get(found[0], found[0]), value)
+        values[name] = value if value.isdecimal() else f"({value})"
+    return values
+
+
+LAYOUT: Mapping[str, str] = declared(
+    (files("warmfleet") / "lua/parts/layout.lua").read_text(encoding="utf-8"), dict(_of_routers())
+)
