@@ -8,7 +8,6 @@ trimmed in this same call. A stream changes only the slots, the record, the row 
 memory is short (tick says so) nothing is inserted and no digest is compared; the row is PARTIAL until the index equals
 the engine's table again.
 
-KEYS: workers load alive cursor batch digest resync retired lease counts tick
 ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
 Returns: {entries, blocks, next, suspect}; blocks: hashes that were read; next: 0 NOTHING (the stream is empty), 1 APPLY
       (call apply again), 2 CONTROL (call apply_control); suspect: 1 if the worker has become suspected: a probe is due
@@ -16,12 +15,12 @@ Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>, x:<hash>,
       c:<slot>:<id>
 --]]
-local WORKERS, LOAD, ALIVE, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local DIGEST, RESYNC, RETIRED, lease_key, COUNTS, TICK = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local PREFIX, WORKER_ID, MAX_BLOCKS = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local FIELD, SHADOW = "events:" .. WORKER_ID, "~" .. WORKER_ID
-local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
-local PROBE = PREFIX .. "probe:" .. WORKER_ID
+local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
+  counts_key, tick_key = unpack(KEYS)
+local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
+local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
+local probe_key = prefix .. "probe:" .. worker_id
 local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, LIST_BYTES = 8, 16384
@@ -31,23 +30,24 @@ local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, lea
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_ID)
+local raw, packed = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
 local record = raw and packed and cjson.decode(raw)
-if not record or record.rejoin or call("TYPE", STREAM).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
-call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
-local ticked = call("GET", TICK) or ""
+if not record or record.rejoin or call("TYPE", stream_key).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
+call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+local ticked = call("GET", tick_key) or ""
 local short, typical_blocks = ticked:match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil, ticked:match("^%d+ %d+ %d+ %d+ %d+ (%d+)")
 local row = { struct.unpack(ROW, packed) }
-local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
-local sums = call("HMGET", DIGEST, WORKER_ID, SHADOW)
+local last = tonumber(call("HGET", batch_key, worker_id) or "0")
+local sums = call("HMGET", digest_key, worker_id, shadow_name)
 local live = { struct.unpack(DIGEST_SUMS, sums[1] or string.rep("\0", DIGEST_BYTES)) }
 local shadow = { struct.unpack(DIGEST_SUMS, sums[2] or string.rep("\0", DIGEST_BYTES)) }
 local truth, changed = record.truth or {}, {}
 record.truth = truth
 -- What Redis stores of the worker, read above. The parts (apply/*) read and change this table, and mark in `changed`
 -- which of its records the end of this script writes back to Redis.
-local state = { prefix = PREFIX, worker = WORKER_ID, record = record, row = row, live = live, shadow = shadow,
-  truth = truth, changed = changed, short = short, probed = call("TYPE", PROBE).ok == "set", blocks = 0, seen = nil }
+local state = { prefix = prefix, worker = worker_id, record = record, row = row, live = live, shadow = shadow,
+  truth = truth, changed = changed, short = short, probed = call("TYPE", probe_key).ok == "set",
+  blocks = 0, seen = nil }
 
 -- A worker that claims an endless cache, or none, would look empty for ever.
 local typical, capacity = tonumber(typical_blocks) or 0, math.min(record.capacity_blocks, MOST_BLOCKS)
@@ -55,8 +55,8 @@ if typical > 0 then capacity = capacity == 0 and typical or math.min(capacity, M
 if capacity ~= row[CAPACITY_BLOCKS_FIELD] then row[CAPACITY_BLOCKS_FIELD], changed.row = capacity, true end
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
-local _, _, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, changed)
-local function count(name) call("HINCRBY", COUNTS, name, 1) end
+local _, _, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, changed)
+local function count(name) call("HINCRBY", counts_key, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 
 local function integers(list, first)
@@ -107,8 +107,8 @@ function operation.heartbeat(data, time)
     ask_resync(record, "digest")
   else
     row[FLAGS_FIELD] = whole
-    local waits = tonumber(call("ZSCORE", RESYNC, WORKER_ID) or "0")
-    if waits < 0 then call("ZREM", RESYNC, WORKER_ID) end -- the digest is right, so the worker needs no snapshot
+    local waits = tonumber(call("ZSCORE", resync_key, worker_id) or "0")
+    if waits < 0 then call("ZREM", resync_key, worker_id) end -- the digest is right, so the worker needs no snapshot
     if waits <= 0 and truth.cause then truth.cause, truth.healed, changed.record = nil, truth.found, true end
   end
 end
@@ -122,19 +122,19 @@ local function apply(batch, name, data, time)
 end
 
 -- Applied entries are trimmed. A first entry at or before the cursor shows that the stream was deleted and made anew.
-local cursor = call("HGET", CURSOR, FIELD) or "0-0"
+local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent, from, want, full, control = 0, 0, "-", 1, false, false
 repeat -- the first page is one entry: one full batch is already as much as a call may apply
-  local page = call("XRANGE", STREAM, from, "+", "COUNT", want)
+  local page = call("XRANGE", stream_key, from, "+", "COUNT", want)
   for _, item in ipairs(page) do
     local fields, id_ms, id_sequence, hostile, good = item[2], entry_of(item, now)
     local ahead = id_ms > ms or (id_ms == ms and id_sequence > sequence)
     local mine = fields[2] == record.nonce
-    local cost = math.max(4, math.min(MAX_BLOCKS, math.ceil(#(fields[8] or "") / 8)))
+    local cost = math.max(4, math.min(max_blocks, math.ceil(#(fields[8] or "") / 8)))
     control = not ahead or hostile or (good and (fields[6] == "join" or mine) and CONTROL[fields[6]])
-    full = spent > 0 and spent + cost > MAX_BLOCKS
+    full = spent > 0 and spent + cost > max_blocks
     if control or full then break end
     -- Only from here on the entry counts as applied: everything up to the cursor is trimmed at the end of this call.
     ms, sequence, cursor, spent, entries = id_ms, id_sequence, item[1], spent + cost, entries + 1
@@ -144,24 +144,24 @@ repeat -- the first page is one entry: one full batch is already as much as a ca
       apply(tonumber(fields[4]), fields[6], fields[8], math.min(id_ms, now))
     end
   end
-  full, from, want = full or #page < want or spent >= MAX_BLOCKS, "(" .. cursor, PAGE
+  full, from, want = full or #page < want or spent >= max_blocks, "(" .. cursor, PAGE
 until control or full
 
 if entries > 0 then
-  call("HSET", CURSOR, FIELD, cursor)
-  call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
-  if state.seen then call("ZADD", ALIVE, state.seen, WORKER_ID) end
-  if changed.live then call("HSET", DIGEST, WORKER_ID, struct.pack(DIGEST_SUMS, live[1], live[2], live[3])) end
+  call("HSET", cursor_key, stream, cursor)
+  call("XTRIM", stream_key, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
+  if state.seen then call("ZADD", alive_key, state.seen, worker_id) end
+  if changed.live then call("HSET", digest_key, worker_id, struct.pack(DIGEST_SUMS, live[1], live[2], live[3])) end
   if changed.shadow then
-    call("HSET", DIGEST, SHADOW, struct.pack(DIGEST_SUMS, shadow[1], shadow[2], shadow[3]))
-    call("ZADD", RESYNC, "XX", now, WORKER_ID)
+    call("HSET", digest_key, shadow_name, struct.pack(DIGEST_SUMS, shadow[1], shadow[2], shadow[3]))
+    call("ZADD", resync_key, "XX", now, worker_id)
   end
-  if changed.row then call("HSET", LOAD, WORKER_ID, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. WORKER_ID) end
-  if changed.record then call("HSET", WORKERS, WORKER_ID, cjson.encode(record)) end
-  call("HSET", BATCH, WORKER_ID, last)
-  local command = cjson.decode(call("GET", COMMAND) or "{}")
+  if changed.row then call("HSET", load_key, worker_id, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. worker_id) end
+  if changed.record then call("HSET", workers_key, worker_id, cjson.encode(record)) end
+  call("HSET", batch_key, worker_id, last)
+  local command = cjson.decode(call("GET", command_key) or "{}")
   command.nonce, command.applied = record.nonce, last
-  call("SET", COMMAND, cjson.encode(command))
+  call("SET", command_key, cjson.encode(command))
 end
-local following = control and NEXT_CONTROL or call("XLEN", STREAM) > 0 and NEXT_APPLY or NEXT_NOTHING
+local following = control and NEXT_CONTROL or call("XLEN", stream_key) > 0 and NEXT_APPLY or NEXT_NOTHING
 return { entries, state.blocks, following, changed.suspect or 0 }

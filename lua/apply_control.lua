@@ -8,36 +8,36 @@ rewrite no entries of the index: they give the worker another slot and retire th
 state or the new one. A stream of a wrong type, or with an id in the far future, is deleted, and its worker is hostile
 until it joins anew.
 
-KEYS: workers load alive alive_servers cursor batch digest next_slot resync retired counts servers
 ARGV: prefix, worker_id, max_entries, ttl_ms
 Returns: {entries, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
 Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
-local WORKERS, LOAD, ALIVE, ALIVE_SERVERS, CURSOR, BATCH = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local DIGEST, NEXT_SLOT, RESYNC, RETIRED, COUNTS, SERVERS = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
-local PREFIX, WORKER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIELD = "events:" .. WORKER_ID
-local STREAM, COMMAND = PREFIX .. FIELD, PREFIX .. "command:" .. WORKER_ID
+local workers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, next_slot_key,
+  resync_key, retired_key, counts_key, servers_key = unpack(KEYS)
+local prefix, worker_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local stream = "events:" .. worker_id
+local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
 local JSON_BYTES = 4096
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local raw, packed = call("HGET", WORKERS, WORKER_ID), call("HGET", LOAD, WORKER_ID)
+local raw, packed = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
 local row = packed and { struct.unpack(ROW, packed) }
 local record = row and raw and cjson.decode(raw) or nil
 local truth = record and record.truth or {}
-local last = tonumber(call("HGET", BATCH, WORKER_ID) or "0")
-local command = cjson.decode(call("GET", COMMAND) or "{}")
+local last = tonumber(call("HGET", batch_key, worker_id) or "0")
+local command = cjson.decode(call("GET", command_key) or "{}")
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
-local drop_shadow, diverged, ask_resync = resync(RESYNC, RETIRED, DIGEST, WORKER_ID, now, truth, {})
-local function count(name) call("HINCRBY", COUNTS, name, 1) end
+local drop_shadow, diverged, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, {})
+local function count(name) call("HINCRBY", counts_key, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
-local begin, finish = snapshot(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER_ID, now, truth, count, lost, drop_shadow)
+local begin, finish =
+  snapshot(digest_key, next_slot_key, resync_key, retired_key, worker_id, now, truth, count, lost, drop_shadow)
 
 local function parse(data)
   if #data > JSON_BYTES or data:sub(1, 1) ~= "{" then return {} end
@@ -47,10 +47,10 @@ end
 
 local function new_slot()
   drop_shadow(record)
-  if row[SLOT_FIELD] > 0 then call("SADD", RETIRED, row[SLOT_FIELD]) end
-  row[SLOT_FIELD] = call("INCR", NEXT_SLOT)
+  if row[SLOT_FIELD] > 0 then call("SADD", retired_key, row[SLOT_FIELD]) end
+  row[SLOT_FIELD] = call("INCR", next_slot_key)
   record.slot = row[SLOT_FIELD]
-  call("HDEL", DIGEST, WORKER_ID)
+  call("HDEL", digest_key, worker_id)
 end
 
 local function demand_rejoin(reason)
@@ -59,39 +59,39 @@ local function demand_rejoin(reason)
   drop_shadow(record)
   diverged("rejoin")
   record.rejoin = true
-  command.id, command["do"] = redis.sha1hex(WORKER_ID .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
+  command.id, command["do"] = redis.sha1hex(worker_id .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
 -- The worker gets a new slot and nothing of it is proved. Its load stays: the reservations are still open.
 local function join(data, time, nonce, batch, id)
-  local fresh = announced(parse(data), WORKER_ID)
+  local fresh = announced(parse(data), worker_id)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- the fleet made it join again: its cache is not empty
   if record then drop_shadow(record) end
-  local server_score = call("ZSCORE", ALIVE_SERVERS, fresh.server_id)
-  local flags = (heard(server_score, now, TTL_MS) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
+  local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
+  local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
-  local server = cjson.decode(call("HGET", SERVERS, fresh.server_id) or "null")
-  if server ~= cjson.null and misnamed(LOAD, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
-  local old = row or { call("INCR", NEXT_SLOT), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
+  local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
+  if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
+  local old = row or { call("INCR", next_slot_key), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
   row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0,
     0 }
   record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
   record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
-  call("ZADD", ALIVE, time, WORKER_ID)
-  call("ZREM", RESYNC, WORKER_ID)
+  call("ZADD", alive_key, time, worker_id)
+  call("ZREM", resync_key, worker_id)
   if same_process then ask_resync(record, "rejoin") end
 end
 
 local control = {} -- the operations, for entries of the current nonce
 function control.join() record.left = nil end -- of its process no other field changes
 function control.cleared()
-  if record.shadow then call("ZREM", RESYNC, WORKER_ID) end
+  if record.shadow then call("ZREM", resync_key, worker_id) end
   new_slot()
 end
 function control.leave()
-  call("ZREM", ALIVE, WORKER_ID)
+  call("ZREM", alive_key, worker_id)
   record.left = true
   row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- nobody vouches for a worker that left
 end
@@ -114,11 +114,11 @@ local function enter(fields, good, time, id)
   control[name](data)
 end
 
-call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
-local kind = call("TYPE", STREAM).ok
-local cursor = call("HGET", CURSOR, FIELD) or "0-0"
+call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+local kind = call("TYPE", stream_key).ok
+local cursor = call("HGET", cursor_key, stream) or "0-0"
 local entries, following, hostile = 0, NEXT_NOTHING, kind ~= "stream" and kind ~= "none"
-local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
+local page = kind == "stream" and call("XRANGE", stream_key, "-", "+", "COUNT", max_entries) or {}
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 for at, item in ipairs(page) do
   local id_ms, id_sequence, good
@@ -134,28 +134,28 @@ for at, item in ipairs(page) do
   end
   ms, sequence, cursor, entries = id_ms, id_sequence, item[1], entries + 1
 end
-if #page == MAX_ENTRIES then following = NEXT_APPLY end
+if #page == max_entries then following = NEXT_APPLY end
 
 if hostile then
   demand_rejoin("hostile")
-  call("UNLINK", STREAM)
+  call("UNLINK", stream_key)
   if row then row[FLAGS_FIELD] = bit.bor(row[FLAGS_FIELD], FLAG_HOSTILE) end
   cursor, following = "0-0", NEXT_NOTHING
 elseif entries > 0 then
-  call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
+  call("XTRIM", stream_key, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
 end
 if record then
   record.truth = truth
-  call("HSET", CURSOR, FIELD, cursor)
-  call("HSET", LOAD, WORKER_ID, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. WORKER_ID)
-  call("HSET", WORKERS, WORKER_ID, cjson.encode(record))
-  call("HSET", BATCH, WORKER_ID, last)
+  call("HSET", cursor_key, stream, cursor)
+  call("HSET", load_key, worker_id, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. worker_id)
+  call("HSET", workers_key, worker_id, cjson.encode(record))
+  call("HSET", batch_key, worker_id, last)
   command.nonce, command.applied = record.nonce, last
-  call("SET", COMMAND, cjson.encode(command))
+  call("SET", command_key, cjson.encode(command))
 elseif following == NEXT_NOTHING then -- no worker has joined: the writer's next XADD finds no stream, so it joins again
-  call("UNLINK", STREAM)
-  call("HDEL", CURSOR, FIELD)
+  call("UNLINK", stream_key)
+  call("HDEL", cursor_key, stream)
 else
-  call("HSET", CURSOR, FIELD, cursor)
+  call("HSET", cursor_key, stream, cursor)
 end
 return { entries, 0, following }

@@ -8,43 +8,42 @@ not serve its pool's name. The counter `announced` grows with each change of its
 broken stream is deleted, and so is a stream that only a process without a join writes to: that process then joins
 again. A goodbye is noted in the records of its workers (`left`), until the server or the worker joins.
 
-KEYS: servers workers load alive_servers cursor counts
 ARGV: prefix, server_id, max_entries, ttl_ms
 Returns: {entries, more 0/1}; more: entries are left in the stream
 Cost: O(max_entries + workers); a join of another process also O(its artifact chunks)
 Keys that depend on data: server:<server_id>, artifact:<server_id>:<sha256>
 --]]
-local SERVERS, WORKERS, LOAD, ALIVE_SERVERS, CURSOR, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local PREFIX, SERVER_ID, MAX_ENTRIES, TTL_MS = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIELD = "server:" .. SERVER_ID
-local STREAM, ARTIFACT = PREFIX .. FIELD, PREFIX .. "artifact:" .. SERVER_ID .. ":"
+local servers_key, workers_key, load_key, alive_servers_key, cursor_key, counts_key = unpack(KEYS)
+local prefix, server_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local stream = "server:" .. server_id
+local stream_key, artifact_prefix = prefix .. stream, prefix .. "artifact:" .. server_id .. ":"
 local OF_A_PROCESS = FLAG_URL + FLAG_PROVEN + FLAG_UNHEARD + FLAG_EJECTED + FLAG_TRIAL
 
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local raw = call("HGET", SERVERS, SERVER_ID)
+local raw = call("HGET", servers_key, server_id)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
 local left -- true: the last join or goodbye of this page was a goodbye; false: a join; nil: neither came
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local announced, chunks_of = (include "apply_server/server_join")()
-local function count(name) call("HINCRBY", COUNTS, name, 1) end
+local function count(name) call("HINCRBY", counts_key, name, 1) end
 
 -- For every worker of this server: patch(flags of its row, worker_id) returns the new flags.
 local function each_worker(patch)
-  for _, worker_id in ipairs(call("HKEYS", LOAD)) do
-    if worker_id:match("^(.*)%.%d+$") == SERVER_ID then
-      local row = call("HGET", LOAD, worker_id)
+  for _, worker_id in ipairs(call("HKEYS", load_key)) do
+    if worker_id:match("^(.*)%.%d+$") == server_id then
+      local row = call("HGET", load_key, worker_id)
       local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)
-      call("HSET", LOAD, worker_id, with_flags(row, patch(flags, worker_id)))
+      call("HSET", load_key, worker_id, with_flags(row, patch(flags, worker_id)))
     end
   end
 end
 
 local function join(data, nonce)
-  local fresh = announced(data, SERVER_ID)
+  local fresh = announced(data, server_id)
   if not fresh then return count("malformed") end
   -- The URL is put in front once more: decide takes the first "url" in the text, and facts may hold others.
   -- JSON parsers take the last of two equal keys, which is the one of the join itself.
@@ -55,9 +54,9 @@ local function join(data, nonce)
   end
   local kept = chunks_of(fresh.artifacts)
   for sha256 in pairs(record and chunks_of(record.artifacts) or {}) do
-    if not kept[sha256] then call("UNLINK", ARTIFACT .. sha256) end
+    if not kept[sha256] then call("UNLINK", artifact_prefix .. sha256) end
   end
-  call("HSET", SERVERS, SERVER_ID, text)
+  call("HSET", servers_key, server_id, text)
   count("announced")
   fresh.nonce, record, raw, rejoined = nonce, fresh, text, rejoined or not same
 end
@@ -66,7 +65,7 @@ end
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
-  local lives = record and record.nonce == nonce and call("ZSCORE", ALIVE_SERVERS, SERVER_ID) -- it only tells more
+  local lives = record and record.nonce == nonce and call("ZSCORE", alive_servers_key, server_id) -- it only tells more
   if name == "join" then join(fields[8], nonce) end
   if record and record.nonce == nonce then
     if name == "join" and not lives then left = false end
@@ -80,9 +79,9 @@ local function enter(fields, good)
   end
 end
 
-call("ZREM", ALIVE_SERVERS, "") -- a first write that takes no memory: a full Redis then allows the writes after it
-local kind = call("TYPE", STREAM).ok
-local page = kind == "stream" and call("XRANGE", STREAM, "-", "+", "COUNT", MAX_ENTRIES) or {}
+call("ZREM", alive_servers_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+local kind = call("TYPE", stream_key).ok
+local page = kind == "stream" and call("XRANGE", stream_key, "-", "+", "COUNT", max_entries) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil
 for _, item in ipairs(page) do
   local good
@@ -90,36 +89,36 @@ for _, item in ipairs(page) do
   if hostile then break end
   entries = entries + 1
   local lives = enter(item[2], good)
-  if lives then call("ZADD", ALIVE_SERVERS, math.min(ms, now), SERVER_ID) end
-  if lives == false then call("ZREM", ALIVE_SERVERS, SERVER_ID) end
+  if lives then call("ZADD", alive_servers_key, math.min(ms, now), server_id) end
+  if lives == false then call("ZREM", alive_servers_key, server_id) end
 end
 if hostile then
   count("hostile")
-  call("UNLINK", STREAM)
-  call("ZREM", ALIVE_SERVERS, SERVER_ID)
+  call("UNLINK", stream_key)
+  call("ZREM", alive_servers_key, server_id)
 elseif entries > 0 then
-  call("XTRIM", STREAM, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
-  call("HSET", CURSOR, FIELD, page[entries][1])
+  call("XTRIM", stream_key, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
+  call("HSET", cursor_key, stream, page[entries][1])
 end
-local more = not hostile and #page == MAX_ENTRIES and 1 or 0
-local alive = heard(call("ZSCORE", ALIVE_SERVERS, SERVER_ID), now, TTL_MS)
+local more = not hostile and #page == max_entries and 1 or 0
+local alive = heard(call("ZSCORE", alive_servers_key, server_id), now, ttl_ms)
 if more == 0 and (not record or stranger and not alive) then -- the join is lost: without a stream it joins again
-  call("UNLINK", STREAM)
-  call("HDEL", CURSOR, FIELD)
+  call("UNLINK", stream_key)
+  call("HDEL", cursor_key, stream)
   return { entries, 0 }
 end
 
 local names = (alive and FLAG_SERVER or 0)
-  + (record and misnamed(LOAD, record.models, record.facts) and FLAG_MISNAMED or 0)
+  + (record and misnamed(load_key, record.models, record.facts) and FLAG_MISNAMED or 0)
 each_worker(function(flags, worker_id)
-  local worker = left ~= nil and call("HGET", WORKERS, worker_id)
+  local worker = left ~= nil and call("HGET", workers_key, worker_id)
   if worker then
     worker = cjson.decode(worker)
     if rejoined then
       worker.proof, worker.cause, worker.reason, worker.suspect, worker.tries = "pending", nil, nil, nil, nil
     end
     worker.left = left or nil
-    call("HSET", WORKERS, worker_id, cjson.encode(worker))
+    call("HSET", workers_key, worker_id, cjson.encode(worker))
   end
   if rejoined then flags = bit.band(flags, bit.bnot(OF_A_PROCESS)) end
   return bit.bor(bit.band(flags, bit.bnot(FLAG_SERVER + FLAG_MISNAMED)), names)

@@ -9,15 +9,13 @@ and if a second walk finds the same difference. After a difference the worker wa
 spoilt, so that no heartbeat agrees with it before that. One walk at a time for the fleet, one piece in min_gap_ms, each
 worker every period_ms. Not seen: a slot in b:<hash> of a hash that s:<slot> does not have.
 
-KEYS: workers load digest resync counts audit audit_walk
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
 Returns: {blocks, difference found 0/1, a walk is under way 0/1}
 Cost: O(max_blocks), 0.3 ms at 128 (0.5 at most); O(workers) when one has joined or was forgotten
 Keys that depend on data: b:<hash>, s:<slot>
 --]]
-local WORKERS, LOAD, DIGEST, RESYNC, COUNTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local AUDIT, AUDIT_WALK = KEYS[6], KEYS[7]
-local PREFIX, MAX_BLOCKS, PERIOD_MS, MIN_GAP_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local workers_key, load_key, digest_key, resync_key, counts_key, audit_key, audit_walk_key = unpack(KEYS)
+local prefix, max_blocks, period_ms, min_gap_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local DIGEST_COUNT, HASH_BYTES = ">I4", 8
 local WALKS = 3
 
@@ -25,26 +23,26 @@ local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-if not MAX_BLOCKS or not PERIOD_MS or not MIN_GAP_MS or MAX_BLOCKS < 1 then
+if not max_blocks or not period_ms or not min_gap_ms or max_blocks < 1 then
   return redis.error_reply("BAD_ARGUMENT audit needs max_blocks, period_ms and min_gap_ms")
 end
 
 -- A new worker has its turn a period from now.
 local function enlist()
-  local known, names = {}, call("HKEYS", WORKERS)
+  local known, names = {}, call("HKEYS", workers_key)
   for _, worker in ipairs(names) do
     known[worker] = true
-    call("ZADD", AUDIT, "NX", now + PERIOD_MS, worker)
+    call("ZADD", audit_key, "NX", now + period_ms, worker)
   end
-  for _, worker in ipairs(call("ZRANGE", AUDIT, 0, -1)) do
-    if not known[worker] then call("ZREM", AUDIT, worker) end
+  for _, worker in ipairs(call("ZRANGE", audit_key, 0, -1)) do
+    if not known[worker] then call("ZREM", audit_key, worker) end
   end
 end
 
 local function finish(worker, name)
-  call("UNLINK", AUDIT_WALK)
-  call("ZADD", AUDIT, "XX", now + PERIOD_MS, worker)
-  if name then call("HINCRBY", COUNTS, name, 1) end
+  call("UNLINK", audit_walk_key)
+  call("ZADD", audit_key, "XX", now + period_ms, worker)
+  if name then call("HINCRBY", counts_key, name, 1) end
 end
 
 local function start(walk, slot, digest)
@@ -54,21 +52,21 @@ end
 
 local function alarm(worker, digest)
   local count, high, low = struct.unpack(DIGEST_SUMS, digest)
-  call("HSET", DIGEST, worker, struct.pack(DIGEST_SUMS, count, (high + 1) % U32, low))
-  call("ZADD", RESYNC, "NX", -now, worker)
-  local record = cjson.decode(call("HGET", WORKERS, worker))
+  call("HSET", digest_key, worker, struct.pack(DIGEST_SUMS, count, (high + 1) % U32, low))
+  call("ZADD", resync_key, "NX", -now, worker)
+  local record = cjson.decode(call("HGET", workers_key, worker))
   local truth = record.truth or {}
   if not truth.cause or truth.cause == "join" then
     record.truth, truth.cause, truth.found = truth, "audit", (truth.found or 0) + 1
-    call("HSET", WORKERS, worker, cjson.encode(record))
+    call("HSET", workers_key, worker, cjson.encode(record))
   end
   finish(worker, "audit_mismatch")
 end
 
 -- Compares one piece; returns true if the piece shows a difference by itself.
 local function piece(walk, slot, digest)
-  local members = PREFIX .. "s:" .. slot
-  local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", MAX_BLOCKS), PREFIX .. "b:", 0, 0
+  local members = prefix .. "s:" .. slot
+  local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", max_blocks), prefix .. "b:", 0, 0
   for _, hash in ipairs(page[2]) do
     if #hash ~= HASH_BYTES or call("SISMEMBER", forward .. hash, slot) == 0 then return true end
     local left, right = struct.unpack(HASH_HALVES, hash)
@@ -87,28 +85,28 @@ local function difference(walk, digest)
   return string.format("%.0f %.0f %.0f", count - walk.count, (high - walk.high) % U32, (low - walk.low) % U32)
 end
 
-local saved = call("GET", AUDIT_WALK)
+local saved = call("GET", audit_walk_key)
 local walk = saved and cmsgpack.unpack(saved)
-if walk and now - walk.at >= 0 and now - walk.at < MIN_GAP_MS then return { 0, 0, 1 } end
+if walk and now - walk.at >= 0 and now - walk.at < min_gap_ms then return { 0, 0, 1 } end
 if not walk then
-  if call("ZCARD", AUDIT) ~= call("HLEN", WORKERS) then enlist() end
-  local due = call("ZRANGEBYSCORE", AUDIT, "-inf", now, "LIMIT", 0, 1)[1]
+  if call("ZCARD", audit_key) ~= call("HLEN", workers_key) then enlist() end
+  local due = call("ZRANGEBYSCORE", audit_key, "-inf", now, "LIMIT", 0, 1)[1]
   if not due then return { 0, 0, 0 } end
   walk = { worker = due, walks = 0, suspect = "" }
 end
 
 local worker = walk.worker
-local row = call("HGET", LOAD, worker)
-if not row or not call("HGET", WORKERS, worker) then
-  call("UNLINK", AUDIT_WALK)
-  call("ZREM", AUDIT, worker)
+local row = call("HGET", load_key, worker)
+if not row or not call("HGET", workers_key, worker) then
+  call("UNLINK", audit_walk_key)
+  call("ZREM", audit_key, worker)
   return { 0, 0, 0 }
 end
 local number, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
-local slot, digest = string.format("%d", number), call("HGET", DIGEST, worker) or ("\0"):rep(DIGEST_BYTES)
+local slot, digest = string.format("%d", number), call("HGET", digest_key, worker) or ("\0"):rep(DIGEST_BYTES)
 if walk.walks == 0 then start(walk, slot, digest) end
 -- No walk over an approximate worker, over another slot than the walk began with, or while a snapshot will replace it.
-if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", RESYNC, worker) then
+if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", resync_key, worker) then
   finish(worker)
   return { 0, 0, 0 }
 end
@@ -134,5 +132,5 @@ if walk.cursor == "0" then
     return { blocks, 0, 0 }
   end
 end
-call("SET", AUDIT_WALK, cmsgpack.pack(walk))
+call("SET", audit_walk_key, cmsgpack.pack(walk))
 return { blocks, 0, 1 }

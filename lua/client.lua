@@ -7,7 +7,6 @@ one pool, is given no limits then.
 Guarantee: the check and the booking are one step, so all replicas together never go over a limit. What is counted ends
 once, and by itself after lease_ms unless it is kept. A repeated call changes nothing.
 
-KEYS: leases
 ARGV: prefix, verb (admit, keep, end), lease_ms, then for admit an id (the client's tag at its end), the limits (packed,
       as decide takes them) and the tokens of the prompt; for keep ids (<= 200); for end an id and the tokens that
       it has used besides those of the prompt: those of the answer, or fewer than 0
@@ -16,7 +15,7 @@ Returns: admit: {requests of the client in flight, tokens that it has used}, bot
 Cost: O(ids * log requests in flight of the client)
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
-local leases_key = KEYS[1]
+local leases_key = unpack(KEYS)
 local prefix, verb, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE, MAX_KEPT = 4, 5, 6, 5, 200
 local call = redis.call

@@ -4,33 +4,33 @@ collect: removes the entries of retired slots, a bounded piece at a time.
 Guarantee: touches retired slots only: no row names them, no script writes to them, and their numbers are never used
 again. A slot leaves `retired` with its last entry.
 
-KEYS: retired
 ARGV: prefix, max_blocks
 Returns: {removed, retired slots left}
 Cost: O(max_blocks)
 Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
-local RETIRED, PREFIX, MAX_BLOCKS = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local retired_key = unpack(KEYS)
+local prefix, max_blocks = ARGV[1], tonumber(ARGV[2])
 local SLOT_BLOCKS = 8 -- ending a slot counts as so many blocks: one call ends many small slots
 local call = redis.call
 
-local room, removed = MAX_BLOCKS, 0
+local room, removed = max_blocks, 0
 while room > 0 do
-  local slot = call("SRANDMEMBER", RETIRED)
+  local slot = call("SRANDMEMBER", retired_key)
   if not slot then break end
-  local hashes = call("SPOP", PREFIX .. "s:" .. slot, room)
-  for _, hash in ipairs(hashes) do call("SREM", PREFIX .. "b:" .. hash, slot) end
-  local mirrored = room > #hashes and call("ZPOPMIN", PREFIX .. "lru:" .. slot, room - #hashes) or {}
+  local hashes = call("SPOP", prefix .. "s:" .. slot, room)
+  for _, hash in ipairs(hashes) do call("SREM", prefix .. "b:" .. hash, slot) end
+  local mirrored = room > #hashes and call("ZPOPMIN", prefix .. "lru:" .. slot, room - #hashes) or {}
   for i = 1, #mirrored, 2 do -- the mirror of an approximate worker counts once at each of its checkpoints
-    local key = PREFIX .. "x:" .. mirrored[i]
+    local key = prefix .. "x:" .. mirrored[i]
     call("HDEL", key, slot .. MARK_TRAIL)
     if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
   end
   local taken = #hashes + #mirrored / 2
   removed = removed + taken
   if taken >= room then break end -- the slot may hold more blocks
-  call("UNLINK", PREFIX .. "s:" .. slot, PREFIX .. "lru:" .. slot)
-  call("SREM", RETIRED, slot)
+  call("UNLINK", prefix .. "s:" .. slot, prefix .. "lru:" .. slot)
+  call("SREM", retired_key, slot)
   room = room - taken - SLOT_BLOCKS
 end
-return { removed, call("SCARD", RETIRED) }
+return { removed, call("SCARD", retired_key) }

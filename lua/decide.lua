@@ -11,7 +11,6 @@ The steps, each a part (lua/README.md says how a part is included):
 5. decide/reserve: the choice is booked.
 Before step 2 shared/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
-KEYS: alive load workers servers leases lease tick counts queue2
 ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
       BOOK; 1 DRY: books nothing; 2 TELL: books, and answers all that the choice saw), exclude (ids of workers not to
       choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
@@ -34,8 +33,8 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
 Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
-local alive_key, load_key, workers_key, servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local leases_key, lease_key, tick_key, counts_key, queue2_key = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
+local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key =
+  unpack(KEYS)
 local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]

@@ -6,12 +6,12 @@ Guarantee: from this call on decide does not choose the worker, whichever replic
 the worker is forgotten: a join, a heartbeat and a probe keep it. Works at the memory limit. The worker itself need not
 do anything, so that engines without the plugin can be drained, too.
 
-KEYS: load
 ARGV: worker_id, draining (0/1)
 Returns: 1, or 0 if the worker has no row
 Cost: O(1)
 --]]
-local load_key, worker_id, draining = KEYS[1], ARGV[1], ARGV[2]
+local load_key = unpack(KEYS)
+local worker_id, draining = ARGV[1], ARGV[2]
 local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end

@@ -7,12 +7,11 @@ Guarantee: never are more than half of the routable workers ejected or on trial,
 workers fail is not the fault of one. A verdict `good` ends only a trial. Ejections are counted until EJECTIONS_KEPT_MS
 after the last one was over.
 
-KEYS: load ejections
 ARGV: worker_id, good (0/1), first_ms, most_ms (how long the first ejection lasts, and any at most)
 Returns: EJECTED, READMITTED, REFUSED (half of the workers are out already) or SAME (nothing is changed)
 Cost: O(workers)
 --]]
-local load_key, ejections_key = KEYS[1], KEYS[2]
+local load_key, ejections_key = unpack(KEYS)
 local worker_id, good, first_ms, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
 local call, band, with_flags = redis.call, bit.band, include "shared/with_flags"

@@ -10,14 +10,13 @@ warming: its owner has found it proven and warms it up, it is not routable yet; 
 Any result ends a suspicion (see apply). `tries` counts results in a row that settled nothing: a failure, or a suspicion
 that proved wrong. The more there are, the longer a replica waits before the next probe.
 
-KEYS: workers load counts
 ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty), reason
       (a line for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any
       case), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of a warming)
 Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (another replica warms it, or did)
 Cost: O(1)
 --]]
-local workers_key, load_key, counts_key = KEYS[1], KEYS[2], KEYS[3]
+local workers_key, load_key, counts_key = unpack(KEYS)
 local worker_id, nonce, proof, cause, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local probed, owner, lease_ms = ARGV[6], ARGV[7], tonumber(ARGV[8])
 

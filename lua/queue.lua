@@ -5,7 +5,6 @@ Guarantee: renews tickets that are there and makes none; a ticket that leaves is
 follows from the queue and the time, whichever replica asks, as long as all have the same block sizes and weights
 (fair_queue, limit_s and turns). Reaps expired tickets, also those of replicas that died.
 
-KEYS: alive load tick queue2
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
       then ids (<= 512)
 Returns: {tickets in the queue, ms in which the fleet computes what it does not hold of their prompts, ms until an
@@ -20,7 +19,7 @@ Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(wo
       with 256 (tests/bench/README.md, queue), else about 1 ms
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
-local alive_key, load_key, tick_key, queue2_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local alive_key, load_key, tick_key, queue2_key = unpack(KEYS)
 local prefix, constants, leaving = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local FIRST_ID, MAX_IDS, TICKETS_REAPED = 4, 512, 64
 local call = redis.call

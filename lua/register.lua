@@ -14,7 +14,6 @@ What the engine tells of itself stands until another check has asked it: whether
 starts anew; how long a new request would wait in its queue, for ttl_ms. An engine with such a wait counts as loaded so
 much by others than routers, and has no room (shared/capacity). MISNAMED is set while it does not list its pool's name.
 
-KEYS: workers load alive next_slot retired tick
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: it is no longer listed), replica
       (a random word), since_ms (for how long this replica has found it so: 0 the first time), ttl_ms,
@@ -24,8 +23,7 @@ Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has ne
       LISTED (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
 --]]
-local workers_key, load_key, alive_key, next_slot_key, retired_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local tick_key = KEYS[6]
+local workers_key, load_key, alive_key, next_slot_key, retired_key, tick_key = unpack(KEYS)
 local worker_id, record_json, capacity_blocks, found = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8], ARGV[9]
 local cause, reason = ARGV[10], ARGV[11]

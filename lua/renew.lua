@@ -6,13 +6,12 @@ say so, it starts now; nothing else changes. An unknown id is booked on its work
 how reservations are rebuilt after Redis came back empty. A tombstone, a lingering lease and a forgotten worker
 refuse.
 
-KEYS: load leases lease
 ARGV: prefix, lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
 Returns: {renewed, rebuilt, refused}
 Cost: O(ids * log leases), at most 200 ids
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
-local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
+local load_key, leases_key, lease_key = unpack(KEYS)
 local prefix, lease_ms = ARGV[1], tonumber(ARGV[2])
 
 local FIRST_RESERVATION, RESERVATION_FIELDS, MAX_RESERVATIONS = 3, 5, 200

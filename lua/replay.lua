@@ -3,7 +3,6 @@ replay: what decide would choose on a state of a decision log, and why.
 
 Guarantee: pure: touches no key and no clock. The text that chooses is decide's own. Runs by EVAL_RO.
 
-KEYS: -
 ARGV: constants (packed: shared/constants; of them the weights count), policy, prompt_tokens, seed, prefix_tokens, order
       (ids joined by commas), objective_s, median_tps (speed, tokens/s), block_tokens, turn, now_ms, room (numbers of
       the candidates that had room, joined by commas; empty: none was left out),

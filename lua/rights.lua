@@ -4,7 +4,6 @@ rights: which of these commands this Redis user may not call.
 Guarantee: calls none of them, Redis is asked about rights only. So a user that may run scripts learns its own rights
            without the right to ask for those of others (ACL DRYRUN).
 
-KEYS: -
 ARGV: commands (their number), then per command: number of its words, the words: its name, and keys where it takes keys
 Returns: {numbers of the commands that the user may not call, counted from 1}
 Cost: O(commands), 1 us each

@@ -11,7 +11,6 @@ not tell it; a first token that is only due, by that speed, tells nothing of it.
 gives back a few expired leases: a fleet at rest has no decide that does so. If a request with limits failed or was
 never sent, and no tokens are told, its client gets back those of the prompt.
 
-KEYS: load leases lease
 ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent; due: as started, but by a replica's clock, as
       nobody tells of this first token), tombstone_ms, linger_ms, then for a client with limits the tokens that it has
       used besides those of the prompt: those of the answer, or fewer than 0 (empty: not told), then for an approximate
@@ -22,7 +21,7 @@ Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SA
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
-local load_key, leases_key, lease_key = KEYS[1], KEYS[2], KEYS[3]
+local load_key, leases_key, lease_key = unpack(KEYS)
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 

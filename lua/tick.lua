@@ -10,7 +10,6 @@ memory is short; a command is issued again after 30 s without progress.
 Pace: a tick grants the time of Redis that its caller may take to apply: share_permille of the time since the last tick
 (at most 200 ms of it count). All replicas together get no more. It is twice that while heartbeats would wait too long.
 
-KEYS: tick hello cursor alive alive_servers servers load resync retired counts workers ejections
 ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
       share_permille
 Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (a stream
@@ -19,12 +18,11 @@ Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; na
 Cost: O(max_streams), <= 150 us idle; once a second O(workers)
 Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
 --]]
-local TICK, HELLO, CURSOR, ALIVE, ALIVE_SERVERS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local SERVERS, LOAD, RESYNC, RETIRED, COUNTS, WORKERS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
-local EJECTIONS = KEYS[12]
-local PREFIX, MIN_GAP_MS, TTL_MS = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local FORGET_MS, MAX_STREAMS, USED_PERMILLE = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local SHORT_MS, SHARE_PERMILLE = tonumber(ARGV[7]), tonumber(ARGV[8])
+local tick_key, hello_key, cursor_key, alive_key, alive_servers_key, servers_key, load_key, resync_key, retired_key,
+  counts_key, workers_key, ejections_key = unpack(KEYS)
+local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
@@ -34,30 +32,30 @@ local GRANTED_US = 5 -- its place in the answer
 local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-local before = call("GET", TICK) or ""
+local before = call("GET", tick_key) or ""
 local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
 start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: the median capacity, in blocks
 short = tonumber(short) or 0 -- since when memory is short (ms; 0: it is not)
-local skip = last and last <= now and now - last < MIN_GAP_MS
+local skip = last and last <= now and now - last < min_gap_ms
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
-local full = (redis.pcall("SET", TICK, before).err or ""):find("OOM", 1, true)
-call("ZREM", RESYNC, "") -- a first write that takes no memory: a full Redis then allows the writes after it
-if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + TTL_MS end
+local full = (redis.pcall("SET", tick_key, before).err or ""):find("OOM", 1, true)
+call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + ttl_ms end
 if last and last > now then -- the clock has stepped back: nothing may have happened later than now
-  for _, key in ipairs({ ALIVE, ALIVE_SERVERS, RESYNC }) do
+  for _, key in ipairs({ alive_key, alive_servers_key, resync_key }) do
     for _, name in ipairs(call("ZRANGEBYSCORE", key, "(" .. now, "+inf")) do call("ZADD", key, "XX", now, name) end
   end
   short = math.min(short, now)
 end
-if full or USED_PERMILLE >= SHORT_FROM then
+if full or used_permille >= SHORT_FROM then
   short = short > 0 and short or now
-elseif USED_PERMILLE < SHORT_TO and now - short >= SHORT_MS then
+elseif used_permille < SHORT_TO and now - short >= short_ms then
   short = 0
 end
 local grace = grace_until > now
-local answer = { 1, grace and 1 or 0, call("SCARD", RETIRED), short > 0 and 1 or 0, 0 }
-answer[GRANTED_US] = SHARE_PERMILLE * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
+local answer = { 1, grace and 1 or 0, call("SCARD", retired_key), short > 0 and 1 or 0, 0 }
+answer[GRANTED_US] = share_permille * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
 
 -- The length of a stream and the time of its last id; nil if the key holds no stream.
 local function stream_of(key)
@@ -69,34 +67,34 @@ end
 
 -- Adds a stream to `cursor`, if it exists.
 local function notice(stream)
-  if call("TYPE", PREFIX .. stream).ok == "none" then return end -- a key of a wrong type is apply_control's to delete
-  local length, ms = stream_of(PREFIX .. stream)
+  if call("TYPE", prefix .. stream).ok == "none" then return end -- a key of a wrong type is apply_control's to delete
+  local length, ms = stream_of(prefix .. stream)
   if length == 0 and ms > now + FAR_FUTURE_MS then -- the stream takes no entry any more, and has none to apply
-    call("HINCRBY", COUNTS, "hostile", 1)
-    call("UNLINK", PREFIX .. stream)
+    call("HINCRBY", counts_key, "hostile", 1)
+    call("UNLINK", prefix .. stream)
   else
-    call("HSETNX", CURSOR, stream, "0-0")
+    call("HSETNX", cursor_key, stream, "0-0")
   end
 end
 
 -- Looks for the streams that `hello` names. A forged hello changes nothing. Any worker may write there as often as it
 -- likes: so only the youngest hints are kept, a name is looked at once, and a core's name stands for its server's.
 local function greet()
-  local kind = call("TYPE", HELLO).ok
+  local kind = call("TYPE", hello_key).ok
   if kind == "none" then return end
-  if kind ~= "stream" then return call("UNLINK", HELLO) end
-  call("XTRIM", HELLO, "MAXLEN", HELLOS_KEPT)
-  local page, looked_at = call("XRANGE", HELLO, "-", "+", "COUNT", HELLOS), {}
+  if kind ~= "stream" then return call("UNLINK", hello_key) end
+  call("XTRIM", hello_key, "MAXLEN", HELLOS_KEPT)
+  local page, looked_at = call("XRANGE", hello_key, "-", "+", "COUNT", HELLOS), {}
   if not page[1] then
-    local _, said = stream_of(HELLO)
-    if said > now + FAR_FUTURE_MS then call("UNLINK", HELLO) end -- `hello` would take no entry any more
+    local _, said = stream_of(hello_key)
+    if said > now + FAR_FUTURE_MS then call("UNLINK", hello_key) end -- `hello` would take no entry any more
     return
   end
   for _, item in ipairs(page) do
     local field, stream = item[2][1], item[2][2]
     local name = field == "s" and (stream:match("^events:(.+)$") or stream:match("^server:(.+)$"))
     if not name or #name > 64 or not name:match("^[%w._-]+$") then
-      call("HINCRBY", COUNTS, "malformed", 1)
+      call("HINCRBY", counts_key, "malformed", 1)
     elseif not looked_at[stream] then
       local server = stream:match("^events:(.+)%.%d+$")
       looked_at[stream] = true
@@ -106,22 +104,22 @@ local function greet()
   end
   local ms, sequence = page[#page][1]:match("^(%d+)-(%d+)$")
   if tonumber(sequence) < LAST_SEQUENCE then
-    call("XTRIM", HELLO, "MINID", string.format("%s-%.0f", ms, sequence + 1))
+    call("XTRIM", hello_key, "MINID", string.format("%s-%.0f", ms, sequence + 1))
   else
-    call("UNLINK", HELLO) -- its entry ids are nearly exhausted
+    call("UNLINK", hello_key) -- its entry ids are nearly exhausted
   end
 end
 
 -- Applied entries are trimmed, so a stream that is not empty has a backlog. The next tick starts where this one ends.
 local function backlogs()
-  local streams, filling, entries = call("HKEYS", CURSOR), {}, 0
-  local n = math.min(#streams, MAX_STREAMS)
-  for _, worker in ipairs(call("ZRANGEBYSCORE", RESYNC, "(0", "+inf", "LIMIT", 0, MAX_STREAMS)) do
+  local streams, filling, entries = call("HKEYS", cursor_key), {}, 0
+  local n = math.min(#streams, max_streams)
+  for _, worker in ipairs(call("ZRANGEBYSCORE", resync_key, "(0", "+inf", "LIMIT", 0, max_streams)) do
     filling["events:" .. worker] = "snapshot:" .. worker
   end
   for i = 1, n do
     local stream = streams[(start + i - 1) % #streams + 1]
-    local length = redis.pcall("XLEN", PREFIX .. stream) -- a key of a wrong type fails here; apply_control deletes it
+    local length = redis.pcall("XLEN", prefix .. stream) -- a key of a wrong type fails here; apply_control deletes it
     if type(length) ~= "number" or length > 0 then answer[#answer + 1] = filling[stream] or stream end
     entries = entries + (tonumber(length) or 0)
   end
@@ -134,38 +132,38 @@ end
 local function command_resyncs()
   local heard = include "shared/heard"
   local filling, waiting = 0, {}
-  for _, worker in ipairs(call("ZREVRANGEBYSCORE", RESYNC, "+inf", "-inf", "LIMIT", 0, MAX_STREAMS)) do
-    local since = tonumber(call("ZSCORE", RESYNC, worker))
-    local alive = heard(call("ZSCORE", ALIVE, worker), now, TTL_MS)
+  for _, worker in ipairs(call("ZREVRANGEBYSCORE", resync_key, "+inf", "-inf", "LIMIT", 0, max_streams)) do
+    local since = tonumber(call("ZSCORE", resync_key, worker))
+    local alive = heard(call("ZSCORE", alive_key, worker), now, ttl_ms)
     if since > 0 and alive and now - since < REISSUE_MS then
       filling = filling + 1
     elseif alive then
       waiting[#waiting + 1] = worker
     elseif not grace then
-      call("ZREM", RESYNC, worker) -- a dead worker would keep others waiting; if it returns, its digest asks anew
+      call("ZREM", resync_key, worker) -- a dead worker would keep others waiting; if it returns, its digest asks anew
     end
   end
   for i = 1, math.min(#waiting, SHADOWS_AT_ONCE - filling) do
-    local key = PREFIX .. "command:" .. waiting[i]
+    local key = prefix .. "command:" .. waiting[i]
     local command = cjson.decode(call("GET", key) or "{}")
     if command["do"] ~= "rejoin" then
       command.id, command["do"] = redis.sha1hex(waiting[i] .. clock[1] .. clock[2]):sub(1, 8), "resync"
       call("SET", key, cjson.encode(command))
     end
-    call("ZADD", RESYNC, now, waiting[i])
+    call("ZADD", resync_key, now, waiting[i])
   end
 end
 
 greet()
 backlogs()
-if short == 0 and call("ZCARD", RESYNC) > 0 then command_resyncs() end
+if short == 0 and call("ZCARD", resync_key) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
-  local keys = { alive = ALIVE, alive_servers = ALIVE_SERVERS, servers = SERVERS, load = LOAD, workers = WORKERS,
-    ejections = EJECTIONS }
-  median, room = once_a_second(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+  local keys = { alive = alive_key, alive_servers = alive_servers_key, servers = servers_key, load = load_key,
+    workers = workers_key, ejections = ejections_key }
+  median, room = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local trials = include "tick/trials"
-  trials(keys, now, TTL_MS, grace)
+  trials(keys, now, ttl_ms, grace)
 end
-call("SET", TICK, string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room))
+call("SET", tick_key, string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room))
 return answer

@@ -7,12 +7,11 @@ have answered a probe before, and it is no worker that said goodbye or broke the
 stop while those of its API server go on stands still, and its server's answer does not tell: nobody can vouch for it.
 The flag UNHEARD ends by itself (tick): ttl_ms after the last vouch, or when the worker is heard again.
 
-KEYS: workers load alive alive_servers
 ARGV: worker_id, nonce
 Returns: VOUCHED, RENEWED (it was vouched for already), or REFUSED (nothing is changed)
 Cost: O(1)
 --]]
-local workers_key, load_key, alive_key, alive_servers_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local workers_key, load_key, alive_key, alive_servers_key = unpack(KEYS)
 local worker_id, nonce = ARGV[1], ARGV[2]
 
 local SERVER_ALONE_MS = 6500 -- a heartbeat comes every 5 s: the API server was heard that much longer than its core

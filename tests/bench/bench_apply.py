@@ -23,8 +23,7 @@ import redis
 from tests.support.fleet.reporting_worker import SCHEME
 from tests.support.redis.servers import server, valkey_binary
 
-from warmfleet.fleet.client import SCRIPT_KEYS
-from warmfleet.fleet.script_loader import script_text
+from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 

@@ -24,9 +24,9 @@ from tests.support.redis.packed_commands import arguments_of
 from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
-from warmfleet.fleet.client import SCRIPT_KEYS, connect
+from warmfleet.fleet.client import connect
 from warmfleet.fleet.rows import Flag, LoadRow
-from warmfleet.fleet.script_loader import script_text
+from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:

@@ -1,8 +1,4 @@
-"""Compares the KEYS and ARGV of each script in four places, name by name.
-
-The places are the comment at the head of the script, the Lua code below that comment, the call in
-``warmfleet.fleet``, and the script's row in lua/README.md.
-"""
+"""The contract of each script: the comment at its head, and the lines below it that name KEYS and ARGV."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ PARTS = {
     path.relative_to(LUA / "parts").with_suffix("").as_posix(): path.read_text() for path in LUA.glob("parts/*/*.lua")
 }
 NAMES = sorted(COMMANDS)
-FIELDS = ("Guarantee", "KEYS", "ARGV", "Returns", "Cost")
+FIELDS = ("Guarantee", "ARGV", "Returns", "Cost")
 
 
 def parts(name: str) -> tuple[str, str]:
@@ -37,12 +33,6 @@ def field(header: str, name: str) -> str:
     match = re.search(rf"^{name}: (.*(?:\n(?!\w[\w ]*: )(?! *$).*)*)", header, re.MULTILINE)
     assert match, f"no {name} in the header"
     return match[1]
-
-
-def table(name: str) -> list[str]:
-    """The cells KEYS and ARGV of a script's row in the table of lua/README.md."""
-    rows = re.findall(rf"^\| `{name}` \|(.*)\|$", (LUA / "README.md").read_text(), re.MULTILINE)
-    return [cell.strip() for cell in rows[-1].split(" | ")]
 
 
 def arguments(text: str) -> list[str]:
@@ -72,14 +62,6 @@ def test_every_part_is_included_by_a_command() -> None:
     for part, commands in users.items():
         folder = part.partition("/")[0]
         assert len(commands) > 1 if folder == "shared" else commands >= {folder}, part
-
-
-def test_the_readme_maps_every_file() -> None:
-    readme = (LUA / "README.md").read_text()
-    parts_table = readme.partition("## Parts")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+/\w+)` \| \w", parts_table, re.MULTILINE)) == sorted(PARTS)
-    commands_table = readme.partition("## Scripts")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", commands_table, re.MULTILINE)) == NAMES
 
 
 @pytest.mark.parametrize("name", sorted({**COMMANDS, **PARTS}))
@@ -125,7 +107,7 @@ def test_a_part_is_a_function_on_its_own(name: str) -> None:
     text = PARTS[name]
     assert text.startswith(f"--[[\n{name}: ")
     assert "\nreturn function(" in text
-    assert "KEYS[" not in text
+    assert not re.search(r"\bKEYS\b", text)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,59 +118,30 @@ def test_the_header_has_all_fields(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_of_header_body_python_and_readme_agree(name: str) -> None:
-    header, body = parts(name)
-    keys = field(header, "KEYS").replace("-", "").split()
-    assert tuple(keys) == SCRIPT_KEYS[name]
-    assert keys == table(name)[0].replace("-", "").split()
-    assert set(keys) <= SINGLE_KEYS
-    used = {int(number) for number in re.findall(r"KEYS\[(\d+)\]", body)}
-    assert used == set(range(1, len(keys) + 1))
-    for local, numbers in re.findall(r"^local ([\w, ]+) = (KEYS\[\d+\](?:, *KEYS\[\d+\])*)$", body, re.MULTILINE):
-        for variable, number in zip(local.split(", "), re.findall(r"\d+", numbers), strict=True):
-            stem = variable.lower().removesuffix("_key")
-            assert stem == keys[int(number) - 1], f"KEYS[{number}] is called {variable}"
-            assert len(re.findall(rf"\b{variable}\b", body)) > 1, f"{variable} is never used"
-
-
-def named_slots(text: str, array: str) -> dict[int, str]:
-    """The local names that a script gives to KEYS or ARGV (``array``), by slot, in lower case."""
-    found: dict[int, str] = {}
-    for names, values in re.findall(rf"^local ([\w, ]+) = (.*\b{array}\[.*)$", text, re.MULTILINE):
-        for name, value in zip(names.split(", "), re.split(r", (?![^(]*\))", values), strict=True):
-            if slot := re.fullmatch(rf"(?:tonumber\()?{array}\[(\d+)\]\)?", value):
-                assert int(slot[1]) not in found, f"{array}[{slot[1]}] has two names"
-                found[int(slot[1])] = name.lower()
-    return found
+def test_keys_are_named_once_and_alike_in_every_script(name: str) -> None:
+    text = re.sub(r"--\[\[.*?--\]\]|--[^\n]*", "", COMMANDS[name], flags=re.DOTALL)
+    assert len(set(SCRIPT_KEYS[name])) == len(SCRIPT_KEYS[name])
+    assert set(SCRIPT_KEYS[name]) <= SINGLE_KEYS
+    assert len(re.findall(r"\bKEYS\b", text)) == bool(SCRIPT_KEYS[name]), "no key is read by its number"
+    for key in SCRIPT_KEYS[name]:
+        assert len(re.findall(rf"\b{key}_key\b", text)) > 1, f"{key}_key is never used"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_arguments_of_header_body_python_and_readme_agree(name: str) -> None:
-    """By name: two arguments that change places in one of the four are noticed."""
+def test_the_header_explains_the_arguments_in_their_order(name: str) -> None:
+    """By name: two that change places, in the header or in the line that names them, are noticed."""
     header, body = parts(name)
-    wanted = arguments(field(header, "ARGV"))
-    assert tuple(wanted) == SCRIPT_ARGS[name]
-    assert wanted == arguments(table(name)[1]), "lua/README.md lists other arguments"
-    assert named_slots(COMMANDS[name], "ARGV") == dict(enumerate(wanted, 1))
-    used = {int(number) for number in re.findall(r"ARGV\[(\d+)\]", body)}
-    beyond = {number for number in used if number > len(wanted)}
-    assert set(range(1, len(wanted) + 1)) <= used, f"documented but not used: {wanted}"
-    assert not beyond or " then" in field(header, "ARGV"), f"used but not documented: {beyond}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_key_or_argument_is_read_without_a_name(name: str) -> None:
-    """The head of a script names its slots, and nothing below it reads one by its number."""
-    text = re.sub(r"--\[\[.*?--\]\]", "", COMMANDS[name], flags=re.DOTALL)
-    for array in ("KEYS", "ARGV"):
-        assert len(re.findall(rf"\b{array}\[\d+\]", text)) == len(named_slots(COMMANDS[name], array))
+    wanted = SCRIPT_ARGS[name]
+    assert tuple(arguments(field(header, "ARGV"))) == wanted
+    used = [int(number) for number in re.findall(r"ARGV\[(\d+)\]", body)]
+    assert sorted(used) == list(range(1, len(wanted) + 1)), "each is read once, where it gets its name"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_dependent_keys_are_in_the_header(name: str) -> None:
     header, body = parts(name)
     said = set(re.findall(r"\b(\w+):<", header.partition("Keys that depend on data:")[2]))
-    built = set(re.findall(r'(?:prefix|PREFIX) \.\. "(\w+):"', body)) | set(
+    built = set(re.findall(r'prefix \.\. "(\w+):"', body)) | set(
         re.findall(r'"(events|server|command|artifact):"', body)
     )
     assert built <= said, f"not in the header: {built - said}"

@@ -5,7 +5,7 @@ Keys and scripts are described in lua/README.md.
 
 from __future__ import annotations
 
-from warmfleet.fleet.client import SCRIPT_ARGS, SCRIPT_KEYS, Timeouts, connect
+from warmfleet.fleet.client import Timeouts, connect
 from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
 from warmfleet.fleet.codes import Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
@@ -29,6 +29,7 @@ from warmfleet.fleet.reservations import (
     new_reservation,
 )
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.script_loader import SCRIPT_ARGS, SCRIPT_KEYS
 from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
 from warmfleet.fleet.views import Check, Memory, Proof, Registered, Views, WorkerView
 from warmfleet.fleet.worker.state import WorkerState

@@ -14,11 +14,11 @@ from warmfleet.fleet.connection.masters import SlotLine
 from warmfleet.fleet.connection.packing import Argument, PackedScript, pack_command
 from warmfleet.fleet.connection.redis_connections import CONNECT_S, UPKEEP_S, RedisConnections, RouterRedis
 from warmfleet.fleet.connection.reply_errors import failure
-from warmfleet.fleet.script_loader import script_text
+from warmfleet.fleet.script_loader import SCRIPT_ARGS, SCRIPT_KEYS, script_text
 from warmfleet.protocol.wire import Keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import redis.asyncio as aioredis
 
@@ -26,65 +26,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 Answer = TypeVar("Answer")
-
-#: KEYS of every script, in order, by their names in lua/README.md. tests/lua/test_headers.py checks that this list, the
-#: header and the body of each script, and lua/README.md name the same keys.
-SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {
-    name: tuple(keys.split())
-    for name, keys in {
-        "decide": "alive load workers servers leases lease tick counts queue2",
-        "queue": "alive load tick queue2",
-        "settle": "load leases lease",
-        "renew": "load leases lease",
-        "client": "leases",
-        "tick": "tick hello cursor alive alive_servers servers load resync retired counts workers ejections",
-        "apply": "workers load alive cursor batch digest resync retired lease counts tick",
-        "apply_control": "workers load alive alive_servers cursor batch digest next_slot resync retired counts servers",
-        "apply_server": "servers workers load alive_servers cursor counts",
-        "prove": "workers load counts",
-        "register": "workers load alive next_slot retired tick",
-        "drain": "load",
-        "vouch": "workers load alive alive_servers",
-        "eject": "load ejections",
-        "forget": "workers servers load alive alive_servers cursor batch digest resync retired ejections",
-        "collect": "retired",
-        "lag": "cursor",
-        "rights": "",
-        "replay": "",
-        "audit": "workers load digest resync counts audit audit_walk",
-        "announce": "replicas",
-    }.items()
-}
-
-#: ARGV of every script, in order and by name, up to a list of varying length at the end. The same test checks it.
-SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {
-    name: tuple(args.split())
-    for name, args in {
-        "decide": "prefix id constants policy prompt_tokens decode_tokens mode exclude seed prefix_tokens order "
-        "objective_s tenant priority waited_ms may_wait barred limits",
-        "queue": "prefix constants leaving",
-        "settle": "prefix id outcome tombstone_ms linger_ms",
-        "renew": "prefix lease_ms",
-        "client": "prefix verb lease_ms",
-        "tick": "prefix min_gap_ms ttl_ms forget_ms max_streams used_permille short_ms share_permille",
-        "apply": "prefix worker_id max_blocks",
-        "apply_control": "prefix worker_id max_entries ttl_ms",
-        "apply_server": "prefix server_id max_entries ttl_ms",
-        "prove": "worker_id nonce proof cause reason probed owner lease_ms",
-        "register": "worker_id record_json capacity_blocks found replica since_ms ttl_ms paused wait_ms cause reason",
-        "drain": "worker_id draining",
-        "vouch": "worker_id nonce",
-        "eject": "worker_id good first_ms most_ms",
-        "forget": "prefix worker_id silent_ms",
-        "collect": "prefix max_blocks",
-        "lag": "prefix start max_streams",
-        "rights": "commands",
-        "replay": "constants policy prompt_tokens seed prefix_tokens order objective_s median_tps block_tokens turn "
-        "now_ms room",
-        "audit": "prefix max_blocks period_ms min_gap_ms",
-        "announce": "name record forget_ms",
-    }.items()
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.client import SCRIPT_ARGS, ScriptClient, Timeouts
+from warmfleet.fleet.client import ScriptClient, Timeouts
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
 from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
 from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.fleet.script_loader import SCRIPT_ARGS
 from warmfleet.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:

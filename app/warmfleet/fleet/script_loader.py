@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from warmfleet.fleet.layout import LAYOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+LUA = files("warmfleet") / "lua"
+
+#: The first lines of a script name its KEYS, by the names of the keys and "_key", and its ARGV up to a list of varying
+#: length at the end.
+_KEYS = re.compile(r"^local ([\w\s,]+?)\s*=\s+unpack\(KEYS\)$", re.MULTILINE)
+_ARGS = re.compile(r"^local ([\w, ]+) = (.*\bARGV\[.*)$", re.MULTILINE)
+_ARG = re.compile(r"(?:tonumber\()?ARGV\[(\d+)\]\)?")
 
 #: A part is named by its folder and its file, in words of a-z and _: an include cannot leave ``lua/parts``.
 INCLUDE = re.compile(r'\binclude "([a-z_]+/[a-z_]+)"')
@@ -60,5 +68,30 @@ def with_values(text: str) -> str:
 
 
 def _with_parts(path: str, change: Callable[[str], str] = str) -> str:
-    text = change((files("warmfleet") / "lua" / path).read_text(encoding="utf-8"))
+    text = change((LUA / path).read_text(encoding="utf-8"))
     return INCLUDE.sub(lambda include: f"(function()\n{_with_parts(f'parts/{include[1]}.lua', change)}\nend)()", text)
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    found = _KEYS.search(text)
+    return tuple(name.removesuffix("_key") for name in re.findall(r"\w+", found[1])) if found else ()
+
+
+def _args(text: str) -> tuple[str, ...]:
+    found: dict[int, str] = {}
+    for names, values in _ARGS.findall(text):
+        for name, value in zip(names.split(", "), values.split(", "), strict=True):
+            if arg := _ARG.fullmatch(value):
+                found[int(arg[1])] = name
+    return tuple(found[place] for place in range(1, len(found) + 1))
+
+
+_COMMANDS = {
+    path.name.removesuffix(".lua"): path.read_text(encoding="utf-8")
+    for path in LUA.iterdir()
+    if path.name.endswith(".lua")
+}
+#: KEYS of every script, in order, by their names in lua/README.md.
+SCRIPT_KEYS: Mapping[str, tuple[str, ...]] = {name: _keys(text) for name, text in _COMMANDS.items()}
+#: ARGV of every script, in order and by name.
+SCRIPT_ARGS: Mapping[str, tuple[str, ...]] = {name: _args(text) for name, text in _COMMANDS.items()}

@@ -12,7 +12,8 @@ local ALWAYS_BLOCKS = 524288 -- 8 million tokens in blocks of 16; twice as many 
 local CHUNK_HASHES_AT = 9 -- of a chunk: the snapshot's id, then hashes
 
 return function(state, operation, count, lost)
-  local BLOCK, HELD, PROBE = state.prefix .. "b:", state.prefix .. "s:", state.prefix .. "probe:" .. state.worker
+  local block_prefix, held_prefix = state.prefix .. "b:", state.prefix .. "s:"
+  local probe_key = state.prefix .. "probe:" .. state.worker
   local record, row, live, shadow, changed, short, probed =
     state.record, state.row, state.live, state.shadow, state.changed, state.short, state.probed
 
@@ -23,14 +24,14 @@ return function(state, operation, count, lost)
     slot = string.format("%d", slot) -- convert the number once, not at every call of SADD
     for at = first, #data, 8 do
       local hash = data:sub(at, at + 7)
-      if call(verb, BLOCK .. hash, slot) == 1 then
+      if call(verb, block_prefix .. hash, slot) == 1 then
         local left, right = struct.unpack(HASH_HALVES, hash)
         n, high, low = n + 1, high + left, low + right
         hashes[n] = hash
       end
     end
-    if n > 0 then call(verb, HELD .. slot, unpack(hashes)) end
-    if n > 0 and sign > 0 and probed then call("SREM", PROBE, unpack(hashes)) end -- reported once is enough
+    if n > 0 then call(verb, held_prefix .. slot, unpack(hashes)) end
+    if n > 0 and sign > 0 and probed then call("SREM", probe_key, unpack(hashes)) end -- reported once is enough
     digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
     digest[3] = (digest[3] + sign * low) % U32
     state.blocks = state.blocks + (#data - first + 1) / 8

@@ -13,7 +13,7 @@ local PROGRESS_ITEMS, STRIKES = 64, 2
 local busy_share, under_way = include "shared/busy_share", include "shared/under_way"
 
 return function(state, operation, lease_key, count, parse_list, integers)
-  local PREFIX, WORKER, HELD = state.prefix, state.worker, state.prefix .. "s:"
+  local prefix, worker_id, held_prefix = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
   -- Whether this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
@@ -23,7 +23,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
   local function judge(same_prompt, hash)
     if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end
     if record.shadow or truth.cause or short then return end
-    local before, held = record.strikes or 0, #hash == 8 and call("SISMEMBER", HELD .. row[SLOT_FIELD], hash)
+    local before, held = record.strikes or 0, #hash == 8 and call("SISMEMBER", held_prefix .. row[SLOT_FIELD], hash)
     local strikes = not held and before or held == 1 and 0 or math.min(STRIKES, before + 1)
     if strikes ~= before then record.strikes, changed.record = strikes, true end
     local why = not same_prompt and "prompt" or strikes == STRIKES and "blocks"
@@ -38,7 +38,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
     local lease = call("HGET", lease_key, id)
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease or NO_LEASE)
     if not lease or stage == STAGE_TOMBSTONE then return count("late") end
-    if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= WORKER then return count("foreign") end
+    if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return count("foreign") end
     local mark = id:sub(MARK_AT, MARK_AT)
     local several = mark == MARK_SEVERAL_PROMPTS
     -- Compared once: a beam search goes on with longer prompts under the same id. Never compared: a lease that renew
@@ -47,8 +47,8 @@ return function(state, operation, lease_key, count, parse_list, integers)
     if compares then
       count(cached == matched and "exact" or cached > matched and "over" or "short")
       if prompt_tokens ~= prompt then count("prompt") end
-      if judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(PREFIX, slot, id), -8, -1)) then
-        (include "shared/release_speculation")(PREFIX)(id, lease)
+      if judge(prompt_tokens == prompt, call("GETRANGE", ("%sc:%d:%s"):format(prefix, slot, id), -8, -1)) then
+        (include "shared/release_speculation")(prefix)(id, lease)
         lease = lease:sub(1, LEASE_BYTES + length) -- without checkpoints
       end
       matched = cached + JUDGED

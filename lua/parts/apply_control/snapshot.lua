@@ -8,30 +8,30 @@ Returns begin(record, command, data of the entry) and finish(record, row, data o
 --]]
 local call = redis.call
 
-return function(DIGEST, NEXT_SLOT, RESYNC, RETIRED, WORKER, now, truth, count, lost, drop_shadow)
-  local SHADOW = "~" .. WORKER
+return function(digest_key, next_slot_key, resync_key, retired_key, worker_id, now, truth, count, lost, drop_shadow)
+  local shadow_name = "~" .. worker_id
 
   local function begin(record, command, said)
     if type(said.snapshot) ~= "string" or not said.snapshot:match("^%x%x%x%x%x%x%x%x$") then
       return count("malformed")
     end
     drop_shadow(record)
-    record.shadow, record.snapshot = call("INCR", NEXT_SLOT), said.snapshot
+    record.shadow, record.snapshot = call("INCR", next_slot_key), said.snapshot
     if command.id and said.command == command.id then command.id, command["do"] = nil, nil end
-    call("ZADD", RESYNC, now, WORKER)
+    call("ZADD", resync_key, now, worker_id)
   end
 
   -- Readers see the old slot or the new one, and the new one only if it holds exactly the blocks that were sent.
   local function finish(record, row, done)
     if type(done.snapshot) ~= "string" then return count("malformed") end
     if done.snapshot ~= record.snapshot then return count("stale") end
-    local digest = call("HGET", DIGEST, SHADOW) or string.rep("\0", DIGEST_BYTES)
+    local digest = call("HGET", digest_key, shadow_name) or string.rep("\0", DIGEST_BYTES)
     local blocks, high, low = struct.unpack(DIGEST_SUMS, digest)
     if done.count ~= blocks or done.high ~= high or done.low ~= low then return lost("spoilt") end
-    call("SADD", RETIRED, row[SLOT_FIELD])
-    call("HSET", DIGEST, WORKER, digest)
-    call("HDEL", DIGEST, SHADOW)
-    call("ZREM", RESYNC, WORKER)
+    call("SADD", retired_key, row[SLOT_FIELD])
+    call("HSET", digest_key, worker_id, digest)
+    call("HDEL", digest_key, shadow_name)
+    call("ZREM", resync_key, worker_id)
     row[SLOT_FIELD], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
     row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PARTIAL))
     local cause, resyncs = truth.cause or "worker", truth.resyncs or {}

@@ -10,11 +10,11 @@ local function integer(value, low, high)
   return type(value) == "number" and value >= low and value <= high and value == math.floor(value)
 end
 
-return function(join, WORKER)
+return function(join, worker_id)
   local scheme = join.scheme
-  if join.schema ~= SCHEMA or join.worker_id ~= WORKER or type(join.server_id) ~= "string"
+  if join.schema ~= SCHEMA or join.worker_id ~= worker_id or type(join.server_id) ~= "string"
     or not integer(join.rank, 0, 65535)
-    or join.server_id .. "." .. join.rank ~= WORKER or type(join.version) ~= "string" or type(scheme) ~= "table"
+    or join.server_id .. "." .. join.rank ~= worker_id or type(join.version) ~= "string" or type(scheme) ~= "table"
     or not integer(join.capacity_blocks, 0, U31) or not integer(join.max_model_len, 0, U31)
     or not integer(join.scheme_id, 0, U31) or not integer(scheme.block_tokens, 1, 4096)
     or scheme.hash_block_tokens ~= nil and not integer(scheme.hash_block_tokens, 1, 4096) then

@@ -47,10 +47,10 @@ local function plain(data)
   return brackets <= MAX_BRACKETS and data:sub(1, 2) == '{"' and not data:find("[^\32-\126]")
 end
 
-local function announced(data, SERVER_ID)
+local function announced(data, server_id)
   if #data > MAX_JOIN_BYTES or not plain(data) then return nil end
   local ok, join = pcall(cjson.decode, data)
-  if not ok or join.schema ~= SCHEMA or join.server_id ~= SERVER_ID or join.nonce ~= nil then return nil end
+  if not ok or join.schema ~= SCHEMA or join.server_id ~= server_id or join.nonce ~= nil then return nil end
   if not text(join.url, URL, MAX_URL_BYTES) or type(join.version) ~= "string" then return nil end
   if type(join.models) ~= "table" or #join.models < 1 or #join.models > MAX_MODELS then return nil end
   for _, model in ipairs(join.models) do if not text(model, "^[^%c]+$", 256) then return nil end end

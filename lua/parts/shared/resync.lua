@@ -10,11 +10,11 @@ or of its last progress). With one score for all that wait, a worker whose snaps
 --]]
 local call = redis.call
 
-return function(RESYNC, RETIRED, DIGEST, WORKER, now, truth, changed)
+return function(resync_key, retired_key, digest_key, worker_id, now, truth, changed)
   local function drop(record)
     if not record.shadow then return false end
-    call("SADD", RETIRED, record.shadow)
-    call("HDEL", DIGEST, "~" .. WORKER)
+    call("SADD", retired_key, record.shadow)
+    call("HDEL", digest_key, "~" .. worker_id)
     record.shadow, record.snapshot, changed.record, changed.shadow = nil, nil, true, false
     return true
   end
@@ -27,7 +27,11 @@ return function(RESYNC, RETIRED, DIGEST, WORKER, now, truth, changed)
   -- A snapshot that was commanded keeps its turn, unless it had begun: then it is spoilt, and the worker waits again.
   local function ask(record, cause)
     diverged(cause)
-    if drop(record) then call("ZADD", RESYNC, -now, WORKER) else call("ZADD", RESYNC, "NX", -now, WORKER) end
+    if drop(record) then
+      call("ZADD", resync_key, -now, worker_id)
+    else
+      call("ZADD", resync_key, "NX", -now, worker_id)
+    end
   end
 
   return drop, diverged, ask

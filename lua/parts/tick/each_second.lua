@@ -15,7 +15,7 @@ local call = redis.call
 local FORGETS_AT_ONCE = 8
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
-return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
+return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local function scores(key)
     local flat, score = call("ZRANGE", key, 0, -1, "WITHSCORES"), {}
     for i = 1, #flat, 2 do score[flat[i]] = tonumber(flat[i + 1]) end
@@ -25,17 +25,17 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
   -- Whether a name has been silent for forget_ms and its stream is empty. A name that said goodbye counts as silent
   -- since its last entry.
   local function forgettable(stream, seen)
-    if seen and seen > now - FORGET_MS then return false end
-    local length, ms = stream_of(PREFIX .. stream)
+    if seen and seen > now - forget_ms then return false end
+    local length, ms = stream_of(prefix .. stream)
     if length ~= 0 then return not length end
-    return ms < now - FORGET_MS or ms > now + FORGET_MS -- an id in the far future: the stream takes no entry any more
+    return ms < now - forget_ms or ms > now + forget_ms -- an id in the far future: the stream takes no entry any more
   end
 
   local function still_vouched(worker, core_ms, server_ms)
     local record = call("HGET", keys.workers, worker)
     local vouched = record and cjson.decode(record).vouched or 0
     if (core_ms or 0) > vouched and (server_ms or 0) > vouched then return false end
-    return grace or vouched >= now - TTL_MS and vouched <= now
+    return grace or vouched >= now - ttl_ms and vouched <= now
   end
 
   -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it: then it is noted
@@ -70,7 +70,7 @@ return function(keys, PREFIX, now, TTL_MS, FORGET_MS, grace, answer, stream_of)
       if unheard and not still_vouched(worker, alive[worker], seen) then
         flags, unheard = flags - FLAG_UNHEARD, false
       end
-      local up = heard(seen, now, TTL_MS)
+      local up = heard(seen, now, ttl_ms)
       if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not (grace or unheard)) then
         flags = bit.bxor(flags, FLAG_SERVER)
       end

@@ -10,14 +10,14 @@ local call, band = redis.call, bit.band
 local TRIAL_MS = 60000
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
-return function(keys, now, TTL_MS, grace)
+return function(keys, now, ttl_ms, grace)
   local out, living, fields = {}, 0, call("HGETALL", keys.ejections)
   if not fields[1] then return end
 
   local function flags_of(row) return (struct.unpack(ROW_FLAGS, row, FLAGS_AT)) end
   local function lives(worker, flags)
     if band(flags, ROUTABLE_MASK) ~= ROUTABLE then return false end
-    return grace or band(flags, FLAG_UNHEARD) ~= 0 or heard(call("ZSCORE", keys.alive, worker), now, TTL_MS)
+    return grace or band(flags, FLAG_UNHEARD) ~= 0 or heard(call("ZSCORE", keys.alive, worker), now, ttl_ms)
   end
   local function set(worker, row, flags)
     call("HSET", keys.load, worker, with_flags(row, flags))
