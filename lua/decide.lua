@@ -42,8 +42,6 @@ local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARG
 local waited_ms, may_wait, barred, limits = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18]
 
 local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 19, 4, 2147483647
-local POLICIES = { cost = 1, least_loaded = 1, round_robin = 1, random = 1, power_of_two = 1, session = 1, sticky = 1,
-  two_state = 1, prefix_affinity = 1, chwbl = 1 }
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PREFIX = "WARMFLEET_"
 LIKE = 0.85  # likeness from which on a name is probably a setting's with a slip in it; they share the prefix
 NUMBERS = {"int": "whole number", "float": "number"}  # by type, as messages name them
-#: The placement policies by name. The scripts implement them; lua/README.md says where each comes from.
+#: The placement policies by name. lua/parts/decide implements them; lua/README.md says where each comes from.
 POLICIES = (
     *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
     *("least_loaded", "power_of_two", "round_robin", "random"),

@@ -245,14 +245,14 @@ def bench_of(args: argparse.Namespace) -> Bench:
     return Bench(setup, args.trace, rows, speed, args.skip, args.prompts == "text")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit codes are in the module's docstring."""
+def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
+    """The exit codes are in the module's docstring. policies: those that routers have."""
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
         beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # engines with the plugin
         if args.policy or beside or not fleets:
-            fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas) + fleets
+            fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas, policies) + fleets
         bench = bench_of(args)
         args.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

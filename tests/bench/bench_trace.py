@@ -2,9 +2,10 @@
 
 import sys
 
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.fleet_bench import main
 from warmfleet_loadtest.stacks.processes import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
-    sys.exit(main())
+    sys.exit(main(POLICIES))

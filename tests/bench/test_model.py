@@ -12,6 +12,7 @@ from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import WORKLOADS, engine
 from tests.bench.virtual_store import private_server
 
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.replay import Target, replay, summary
 from warmfleet_loadtest.stacks.fleets import Setup, ours, running
 from warmfleet_loadtest.stacks.peers import MODEL
@@ -30,7 +31,7 @@ def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, speed = generate(300), 6.0
     engines, blocks = 8, 1_953
     setup = Setup(engines, blocks, mode="step", step_time="trace", decode_s=0.0, haproxy=False)
-    with running(ours("cost", "2")[0], setup) as up:
+    with running(ours("cost", "2", POLICIES)[0], setup) as up:
         replies, client = uvloop.run(replay(trace, Target(up.urls, MODEL, speed)))
     real = summary(replies, speed)
     config = engine(WORKLOADS["conversation"].costs, blocks)

@@ -45,7 +45,7 @@ def bench(out: Path, *more: str) -> list[str]:
 
 @pytest.mark.usefixtures("generated")
 def test_two_replicas_behind_haproxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(bench(tmp_path, "--policy", "cost", "--replicas", "2")) == 0
+    assert main(POLICIES, bench(tmp_path, "--policy", "cost", "--replicas", "2")) == 0
     printed = capsys.readouterr()
     run = json.loads(printed.out.splitlines()[-1])
     assert set(KEYS) <= set(run)
@@ -72,7 +72,7 @@ def test_what_does_not_start_shows_why_and_does_not_stop_the_rest(
     monkeypatch.setattr(
         "warmfleet_loadtest.fleet_bench.ours", lambda *_: [Fleet("odd x 1", "warmfleet", "no_such_policy", 1)]
     )
-    assert main(bench(tmp_path, "--policy", "odd", "--fleet", "session-sticky,oracle")) == 1
+    assert main(POLICIES, bench(tmp_path, "--policy", "odd", "--fleet", "session-sticky,oracle")) == 1
     printed = capsys.readouterr()
     odd, direct, chosen = json.loads(printed.out.splitlines()[-1])["runs"]
     assert "no_such_policy" in odd["error"]
@@ -102,7 +102,7 @@ def test_routers_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     fleets = "vllm-router-kv:1,vllm-router-kv:2,smg:1,least-loaded,session-affinity:2"
     options = ["--rows", "160", "--engines", "4", "--engine-mode", "fcfs", "--fleet", fleets]
     options += ["--trace", str(growing_sessions(tmp_path / "sessions.jsonl.xz"))]
-    assert main(bench(tmp_path, *options)) == 0
+    assert main(POLICIES, bench(tmp_path, *options)) == 0
     runs = {run["fleet"]: run for run in json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]}
     assert len(runs) == 5
     assert all(run["failed"] == 0 and run["computed_tokens"] > 0 for run in runs.values())
@@ -139,8 +139,13 @@ def test_without_a_registry_the_message_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 def test_fleets_by_name() -> None:
-    assert [fleet.name for fleet in ours("cost,sticky", "1,4")] == ["cost x 1", "cost x 4", "sticky x 1", "sticky x 4"]
-    assert tuple(fleet.policy for fleet in ours("all", "1")) == POLICIES
+    assert [fleet.name for fleet in ours("cost,sticky", "1,4", POLICIES)] == [
+        "cost x 1",
+        "cost x 4",
+        "sticky x 1",
+        "sticky x 4",
+    ]
+    assert tuple(fleet.policy for fleet in ours("all", "1", POLICIES)) == POLICIES
     kv, affinity, sticky = others("vllm-router-kv:4,session-affinity:4,session-sticky")
     assert (kv.kind, kv.replicas, kv.balance, kv.takes_ids) == ("vllm-router-kv", 4, "random", True)
     assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
@@ -175,7 +180,7 @@ def test_fleets_by_name() -> None:
     ],
 )
 def test_wrong_usage(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(options) == 2
+    assert main(POLICIES, options) == 2
     assert message in capsys.readouterr().err
 
 
@@ -184,7 +189,7 @@ def test_a_wrong_variable_is_a_wrong_option(
 ) -> None:
     monkeypatch.setenv("SEEDS", "three")
     with pytest.raises(SystemExit, match="2"):
-        main([])
+        main(POLICIES, [])
     assert "--seeds: invalid int value: 'three'" in capsys.readouterr().err
 
 
@@ -201,7 +206,7 @@ def test_engines_that_end_on_the_way_are_an_error_of_their_fleet(
 
     monkeypatch.setattr(Processes, "spawn", noted)
     monkeypatch.setattr("warmfleet_loadtest.fleet_bench.Progress.tick", lambda *_, **__: started[0].kill())
-    assert main(bench(tmp_path, "--fleet", "session-sticky")) == 1
+    assert main(POLICIES, bench(tmp_path, "--fleet", "session-sticky")) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["error"].startswith("engines ended with -9:\nengine 0 serves sim")
     assert "error: session-sticky, seed 1/1: engines ended" in printed.err
@@ -224,7 +229,7 @@ def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("generated")
 def test_without_haproxy_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
-    with pytest.raises(StackError, match="make deps"), running(ours("cost", "1")[0], SETUP):
+    with pytest.raises(StackError, match="make deps"), running(ours("cost", "1", POLICIES)[0], SETUP):
         pass
 
 

@@ -8,6 +8,7 @@ the values in place of the names. A name tells what it is:
 - ``<FIELD>_FIELD`` its place among the numbers of an unpacked row; the first is 1
 - ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of all from one to the other, ``ROW`` of all
 - ``ROW_BYTES``, ``LEASE_BYTES``, ``ROW_FIELDS`` the size of these numbers, and how many they are
+- ``POLICIES`` the set of the policies in ``settings``
 - ``FLAG_``, ``STAGE_``, ``MODE_``, ``NEXT_``, ``STANDING_``, ``MARK_`` and the name of a member: its number or letter
 """
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from warmfleet.fleet.codes import Mark, Mode, Next, Standing
 from warmfleet.fleet.constants import RECORD, VERSION
 from warmfleet.fleet.rows import JUDGED, Flag, Lease, LoadRow, Stage, numbers_of
+from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,6 +69,7 @@ def _of_routers() -> Iterator[tuple[str, str]]:
     yield "CONSTANTS", _format(letters)
     yield "CONSTANTS_BYTES", str(RECORD.size)
     yield "CONSTANTS_VERSION", str(VERSION)
+    yield "POLICIES", "({ " + ", ".join(f"{name} = 1" for name in POLICIES) + " })"
 
 
 def declared(text: str, known: Mapping[str, str]) -> dict[str, str]:

@@ -34,18 +34,6 @@ from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-POLICIES = (
-    "cost",
-    "sticky",
-    "two_state",
-    "prefix_affinity",
-    "chwbl",
-    "session",
-    "least_loaded",
-    "power_of_two",
-    "round_robin",
-    "random",
-)
 #: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 #: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/choosers/chooser_port``).
@@ -103,12 +91,12 @@ class Running:
     processes: Processes
 
 
-def ours(policies: str, replicas: str) -> list[Fleet]:
-    """Warmfleet fleets: every policy with every number of replicas. Raises ValueError."""
-    names = list(POLICIES) if policies == "all" else policies.split(",")
-    unknown = [name for name in names if name not in POLICIES]
+def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
+    """Warmfleet fleets: every policy, of those that are known, with every number of replicas. Raises ValueError."""
+    names = list(known) if policies == "all" else policies.split(",")
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no policy {unknown[0]!r}; known are all, {', '.join(POLICIES)}")
+        raise ValueError(f"no policy {unknown[0]!r}; known are all, {', '.join(known)}")
     try:
         counts = [int(count) for count in replicas.split(",")]
     except ValueError:

@@ -15,11 +15,10 @@ from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.script_loader import script_source
 from warmfleet.main import create_app
 from warmfleet.pools.policy import Ring, prefix_key
 from warmfleet.prompt import request as prompt
-from warmfleet.settings import POLICIES, PerModel, Settings, policies
+from warmfleet.settings import PerModel, Settings, policies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,10 +146,3 @@ def test_an_impossible_switch_is_explained(
     assert main(["policy", *words]) == 2
     said = capsys.readouterr().err
     assert ("no policy" in said) if words == ["best"] else ("--model" in said)
-
-
-def test_the_policies_are_those_of_the_script() -> None:
-    text = script_source("decide")
-    known = text[text.index("POLICIES = {") :].partition("}")[0]
-    assert {name for name in POLICIES if f"{name} = 1" in known} == set(POLICIES)
-    assert known.count("= 1") == len(POLICIES)
