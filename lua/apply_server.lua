@@ -28,7 +28,7 @@ local left -- true: the last join or goodbye of this page was a goodbye; false: 
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
-local announced, chunks_of = (include "apply_server/server_join")()
+local announced, chunks_of = include "apply_server/server_join"
 local function count(name) call("HINCRBY", counts_key, name, 1) end
 
 -- For every worker of this server: patch(flags of its row, worker_id) returns the new flags.

@@ -17,7 +17,8 @@ Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local leases_key = unpack(KEYS)
 local prefix, verb, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE, MAX_KEPT = 4, 5, 6, 5, 200
+local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE = 4, 5, 6, 5 -- in ARGV
+local MAX_KEPT = 200
 local call = redis.call
 
 local last = verb == "keep" and #ARGV or ID_PLACE

@@ -59,7 +59,8 @@ if not replica then return refusal end
 
 -- An include stands where the part is needed: making the functions of all parts at every call took 3 % of the
 -- time of the script.
-local candidates, match, choose = include "shared/candidates", include "decide/prefix_match", include "decide/cost_rule"
+local candidates, match = include "shared/candidates", include "decide/prefix_match"
+local choose, with_room = include "decide/cost_rule"
 local alive_workers, verified_choice = include "shared/alive_workers", include "decide/verified_choice"
 local reserve = include "decide/reserve"
 
@@ -106,35 +107,40 @@ local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAI
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
-local max_engine_wait_s, served = tenant ~= "" and replica.max_engine_wait_s or 0, nil
+local served -- to be told the work of the request once it is booked
+local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
+local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
 -- A worker without prefill ahead has room in any case. A policy that does not look at costs does not wait for its
 -- choice, only for some room.
-local function has_room()
-  if s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0 then return true end
-  local room_of = (include "shared/capacity")(s, max_engine_wait_s, replica.block_sizes)
-  if policy == "cost" then return room_of(w) > 0 end
-  for i = 1, s.count do
-    if room_of(i) > 0 then return true end
+local is_idle = s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0
+if others_wait or max_engine_wait_s > 0 and not is_idle then
+  local turns = include "shared/turns"
+  local function has_room()
+    local room_of = turns.capacity(s, max_engine_wait_s, replica.block_sizes)
+    if policy == "cost" then return room_of(w) > 0 end
+    for i = 1, s.count do
+      if room_of(i) > 0 then return true end
+    end
+    return false
   end
-  return false
-end
-s.waits = max_engine_wait_s > 0 and (call("ZCARD", queue2_key) > 0 or not has_room())
-if s.waits then
   local function everybody()
     if exclude == "" then return s end
     local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, ttl_ms, ""))
     return candidates(all, everyone, median, decode_s_per_token, now, block_tokens)
   end
-  local wait_turn, now_us = include "decide/wait_turn", time[1] * 1000000 + time[2]
-  local waits, chosen
-  waits, chosen, served = wait_turn(s, w, everybody, queue2_key, leases_key, id, now_us, replica, {
-    priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, rows = all,
-    waited_ms = waited_ms, prefix = prefix, per_minute = per_minute,
-    queue_max = may_wait ~= "0" and replica.queue_max or 0, displaces = may_wait == "1", dry = mode == MODE_DRY,
-  })
-  if waits and mode ~= MODE_DRY then return waits end
-  s.waits, s.turn_s = waits ~= nil, waits and waits[4]
-  if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
+  s.waits = others_wait or not has_room()
+  if s.waits then
+    local waits, chosen
+    waits, chosen, served = (include "decide/wait_turn")(s, w, {
+      id = id, priority = priority, tenant = tenant, tokens = prompt_tokens, barred = barred, rows = all,
+      now_us = time[1] * 1000000 + time[2], waited_ms = waited_ms, constants = replica,
+      queue_max = may_wait ~= "0" and replica.queue_max or 0, displaces = may_wait == "1",
+      prefix = prefix, per_minute = per_minute, dry = mode == MODE_DRY,
+    }, turns, with_room, everybody, queue2_key, leases_key)
+    if waits and mode ~= MODE_DRY then return waits end
+    s.waits, s.turn_s = waits ~= nil, waits and waits[4]
+    if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
+  end
 end
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 

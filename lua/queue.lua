@@ -3,7 +3,7 @@ queue: keeps the tickets of one replica's waiting requests, gives up those that 
 
 Guarantee: renews tickets that are there and makes none; a ticket that leaves is gone in the same step. Whose turn it is
 follows from the queue and the time, whichever replica asks, as long as all have the same block sizes and weights
-(fair_queue, limit_s and turns). Reaps expired tickets, also those of replicas that died.
+(shared/tickets, limit_s, and shared/turns). Reaps expired tickets, also those of replicas that died.
 
 ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
       then ids (<= 512)
@@ -30,33 +30,43 @@ end
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 local alive_workers, candidates = include "shared/alive_workers", include "shared/candidates"
-local capacity_of, fair_queue = include "shared/capacity", include "shared/fair_queue"
-local room_left = include "shared/room_left"
+local tickets, turns = include "shared/tickets", include "shared/turns"
 
 local time = call("TIME")
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local queue = fair_queue(queue2_key, time[1] * 1000000 + time[2], replica.ticket_ms, prefix)
+local now, now_us = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
+local queue = tickets(queue2_key, now_us, replica.ticket_ms, prefix)
 call("ZREM", queue2_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
 queue.begin_anew_if_a_part_is_lost()
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(TICKETS_REAPED)
 
+-- The ticket that is first in order, as the answer tells it.
+local function first_of(left)
+  local id, ticket = queue.first()
+  if not ticket or #ticket < TICKET_OWN_AT - 1 then return {} end
+  local tokens, size_us = struct.unpack(TICKET_SIZE, ticket)
+  local waited_ms = math.floor(now_us / 1000 - ticket:sub(TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1) / 1000)
+  local worker, is_turn, any_room, own_us = left.stands(ticket)
+  return { id, tokens, size_us, waited_ms, queue.flows(), worker, is_turn and 1 or 0, any_room and 1 or 0, own_us }
+end
+
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
-local s, turns, due_s = candidates(all, alive, median, replica.decode_s_per_token, now, 1), {}, math.huge
-local first, ids = {}, {}
+local s = candidates(all, alive, median, replica.decode_s_per_token, now, 1)
+local is_turn, ids = {}, {} -- of ids; of all tickets whose turn it is
+local first, due_s = {}, math.huge
 if waiting > 0 and s.count > 0 then
-  local room_of, overdue_s = capacity_of(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)
-  local left = room_left(s, room_of, overdue_s)
-  if #ARGV < FIRST_ID then first = queue.first(left) end
-  turns = queue.turns(left, MAX_TURNS)
+  local room_of, overdue_s = turns.capacity(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)
+  local left = turns.room_left(s, room_of, overdue_s)
+  if #ARGV < FIRST_ID then first = first_of(left) end
+  is_turn = turns.take(queue, left, MAX_TURNS)
   for i = 1, s.count do
     local room, room_in_s = room_of(i)
     if room <= 0 and room_in_s < due_s then due_s = room_in_s end
   end
 end
 
-for id in pairs(turns) do ids[#ids + 1] = id end
+for id in pairs(is_turn) do ids[#ids + 1] = id end
 local answer = { waiting, s.count > 0 and math.ceil(queue.work_us() / 1000 / s.count) or 0,
   due_s < math.huge and math.ceil(due_s * 1000) or -1, ids, first }
 for i = FIRST_ID + leaving, #ARGV do
@@ -69,7 +79,7 @@ for i = FIRST_ID + leaving, #ARGV do
     queue.leave(id)
   else
     queue.renew(id)
-    if turns[id] then standing = STANDING_TURN end
+    if is_turn[id] then standing = STANDING_TURN end
   end
   answer[#answer + 1] = standing
 end

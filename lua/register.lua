@@ -12,7 +12,7 @@ replica has passed meanwhile, and is deleted by `forget` when nothing runs there
 that. A scheme stands until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it.
 What the engine tells of itself stands until another check has asked it: whether it is paused, until it is down or
 starts anew; how long a new request would wait in its queue, for ttl_ms. An engine with such a wait counts as loaded so
-much by others than routers, and has no room (shared/capacity). MISNAMED is set while it does not list its pool's name.
+much by others than routers, and has no room (shared/turns). MISNAMED is set while it does not list its pool's name.
 
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: it is no longer listed), replica
@@ -41,13 +41,16 @@ if not readable or type(record) ~= "table" then return redis.error_reply("BAD_AR
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local row, before = call("HGET", load_key, worker_id), nil
-local epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = nil, 0, 0, 0, nil, NEW_FLAGS, nil, 0
-local _, foreign, blocks, busy_share, evicted = nil, 0, 0, 0, 0
+local epoch, slot, old_scheme
+local flags = NEW_FLAGS
+local prefill, decode, in_flight, speed = 0, 0, 0, 0
+local foreign, blocks, busy_share, evicted = 0, 0, 0, 0
 if row then
   epoch, prefill, decode, in_flight, slot, flags, old_scheme, speed = struct.unpack(ROW_EPOCH_TO_SPEED_TPS, row)
   if band(flags, FLAG_APPROXIMATE) == 0 then
     return redis.error_reply("BAD_ARGUMENT " .. worker_id .. " has a plugin and joins by its own stream")
   end
+  local _
   foreign, _, blocks, _, busy_share, evicted =
     struct.unpack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, row, FOREIGN_PREFILL_TOKENS_AT)
   before = cjson.decode(call("HGET", workers_key, worker_id) or "{}")

@@ -17,7 +17,8 @@ local now_ms, room = tonumber(ARGV[11]), ARGV[12]
 local FIRST_CANDIDATE = 13
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
-local candidates, choose = include "shared/candidates", include "decide/cost_rule"
+local candidates = include "shared/candidates"
+local choose, with_room = include "decide/cost_rule"
 
 local rows, matched, speculated = {}, {}, {}
 for k = FIRST_CANDIDATE, #ARGV, 3 do
@@ -35,7 +36,7 @@ local w, why = choose(s)
 if room ~= "" then
   local of = {}
   for i = 1, s.count do of[i] = ("," .. room .. ","):find("," .. i .. ",", 1, true) and 1 or 0 end
-  local chosen = (include "decide/with_room")(s, w, of)
+  local chosen = with_room(s, w, of)
   if chosen ~= w then w, why = chosen or w, "room" end
 end
 return { string.sub(s.rows[w], WORKER_ID_AT), why, string.format("%.6f", s.cost[w]), matched[w] }

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SHARE_S = 60.0  # of the trace, over which the share of time in prefill is taken; the scripts' 15 s are 60 to 150 of it
 TIE = 0.02  # of the prompt: costs that differ by less are equal
-LEAST_WAIT_PRICE = 0.1  # as in lua/parts/shared/room_left.lua
+LEAST_WAIT_PRICE = 0.1  # as in lua/parts/shared/turns.lua
 LOOKED_AT = 64  # tickets that a turn looks at
 RULE = Weights()
 
@@ -317,7 +317,7 @@ class ExactPools:
         return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
 
     def _wait_price(self, share: Floats) -> float:
-        """How much a second of waiting counts: see lua/parts/shared/room_left.lua."""
+        """How much a second of waiting counts: see lua/parts/shared/turns.lua."""
         return max(1 - float(share.mean()), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
@@ -339,7 +339,7 @@ class ExactPools:
         return int(near[self._random.randrange(len(near))]), least
 
     def _take_turns(self, number: int) -> None:
-        """Give engines with room to requests that wait, small ones first (lua/parts/shared/room_left.lua)."""
+        """Give engines with room to requests that wait, small ones first (lua/parts/shared/turns.lua)."""
         line, setup, pool = self._lines[number], self._setup, self._pools[number]
         if not line or self.engines.wait_s(pool, self._now).min() > setup.room_s:
             return

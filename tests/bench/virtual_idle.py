@@ -15,7 +15,7 @@ class IdleGaps:
 
     An engine without a step under way counts if a request is on its way to it, or if it is the turn of a request that
     waits and nobody has sent it yet. An engine stands free for a good reason while every request that waits is cheaper
-    to serve by another, busy one (lua/parts/shared/room_left.lua): that counts as ``idle_by_choice``.
+    to serve by another, busy one (lua/parts/shared/turns.lua): that counts as ``idle_by_choice``.
     """
 
     def __init__(self) -> None:

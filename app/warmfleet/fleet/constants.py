@@ -72,7 +72,7 @@ class QueueLimits:
 
     max_engine_wait_s: float = 0.0  # seconds of booked prefill from which on a worker has no room; 0: nobody waits
     tickets: int = 1_024  # tickets that may wait at a time, of all replicas together
-    patience: float = 0.0  # small work goes first: see lua/parts/shared/fair_queue.lua; 0: by arrival
+    patience: float = 0.0  # small work goes first: see lua/parts/shared/tickets.lua; 0: by arrival
 
 
 def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:

@@ -1,4 +1,4 @@
-"""The fleet-wide queue: its order is in Redis (lua/parts/shared/fair_queue.lua), requests wait in their replicas."""
+"""The fleet-wide queue: its order is in Redis (lua/parts/shared/tickets.lua), requests wait in their replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Admits a request to a worker at once, lets it wait in the queue for the worker that suits it, or refuses it.
 
-The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/fair_queue.lua). The bodies wait in
+The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/tickets.lua). The bodies wait in
 this replica, which takes as many bytes as BODIES of the largest have.
 """
 

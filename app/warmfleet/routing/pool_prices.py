@@ -5,7 +5,7 @@ session that moves for what it leaves behind (the price ``stay``). Between pools
 so it charges here.
 
 If a pool lets the request wait, the price is what is to compute, how long its engine is overdue, and half of the wait
-for it. Inside a pool the wait counts by how busy its engines are (lua/parts/shared/room_left.lua), here alike in all
+for it. Inside a pool the wait counts by how busy its engines are (lua/parts/shared/turns.lua), here alike in all
 pools. A pool that lets the request wait is not worse for that: it waits because the worker that holds its beginning
 is cheaper, busy as it is, than the free ones are.
 """

@@ -1,6 +1,6 @@
 """Asks Redis whose turn it is, for the requests that wait in this replica, and ends each wait when its turn came.
 
-Redis keeps the order of the tickets (lua/parts/shared/fair_queue.lua).
+Redis keeps the order of the tickets (lua/parts/shared/tickets.lua).
 
 While a model has tickets in this replica, one task asks about all of them: when an engine is about to have room, as
 Redis foretells, as soon as a request of this replica has its first token or ends, and every 20 ms. While the model has

@@ -1,10 +1,11 @@
 --[[
 apply_server/server_join: checks the announcement of an API server.
 
-Takes nothing. Returns announced(data of its join, the server's name) -> the decoded announcement, or nil if anything in
+Returns announced(data of its join, the server's name) -> the decoded announcement, or nil if anything in
 it is not as it must be; and chunks_of(artifacts) -> the set of the names of a manifest's chunks, or nil.
 --]]
-local MAX_JOIN_BYTES, MAX_URL_BYTES, MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 262144, 512, 256, 8, 2048, 500
+local MAX_JOIN_BYTES, MAX_URL_BYTES = 262144, 512
+local MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 256, 8, 2048, 500
 local URL = '^https?://[^%s%c"\\<>\128-\255]+$'
 local MAX_NUMBER_BYTES = 24 -- enough for every float that Python writes; some parsers refuse thousands of digits
 
@@ -57,4 +58,4 @@ local function announced(data, server_id)
   return holds(join.facts, "") and chunks_of(join.artifacts) and join or nil
 end
 
-return function() return announced, chunks_of end
+return announced, chunks_of

@@ -27,12 +27,13 @@ objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this very text on the states of a decision
 log.
-Takes the state: from shared/candidates (rows, wait, base_s, speed, busy_share, fill, crowd, cost, count, least_wait,
+The state: from shared/candidates (rows, wait, base_s, speed, busy_share, fill, crowd, cost, count, least_wait,
 total_fill), from decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed,
 prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin has made).
-Returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home, prefix,
-pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
-Sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (costs of so many seconds
+Returns two functions: choose(state), and with_room (below).
+choose returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home,
+prefix, pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
+It sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (costs of so many seconds
 more than the lowest count as equal to it), and where s.terms is a table by candidate what the cost is made of, in
 seconds: wait, uncached, again, lost, overfill and crowd, busy_share, each with its weight.
 --]]
@@ -91,11 +92,14 @@ end
 -- own: useful tokens of each match; nil if none is worth a step.
 local function win_tie(s, bar, among, home, own)
   local cost, rows, fill, schemes, share = s.cost, s.rows, s.fill, s.schemes, EQUAL_SHARE * s.prompt
-  local winner, held, evicted, flight, drawn, level = nil, nil, nil, nil, nil, 0
+  local winner, held, evicted, flight, drawn -- the candidate that leads, and what is known of it
+  local level = 0
   for i = 1, s.count do
     if cost[i] <= bar and (not among or among[i]) then
       local e = schemes[i] < 0 and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
-      local h, f, d, step, lower = own and floor((own[i] or 0) / share) or 0, nil, nil, 0, true
+      local h = own and floor((own[i] or 0) / share) or 0
+      local f, d
+      local step, lower = 0, true -- whether it is ahead of the winner, and by which step
       if winner and (i == home or winner == home) then
         step, lower = 1, i == home
       elseif winner and h ~= held then
@@ -126,15 +130,17 @@ end
 
 -- own: useful tokens of each match. home: a candidate or nil.
 local function lowest_cost(s, own, home)
-  local prompt, count, speed, fill, base_s, constants = s.prompt, s.count, s.speed, s.fill, s.base_s, s.constants
-  local making, lowest, tie, cost, slack = 0, huge, 0, s.cost, max(EQUAL_SHARE * prompt, s.block)
+  local constants, prompt, count = s.constants, s.prompt, s.count
+  local speed, fill, base_s, crowd, busy_share = s.speed, s.fill, s.base_s, s.crowd, s.busy_share
+  local cost, terms = s.cost, s.terms
+  local wait_price, kappa, pressure = constants.wait_price, constants.kappa, constants.pressure_price
+  local lambda = s.least_wait > 0 and constants.lambda or 1
+  local stay, place = constants.stay - 1, constants.place * prompt / s.median
+  local mean_fill = s.total_fill / count
+  local slack = max(EQUAL_SHARE * prompt, s.block) -- tokens by which candidates may differ and count as equal
+  local making = 0 -- tokens of the prompt that some worker is making
   for i in pairs(s.speculated) do making = max(making, own[i]) end
-  local mean_fill, pressure, crowd = s.total_fill / count, constants.pressure_price, s.crowd
-  local lambda, kappa = s.least_wait > 0 and constants.lambda or 1, constants.kappa
-  local wait_price, cheapest, fewest = constants.wait_price, nil, prompt
-  local stay, place, busy_share = constants.stay - 1, constants.place * prompt / s.median, s.busy_share
-  local terms = s.terms
-  local most, second = 0, 0
+  local most, second = 0, 0 -- tokens of the longest match, and of the next
   for _, tokens in pairs(own) do
     if tokens > most then
       most, second = tokens, most
@@ -143,10 +149,13 @@ local function lowest_cost(s, own, home)
     end
   end
   local leaves = stay * (most - second)
+  local lowest, tie, cheapest = huge, 0, nil -- the lowest cost, what counts as equal to it (s), and whose it is
+  local fewest = prompt -- tokens that a candidate must compute
   for i = 1, count do
     local held, overfill, tps = own[i] or 0, fill[i] - mean_fill, speed[i]
-    local uncached, again, evicts = prompt - held, making - held, 0
+    local uncached, again = prompt - held, making - held
     local lost = held > second and 0 or leaves
+    local evicts = 0
     if uncached < fewest then fewest = uncached end
     again = again > 0 and kappa * again or 0
     if overfill > 0 then evicts = pressure * overfill * uncached end
@@ -170,9 +179,22 @@ local function lowest_cost(s, own, home)
   return winner, objective_decides and "objective" or why
 end
 
-return function(s)
+local function choose(s)
   local own = useful_matches(s)
   local winner, why = lowest_cost(s, own, s.order ~= "" and first_in_order(s) or nil)
   if s.policy ~= "cost" then return (include "decide/baseline_policies")(s, own, first_in_order, draw) end
   return winner, why
 end
+
+-- Of the candidates with room the choice, or else the cheapest; nil if none has room. Policies that do not choose by
+-- cost keep their choice if any candidate has room. room: seconds, by candidate.
+local function with_room(s, w, room)
+  local best
+  for i = 1, s.count do
+    if room[i] > NO_ROOM_S and (i == w or best ~= w and (not best or s.cost[i] < s.cost[best])) then best = i end
+  end
+  if best and s.policy ~= "cost" then return w end
+  return best
+end
+
+return choose, with_room

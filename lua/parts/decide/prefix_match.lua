@@ -20,8 +20,9 @@ local checkpoints = include "decide/checkpoints"
 
 return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local b, x = prefix .. "b:", prefix .. "x:"
-  local flagged, largest, probes, confirmed, speculated, matched, chain_of = 0, 1, max_probes, {}, {}, {}, {}
-  local counted, node, replace, hops = {}, {}, {}, HOPS_PER_PROBE * max_probes
+  local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
+  local chain_of, largest, flagged = {}, 1, 0
+  local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls that are left, for confirmed blocks and chains
 
   -- Slot -> candidate, of those whose blocks may be matched with a chain of this scheme.
   local function slots_of(scheme)
@@ -35,7 +36,8 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   -- The blocks at which some worker's run may end, deepest first. Holders only leave along a chain, so no run ends
   -- between two sets of one size. Every open interval is halved once a round, the widest first.
   local function ends_of(hashes, n, holders)
-    local low, low_size, high, high_size, ends, last, k = { 1 }, { holders }, { n + 1 }, { 0 }, {}, 1, 1
+    local low, low_size, high, high_size = { 1 }, { holders }, { n + 1 }, { 0 } -- of each interval: blocks, holders
+    local ends, last, k = {}, 1, 1
     while k <= last do
       local l, h, ls, hs = low[k], high[k], low_size[k], high_size[k]
       if ls ~= hs and (h - l == 1 or probes <= 0) then
@@ -83,7 +85,8 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   -- maker that is noted there is to be replaced. Nobody reports the blocks of an approximate worker: a maker whose
   -- first token came has made them there, though the mirror notes them only when it ends.
   local function follow(hashes, block, depth, i)
-    local n, whole, making, parted, takes, field = #hashes / 8, depth, false, nil, false, format("%d", s.slots[i])
+    local n, field = #hashes / 8, format("%d", s.slots[i])
+    local whole, making, parted, takes = depth, false, nil, false -- as they are returned
     local approximate = bit.band(struct.unpack(ROW_FLAGS, s.rows[i], FLAGS_AT), FLAG_APPROXIMATE) ~= 0
     local function made_by(maker)
       return approximate and maker and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED

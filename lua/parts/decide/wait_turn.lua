@@ -3,27 +3,28 @@ decide/wait_turn: whether a request must wait its turn. If it must, it has a tic
 an answer that says why it has none.
 
 decide calls it while tickets wait or the engine that was chosen has no room. Guarantee: while tickets wait, no request
-takes room of which one before it could make use, of those 256 that are looked at (fair_queue, turns: behind more that
-are passed over, parts of the line are looked at in turn); while none waits, a request waits only for an engine that is
+takes room of which one before it could make use, of those 256 that are looked at (shared/turns: behind more that are
+passed over, parts of the line are looked at in turn); while none waits, a request waits only for an engine that is
 cheaper for it than all that have room.
-Takes the candidates of this request after the choice (decide/cost_rule), and the choice; a function that gives the
-candidates of any request; the keys of queue and leases; the reservation's id; the time in us; the constants of the
-replica; and the request: priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas), rows
-(of all workers), waited_ms, queue_max (tickets that the queue may have when this one enters; 0: this request gets no
-ticket, gives up one that it has, and takes nobody's place), displaces (in a full queue it may take the place of
-another), prefix of the keys, per_minute (tokens, if its client has such a limit), dry (nothing is written).
+Takes the candidates of this request after the choice (decide/cost_rule), and the choice; the request; the functions of
+shared/turns; with_room (decide/cost_rule); a function that gives the candidates of any request; and the keys of queue
+and leases. The request: id, priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas),
+rows (of all workers), now_us, waited_ms, constants (of the replica), queue_max (tickets that the queue may have when
+this one enters; 0: this request gets no ticket, gives up one that it has, and takes nobody's place), displaces (in a
+full queue it may take the place of another), prefix of the keys, per_minute (tokens, if its client has such a limit),
+dry (nothing is written).
 Sets s.room (seconds of room by candidate) if the request is not to wait, else s.turn_at (the candidate of its price).
 Returns the answer {QUEUED, FULL or DISPLACED (another took its place, and none is left), tickets, ms of work in them,
 price of the turn in seconds, tokens of the prompt that the worker of this price holds}; or nil, the candidate (another
 than the choice if that has no room), and a function to call when the request is booked, with the tokens of work that it
-makes. The price of the turn is of the worker that the ticket finds (shared/room_left): what remains to compute, how
-long that worker is overdue, and half of the wait for it and for this request's share of the work that is served before
-its ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
+makes. The price of the turn is of the worker that the ticket finds (shared/turns): what remains to compute, how long
+that worker is overdue, and half of the wait for it and for this request's share of the work that is served before its
+ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
 (WAIT_PRICE in app/warmfleet/routing/pool_prices.py).
 --]]
-local call, capacity_of, fair_queue = redis.call, include "shared/capacity", include "shared/fair_queue"
-local room_left, prices = include "shared/room_left", include "decide/prices"
-local with_room = include "decide/with_room"
+local call, floor, max, min = redis.call, math.floor, math.max, math.min
+local tickets = include "shared/tickets"
+local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket has; the longest time that it can have
 local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
@@ -37,10 +38,47 @@ local function slots_of(ids, rows)
   return table.concat(slots)
 end
 
-return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, request)
-  local queue = request.dry and (include "decide/dry_queue")(fair_queue, queue_key, now_us, constants.ticket_ms)
-    or fair_queue(queue_key, now_us, constants.ticket_ms, request.prefix)
-  local flow, own_s, making, slots = queue.flow(request.priority, request.tenant), nil, false, {}
+local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
+
+-- What the request would cost at each worker: the time that a worker needs for what it does not hold of the prompt, and
+-- nothing else of what the cost rule charges: those terms say which of the workers with room is best, but would let
+-- engines stand free. The NAMED lowest prices are kept with the worker's name each, all other workers count like the
+-- cheapest of them: so a turn is found without looking at every worker again. The lowest of all is the request's size.
+-- With another policy than `cost` every worker is as good as any other.
+-- Returns the seconds by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
+local function prices_of(s)
+  local own_s, named, most_s = {}, {}, 0
+  for i = 1, s.count do
+    own_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
+    most_s = max(most_s, own_s[i])
+    local k = #named
+    if k <= NAMED or own_s[i] < own_s[named[k]] then
+      if k <= NAMED then k = k + 1 end
+      while k > 1 and own_s[named[k - 1]] > own_s[i] do
+        named[k], k = named[k - 1], k - 1
+      end
+      named[k] = i
+    end
+  end
+  return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s
+end
+
+-- Whether a worker is making half of the prompt or more at this moment.
+local function is_being_made(s)
+  local most = 0
+  for i, blocks in pairs(s.speculated) do
+    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- the other blocks it has made already
+  end
+  return 2 * most >= s.prompt
+end
+
+return function(s, w, request, turns, with_room, everybody, queue2_key, leases_key)
+  local id, constants = request.id, request.constants
+  local queue = request.dry
+    and (include "decide/dry_tickets")(tickets, queue2_key, request.now_us, constants.ticket_ms)
+    or tickets(queue2_key, request.now_us, constants.ticket_ms, request.prefix)
+  local flow = queue.flow(request.priority, request.tenant)
+  local slots = {} -- slot -> candidate of any request
   local function answer(word, turn_s, matched)
     local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
     return { word, queue.waiting(), work_ms, string.format("%.6f", turn_s or 0), matched or 0 }
@@ -49,13 +87,33 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   local function room()
     local all = everybody()
     local limit_s = queue.limit_s(constants.max_engine_wait_s)
-    local left, own = room_left(all, capacity_of(all, limit_s, constants.block_sizes)), {}
+    local left, own = turns.room_left(all, turns.capacity(all, limit_s, constants.block_sizes)), {}
     for i = 1, all.count do slots[all.slots[i]] = i end
     return left, function()
       for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end
       return own
     end
   end
+
+  -- The first write frees memory: a full Redis then allows the writes after it.
+  if not request.dry then call("ZREM", leases_key, id) end
+  queue.reap(MAX_REAPED)
+  local ticket, refusal = queue.find(id), "FULL"
+  if ticket == queue.DISPLACED then -- it comes anew: by now there may be a place, or an engine with room
+    queue.leave(id)
+    ticket, refusal = nil, "DISPLACED"
+  end
+
+  local own_s, named, rest_s = prices_of(s)
+  local making = s.policy == "cost" and is_being_made(s)
+  request.size_us, request.named, request.patience = us(own_s[named[1]]), {}, constants.patience
+  request.tie_us, request.rest_us = MAX_US, 0
+  if s.policy == "cost" then
+    request.tie_us, request.rest_us = us(s.tie_s), us(rest_s)
+    for k = 1, min(NAMED, #named) do request.named[k] = { slot = s.slots[named[k]], us = us(own_s[named[k]]) } end
+  end
+  request.barred = slots_of(request.barred, request.rows)
+  if making then request.barred = request.barred .. MAKING end
   -- The price of the turn at the cheapest candidate, before tickets take their turns, and what it holds of the prompt.
   local function price(left)
     local scale = making and left.making_scale or 1
@@ -67,21 +125,10 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
       if not least or seconds < least then least, nearest = seconds, i end
     end
     s.turn_at = nearest
-    local wait_s = waits(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / 1e6 / s.count
+    local wait_s = waits(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / US / s.count
     return own_s[nearest] + late(nearest) + WAIT_PRICE * wait_s, s.matched[nearest]
   end
 
-  -- The first write frees memory: a full Redis then allows the writes after it.
-  if not request.dry then call("ZREM", leases_key, id) end
-  queue.reap(MAX_REAPED)
-  local ticket, refusal = queue.find(id), "FULL"
-  if ticket == queue.DISPLACED then -- it comes anew: by now there may be a place, or an engine with room
-    queue.leave(id)
-    ticket, refusal = nil, "DISPLACED"
-  end
-  request.prices, request.named, request.size_us, own_s, making = prices(s)
-  request.barred, request.patience = slots_of(request.barred, request.rows), constants.patience
-  if making then request.barred = request.barred .. MAKING end
   if ticket then
     queue.renew(id)
     queue.review(id, ticket, request)
@@ -90,7 +137,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
       -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
       local left, own = room()
-      queue.turns(left, MAX_TURNS)
+      turns.take(queue, left, MAX_TURNS)
       s.room = own()
       local free = with_room(s, w, s.room)
       if not free then return answer(refusal) end
@@ -98,6 +145,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     end
     queue.enter(id, flow, request)
   end
+
   local left, own = room()
   local turn_s, matched = price(left)
   local may_wait = request.queue_max > 0
@@ -107,7 +155,7 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
     return answer("FULL")
   end
   if not with_room(s, w, own()) then return stays() end
-  local mine = queue.turns(left, MAX_TURNS, id)[id]
+  local mine = turns.take(queue, left, MAX_TURNS, id)[id]
   if not mine and may_wait then return stays() end
   local free = own() -- if it may wait no longer, and it is not its turn: what those who wait have left, dearer or not
   s.room = free
@@ -116,5 +164,5 @@ return function(s, w, everybody, queue_key, leases_key, id, now_us, constants, r
   end
   local chosen = with_room(s, w, free)
   if not chosen then return stays() end
-  return nil, chosen, function(work) queue.leave(id, math.max(work, 1), LAG_S * s.median) end
+  return nil, chosen, function(work) queue.leave(id, max(work, 1), LAG_S * s.median) end
 end

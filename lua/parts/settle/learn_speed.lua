@@ -9,7 +9,8 @@ their first tokens come together, then count as one.
 Guarantee: pure. Takes the row as it was before the prefill was given back, the tokens of the prefill, and the server's
 time in ms. Returns the speed in tokens/s; 0 while it is not known.
 --]]
-local WINDOW_S, LONGEST_S, LEAST_S, LEAST_TOKENS, MAX_SPEED = 5, 60, 0.01, 64, 4000000000
+local WINDOW_S, LONGEST_S, LEAST_S = 5, 60, 0.01
+local LEAST_TOKENS, MAX_SPEED = 64, 4000000000
 
 return function(row, tokens, now)
   local speed = struct.unpack(ROW_SPEED_TPS, row, SPEED_TPS_AT)

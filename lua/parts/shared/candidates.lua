@@ -21,7 +21,8 @@ local MAX_PREFILLED = 4096 -- unpack takes no more
 
 return function(all, alive, median, decode_s_per_token, now, block_tokens)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
-  local slowest, fastest, count, least_wait, total_fill = median / 8, median * 4, 0, math.huge, 0
+  local slowest, fastest = median / 8, median * 4
+  local count, least_wait, total_fill = 0, math.huge, 0
   -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
   local some, usable, crowd = #all <= MAX_PREFILLED and all or {}, {}, nil
   local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }

@@ -51,7 +51,9 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   end
 
   local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
-  local rows, speeds, capacities, served, forgets = call("HGETALL", keys.load), {}, {}, {}, 0
+  local rows = call("HGETALL", keys.load)
+  local speeds, capacities = {}, {} -- of workers whose URL has answered
+  local served, forgets = {}, 0 -- API servers that have a worker; names that this call tells to forget
   local function forget_if_due(stream, seen, worker)
     if grace or forgets >= FORGETS_AT_ONCE or not forgettable(stream, seen) then return end
     forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker

@@ -1,13 +1,13 @@
 --[[
-decide/dry_queue: the queue (shared/fair_queue) for a decision that is only to be told: what it would write is kept
+decide/dry_tickets: the queue (shared/tickets) for a decision that is only to be told: what it would write is kept
 here, for this decision to read, and never gets to Redis.
 
 Guarantee: writes nothing. One ticket may enter, that of a request which has none. Tickets that expired or gave way
 count as taken out for whose turn it is and for the length of the queue; the place of their flow stays as it is.
-Takes shared/fair_queue, the key of the queue, the time in us and how long a ticket lives (ms). Returns the queue.
+Takes shared/tickets, the key of the queue, the time in us and how long a ticket lives (ms). Returns the queue.
 --]]
 local sub, byte, max = string.sub, string.byte, math.max
--- What is read as Redis has it: fair_queue asks so before the ticket enters, or where that changes nothing.
+-- What is read as Redis has it: shared/tickets asks so before the ticket enters, or where that changes nothing.
 local READ_AS_IT_IS = { ZRANGEBYSCORE = 1, ZREVRANGE = 1, ZREVRANGEBYLEX = 1 }
 
 -- As Redis orders members. Lua compares strings by the locale of the server.
@@ -19,9 +19,9 @@ local function is_before(a, b)
   return false
 end
 
-return function(fair_queue, queue_key, now_us, ticket_ms)
-  local tickets, flows = queue_key .. ":tickets", queue_key .. ":flows"
-  local lengths, clock = queue_key .. ":lengths", queue_key .. ":clock"
+return function(make_queue, queue2_key, now_us, ticket_ms)
+  local tickets_key, flows_key = queue2_key .. ":tickets", queue2_key .. ":flows"
+  local lengths_key, clock_key = queue2_key .. ":lengths", queue2_key .. ":clock"
   local records, gone, more_us = {}, 0, 0 -- by id: what was written, false if it was taken out; tickets; of all work
   -- The ticket that enters: its member and rank in the queue, its flow, and that flow's place and virtual time then.
   local guest, rank, flow, place, time, is_new_flow
@@ -30,25 +30,25 @@ return function(fair_queue, queue_key, now_us, ticket_ms)
   local function is_of_its_flow(member) return sub(member, PLACE_BYTES + 1) == flow end -- member: of :flows
 
   function commands.ZADD(key, score, member)
-    if key == queue_key then
+    if key == queue2_key then
       rank, guest, flow = redis.call("ZLEXCOUNT", key, "-", "(" .. member), member, sub(member, 1, FLOW_BYTES)
-    elseif key == flows then
+    elseif key == flows_key then
       place, time = member, tonumber(score)
-    elseif key == lengths then
+    elseif key == lengths_key then
       is_new_flow = true
     end
   end
   function commands.HSET(key, id, record)
-    if key == tickets then records[id] = record end
+    if key == tickets_key then records[id] = record end
   end
   function commands.HINCRBY(key, field, by)
-    if key == clock and field == "work_us" then more_us = more_us + tonumber(by) end
+    if key == clock_key and field == "work_us" then more_us = more_us + tonumber(by) end
   end
 
   function commands.HGET(key, field)
-    if key == tickets and records[field] ~= nil then return records[field] end
+    if key == tickets_key and records[field] ~= nil then return records[field] end
     local found = redis.call("HGET", key, field)
-    return key == clock and field == "work_us" and (tonumber(found) or 0) + more_us or found
+    return key == clock_key and field == "work_us" and (tonumber(found) or 0) + more_us or found
   end
   function commands.HMGET(key, ...)
     local found = redis.call("HMGET", key, ...)
@@ -58,18 +58,18 @@ return function(fair_queue, queue_key, now_us, ticket_ms)
     return found
   end
   function commands.ZCARD(key)
-    local more = key == queue_key and (guest and 1 or 0) - gone or key == flows and is_new_flow and 1 or 0
+    local more = key == queue2_key and (guest and 1 or 0) - gone or key == flows_key and is_new_flow and 1 or 0
     return redis.call("ZCARD", key) + more
   end
   function commands.ZCOUNT(key, least, most)
-    local among = key == flows and is_new_flow and time >= tonumber(least) and time < tonumber(sub(most, 2))
+    local among = key == flows_key and is_new_flow and time >= tonumber(least) and time < tonumber(sub(most, 2))
     return redis.call("ZCOUNT", key, least, most) + (among and 1 or 0)
   end
   function commands.ZSCORE(key, member)
     local found = redis.call("ZSCORE", key, member)
-    return key == lengths and member == flow and (tonumber(found) or 0) + 1 or found
+    return key == lengths_key and member == flow and (tonumber(found) or 0) + 1 or found
   end
-  -- fair_queue asks for all tickets before those of a flow, or for those of a flow.
+  -- shared/tickets asks for all tickets before those of a flow, or for those of a flow.
   function commands.ZLEXCOUNT(key, least, most)
     local among = flow and (least == "-" and is_before(flow, sub(most, 2)) or sub(least, 2) == flow)
     return redis.call("ZLEXCOUNT", key, least, most) + (among and 1 or 0)
@@ -91,7 +91,7 @@ return function(fair_queue, queue_key, now_us, ticket_ms)
   end
   function commands.ZRANGE(key, from, to, ...)
     if not guest then return redis.call("ZRANGE", key, from, to, ...) end
-    if key == queue_key then
+    if key == queue2_key then
       if to < rank then return redis.call("ZRANGE", key, from, to) end
       if from > rank then return redis.call("ZRANGE", key, from - 1, to - 1) end
       local found = to > from and redis.call("ZRANGE", key, from, to - 1) or {}
@@ -120,7 +120,7 @@ return function(fair_queue, queue_key, now_us, ticket_ms)
     return READ_AS_IT_IS[command] and redis.call(command, ...)
   end
 
-  local queue = fair_queue(queue_key, now_us, ticket_ms, nil, call)
+  local queue = make_queue(queue2_key, now_us, ticket_ms, nil, call)
   function queue.renew() end
   function queue.leave(id)
     local ticket = queue.find(id)

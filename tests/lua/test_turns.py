@@ -18,27 +18,28 @@ from warmfleet.fleet.script_loader import with_values
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PART = Path(__file__).parents[2] / "lua/parts/shared/room_left.lua"
+PART = Path(__file__).parents[2] / "lua/parts/shared/turns.lua"
 SPEED, US, LEAST_WAIT_PRICE, MAKING_PRICE, NO_ROOM_S = 10_000, 1e6, 0.1, 0.5, 1e-9
 MAX_US = 2**32 - 1
 SCRIPT = f"""
-local room_left = (function()
-{with_values(PART.read_text())}
+local turns = (function()
+{PART.read_text()}
 end)()
 local workers, tickets = cjson.decode(ARGV[1]), cjson.decode(ARGV[2])
 local s = {{ count = #workers, slots = {{}}, base_s = {{}}, speed = {{}}, rows = {{}}, busy_share = {{}} }}
 for i, worker in ipairs(workers) do
-  s.slots[i], s.base_s[i], s.speed[i], s.rows[i] = worker[1], worker[3], {SPEED}, ("x"):rep(58) .. i
+  s.slots[i], s.base_s[i], s.speed[i], s.rows[i] = worker[1], worker[3], {SPEED}, ("x"):rep(ROW_BYTES) .. i
   s.busy_share[i] = worker[4]
 end
 local function room_of(i) return workers[i][2] end
-local left, told = room_left(s, room_of, function() return 0 end), {{}}
+local left, told = turns.room_left(s, room_of, function() return 0 end), {{}}
 for k, ticket in ipairs(tickets) do
   local named, barred = ticket.named, {{}}
-  local record = {{ struct.pack(">I4I4I4I4B", 100, ticket.size, ticket.tie, ticket.rest, #named), ("f"):rep(41) }}
-  for _, one in ipairs(named) do record[#record + 1] = struct.pack(">I4I4", one[1], one[2]) end
-  for _, slot in ipairs(ticket.barred) do record[#record + 1] = struct.pack(">I4", slot) end
-  if ticket.making then record[#record + 1] = "m" end
+  local prices = struct.pack(TICKET_PRICES, 100, ticket.size, ticket.tie, ticket.rest, #named)
+  local record = {{ prices, ("f"):rep(TICKET_OWN_AT - TICKET_FLOW_AT) }}
+  for _, one in ipairs(named) do record[#record + 1] = struct.pack(TICKET_OWN, one[1], one[2]) end
+  for _, slot in ipairs(ticket.barred) do record[#record + 1] = struct.pack(BARRED_SLOT, slot) end
+  if ticket.making then record[#record + 1] = MAKING end
   local text = table.concat(record)
   local worker, is_turn, possible = left.stands(text)
   local any, chosen, work = left.any() and 1 or 0, left.take(text)
@@ -159,7 +160,7 @@ async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> 
         | {"making": one.making}
         for one in tickets
     ]
-    return cast("list[list[int]]", await client.eval(SCRIPT, 0, json.dumps(workers), json.dumps(asked)))
+    return cast("list[list[int]]", await client.eval(with_values(SCRIPT), 0, json.dumps(workers), json.dumps(asked)))
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,253 @@
+--[[
+shared/tickets: the waiting requests of one model, in fair order. Whose turn it is, is told by shared/turns.
+
+A request that waits has a ticket. A flow is one tenant in one priority class. Within a flow the order is that of the
+tickets' places: a place is the time of arrival plus `patience` times the request's size, the time that an engine needs
+for what it does not hold of the prompt. So small work goes first, and nobody is overtaken by requests that come later
+than `patience` times its own size after it. Between flows the order is: priority class, then the flow's virtual time,
+then the place of its first ticket. Virtual time is work in tokens: it moves on when a ticket of the flow is served, by
+what the engine has to do for it. A flow that begins to wait begins where its class stands; the class moves on by each
+served work divided among the flows that wait. So every flow that waits gets the same work done, however much it asks
+for and whatever of that is given up. A flow whose engine is busy falls behind its class, but once it is served no
+further than a bound: the larger of `lag` (a second of an engine's work, decide/wait_turn) and the largest work that was
+served lately. So a tenant that begins to wait stands behind each of those who wait for the same engine by no more than
+that, and one more request.
+
+Guarantee: a ticket is a lease: a replica that does not renew it loses it. An empty queue leaves nothing but the marks
+of displaced tickets, which are leases, too. If one of the keys is lost, the queue begins anew: every request that waits
+takes a new ticket, at its old place. A ticket of a client with limits counts as one of its requests in flight, and its
+prompt as used; both are given back with the ticket.
+Takes the key `queue2`, the time in us, how long a ticket lives (ms), the key prefix (nil: tickets do not count
+as a client's), and own_call, which stands for redis.call (decide/dry_queue; nil: that itself). Returns the functions
+below, now_ms, and DISPLACED, the record of a ticket whose place another request took.
+Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> its record: parts/layout; empty: displaced),
+:leases (id -> expiry ms), :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow ->
+class * 2^20 + tickets), :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock
+(class -> where it stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets
+in us; `limit_us` -> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
+--]]
+local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
+local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
+local FIRST_CLASS = 65 -- the letter A
+local PAGE_TICKETS = 8 -- of a flow, that are read at once
+local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
+local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
+
+return function(queue2_key, now_us, ticket_ms, prefix, own_call)
+  local call = own_call or redis.call
+  local tickets_key, expiries_key, flows_key = queue2_key .. ":tickets", queue2_key .. ":leases", queue2_key .. ":flows"
+  local lengths_key, served_key, clock_key = queue2_key .. ":lengths", queue2_key .. ":served", queue2_key .. ":clock"
+  local now = now_us / 1000
+  local queue = { DISPLACED = "", now_ms = math.floor(now) }
+
+  local function class_of(flow) return (flow:byte(1) - FIRST_CLASS) * CLASS end
+  local function exact(number) return format("%.0f", number) end
+  -- Where the class of a flow stands: no flow begins before it.
+  local function floor_of(flow) return tonumber(call("HGET", clock_key, sub(flow, 1, 1))) or class_of(flow) end
+
+  local function flow_of(ticket) return sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) end
+
+  function queue.flow(priority, tenant) return string.char(FIRST_CLASS + priority) .. tenant end
+  function queue.length(flow) return (tonumber(call("ZSCORE", lengths_key, flow)) or 0) % LENGTH end
+  function queue.waiting() return call("ZCARD", queue2_key) end
+  function queue.work_us() return math.max(0, tonumber(call("HGET", clock_key, "work_us")) or 0) end
+  -- Seconds of prefill that engines get ahead while somebody waits: the most of what the replicas that ask would give.
+  -- With a limit of its own each would see other turns: the one with more room would serve all its requests before the
+  -- first ticket of another one.
+  function queue.limit_s(own_s)
+    local own_us, known_us = math.floor(own_s * US), tonumber(call("HGET", clock_key, "limit_us")) or 0
+    if own_us > known_us and queue.waiting() > 0 then call("HSET", clock_key, "limit_us", exact(own_us)) end
+    return math.max(own_s, known_us / US)
+  end
+  -- us of work that is served before a ticket of this flow and size, about. While the tickets of a flow are served,
+  -- each other flow of its class gets as much: a tenant's own line counts, and not how many requests of others wait.
+  function queue.ahead_us(flow, size_us)
+    local others_us, others = queue.work_us() - size_us, queue.waiting() - 1
+    local class = class_of(flow)
+    if others_us <= 0 or others < 1 then return 0 end
+    local own = math.max(1, queue.length(flow))
+    local before = own * call("ZCOUNT", flows_key, exact(class), "(" .. exact(class + CLASS)) - 1
+    return others_us * math.min(1, before / others)
+  end
+  function queue.find(id) return call("HGET", tickets_key, id) end
+  -- The client of a ticket, nil if it has no limits.
+  local function client_of(id)
+    return prefix and #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil
+  end
+  function queue.renew(id)
+    call("ZADD", expiries_key, "XX", exact(now + ticket_ms), id)
+    local client = client_of(id)
+    if client then client.hold(now + ticket_ms) end
+  end
+
+  -- A ticket's member of the queue.
+  local function member_of(id, ticket)
+    return flow_of(ticket) .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id
+  end
+  -- The first ticket of a flow tells its place among flows of the same time.
+  local function place_of(flow)
+    local first = call("ZRANGEBYLEX", queue2_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
+    return first and sub(first, FLOW_BYTES + 1, FLOW_BYTES + PLACE_BYTES) .. flow
+  end
+  local function move(flow, before, time)
+    local after = place_of(flow)
+    if before and before ~= after then call("ZREM", flows_key, before) end
+    if after then call("ZADD", flows_key, exact(time), after) end
+    return after
+  end
+
+  -- wish: of the request that waits, as decide/wait_turn makes it. The larger its size, the later its place.
+  local function write(id, flow, arrival_us, wish)
+    local place = format("%016.0f", math.min(arrival_us + wish.patience * wish.size_us, LAST_PLACE))
+    local prices = pack(TICKET_PRICES, wish.tokens, wish.size_us, wish.tie_us, wish.rest_us, #wish.named)
+    local record = { prices, flow, format("%016.0f", arrival_us), place }
+    for k, own in ipairs(wish.named) do record[4 + k] = pack(TICKET_OWN, own.slot, own.us) end
+    record[#record + 1] = wish.barred
+    call("ZADD", queue2_key, 0, flow .. place .. id)
+    call("HSET", tickets_key, id, table.concat(record))
+  end
+
+  function queue.enter(id, flow, wish)
+    local before = place_of(flow)
+    local time = before and call("ZSCORE", flows_key, before) or call("ZSCORE", served_key, flow) or 0
+    write(id, flow, now_us - wish.waited_ms * 1000, wish)
+    call("ZADD", expiries_key, exact(now + ticket_ms), id)
+    call("HINCRBY", clock_key, "work_us", wish.size_us)
+    if not before then
+      time = math.max(floor_of(flow), tonumber(time))
+      call("ZREM", served_key, flow)
+      call("ZADD", lengths_key, (flow:byte(1) - FIRST_CLASS) * LENGTH, flow)
+    end
+    call("ZINCRBY", lengths_key, 1, flow)
+    move(flow, before, time)
+    local client = client_of(id)
+    if client then
+      client.hold(now + ticket_ms)
+      client.spend(wish.tokens, wish.per_minute)
+    end
+  end
+
+  -- The ticket as the request is by now: more or less of its prompt may be held somewhere than when it was written.
+  function queue.review(id, ticket, wish)
+    local flow = flow_of(ticket)
+    local before = place_of(flow)
+    local time = before and call("ZSCORE", flows_key, before)
+    if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a part of the queue is lost, and this ticket with it
+    call("ZREM", queue2_key, member_of(id, ticket))
+    local _, size_us = unpack_from(TICKET_SIZE, ticket)
+    if size_us ~= wish.size_us then call("HINCRBY", clock_key, "work_us", exact(wish.size_us - size_us)) end
+    write(id, flow, sub(ticket, TICKET_ARRIVAL_AT, TICKET_PLACE_AT - 1), wish)
+    move(flow, before, tonumber(time))
+  end
+
+  -- The largest work that was served lately in the class of a flow, of which one part is `done`.
+  local function largest_work(flow, done)
+    local field = sub(flow, 1, 1) .. "largest"
+    local before = tonumber(call("HGET", clock_key, field)) or 0
+    local largest = math.max(done, math.floor(before - FORGOTTEN * done))
+    if largest ~= before then call("HSET", clock_key, field, exact(largest)) end
+    return largest
+  end
+
+  -- Take a ticket out. done: the work that it was served with, nil if it was not served. lag: so much work may its flow
+  -- be behind its class afterwards, or as much as the largest work.
+  function queue.leave(id, done, lag)
+    local ticket = queue.find(id)
+    call("HDEL", tickets_key, id)
+    call("ZREM", expiries_key, id)
+    if not ticket or ticket == queue.DISPLACED then return end
+    local client = client_of(id)
+    if client then
+      client.let_go()
+      client.spend(-unpack_from(TICKET_TOKENS, ticket))
+    end
+    local flow = flow_of(ticket)
+    local before, class = place_of(flow), class_of(flow)
+    local time = tonumber(before and call("ZSCORE", flows_key, before)) or class
+    local stands = floor_of(flow)
+    if done then
+      local share = done / call("ZCOUNT", flows_key, exact(class), "(" .. exact(class + CLASS))
+      stands = math.min(math.max(stands, time) + math.ceil(share), class + CLASS - 1)
+      time = math.max(time + done, stands - math.max(lag, largest_work(flow, done)))
+      time = math.min(time, class + CLASS - 1)
+      call("HSET", clock_key, sub(flow, 1, 1), exact(stands))
+      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
+    end
+    call("ZREM", queue2_key, member_of(id, ticket))
+    local _, size_us = unpack_from(TICKET_SIZE, ticket)
+    call("HINCRBY", clock_key, "work_us", exact(-size_us))
+    call("ZINCRBY", lengths_key, -1, flow)
+    if not move(flow, before, time) then
+      call("ZREM", lengths_key, flow)
+      if time > stands then call("ZADD", served_key, exact(time), flow) end
+    end
+    if queue.waiting() == 0 then call("UNLINK", served_key, clock_key) end
+  end
+
+  -- A Redis that evicts keys may take one of these alone. Then nobody can tell whose turn it is, or who is dead.
+  function queue.begin_anew_if_a_part_is_lost()
+    local members, records, lines = queue.waiting(), call("HLEN", tickets_key), call("ZCARD", flows_key)
+    if records ~= call("ZCARD", expiries_key) or members > records or lines ~= call("ZCARD", lengths_key)
+        or (members == 0) ~= (lines == 0) then
+      call("UNLINK", queue2_key, tickets_key, expiries_key, flows_key, lengths_key, served_key, clock_key)
+    end
+  end
+
+  function queue.reap(most)
+    local expired = call("ZRANGEBYSCORE", expiries_key, "-inf", exact(now), "LIMIT", 0, most)
+    for _, id in ipairs(expired) do queue.leave(id) end
+    -- After the clock stepped back, tickets of dead replicas would expire too late. They get an expiry that counts from
+    -- now.
+    local ahead = call("ZRANGEBYSCORE", expiries_key, "(" .. exact(now + ticket_ms), "+inf", "LIMIT", 0, most)
+    for _, id in ipairs(ahead) do queue.renew(id) end
+  end
+
+  -- The queue is full: the last ticket of the longest flow of the last class gives way, unless that flow is the
+  -- newcomer's own or the newcomer's would be as long. So a tenant that fills the queue shuts out nobody but itself.
+  function queue.displace(flow)
+    local longest = call("ZREVRANGE", lengths_key, 0, 0, "WITHSCORES")
+    local own = tonumber(call("ZSCORE", lengths_key, flow)) or (flow:byte(1) - FIRST_CLASS) * LENGTH
+    if not longest[1] or tonumber(longest[2]) <= own + 1 then return false end
+    local last = call("ZREVRANGEBYLEX", queue2_key, "(" .. longest[1] .. "\255", "[" .. longest[1], "LIMIT", 0, 1)[1]
+    if not last then return false end
+    local id = sub(last, MEMBER_ID_AT)
+    queue.leave(id)
+    call("HSET", tickets_key, id, queue.DISPLACED) -- its replica is told when it asks
+    call("ZADD", expiries_key, exact(now + ticket_ms), id)
+    return true
+  end
+
+  -- The ticket that is first in order: its id and its record, nil if none waits.
+  function queue.first()
+    local flow = sub(call("ZRANGE", flows_key, 0, 0)[1] or "", PLACE_BYTES + 1)
+    local member = call("ZRANGEBYLEX", queue2_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
+    local id = member and sub(member, MEMBER_ID_AT)
+    return id, id and queue.find(id)
+  end
+
+  function queue.flows() return call("ZCARD", flows_key) end
+  -- The flows in order, from the first-th on, counted from 0: each as its member of :flows, then its score.
+  function queue.line(first, count) return call("ZRANGE", flows_key, first, first + count - 1, "WITHSCORES") end
+  -- Up to PAGE_TICKETS tickets of a flow from the k-th on, counted from 0: their ids and records.
+  function queue.page(flow, k)
+    local first = call("ZLEXCOUNT", queue2_key, "-", "(" .. flow) + k
+    local ids = call("ZRANGE", queue2_key, first, first + PAGE_TICKETS - 1)
+    for m = 1, #ids do ids[m] = sub(ids[m], 1, FLOW_BYTES) == flow and sub(ids[m], MEMBER_ID_AT) or nil end
+    local records = ids[1] and call("HMGET", tickets_key, unpack(ids))
+    return { at = k, beyond = k + PAGE_TICKETS, ids = ids, records = records }
+  end
+  -- The place of a ticket in a flow, counted from 0; nil if it is not there.
+  function queue.rank_in(flow, id)
+    local ticket = queue.find(id)
+    local rank = ticket and flow_of(ticket) == flow and call("ZRANK", queue2_key, member_of(id, ticket))
+    return rank and rank - call("ZLEXCOUNT", queue2_key, "-", "(" .. flow)
+  end
+  -- The place of a ticket's flow among the flows, counted from 0.
+  function queue.rank_of_flow(id)
+    local ticket = queue.find(id)
+    local place = ticket and place_of(flow_of(ticket))
+    return place and call("ZRANK", flows_key, place)
+  end
+
+  return queue
+end

@@ -1,0 +1,316 @@
+--[[
+shared/turns: whose turn it is among the requests that wait (shared/tickets), and for which engine.
+
+Room. An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes
+less than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be
+computed. (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room
+has a worker without any work. Of an approximate worker neither the speed nor the end of a prefill is known: it has room
+unless its own metrics told of requests that wait there longer than until the next check, which counts as foreign
+prefill. Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a
+mean of the past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
+
+Choice. A ticket is served by a worker with room that is as cheap for it as any other worker, busy ones included: a
+request waits for the engine that holds its prompt while that is cheaper than to compute it elsewhere. What a ticket
+costs at a worker is told by its prices (decide/wait_turn), as they were when it was last decided, and by what is ahead
+there now: also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines
+that are free. An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
+
+Waiting. A request that does not wait for the engine that holds its prompt makes another one compute it once more. That
+delays the requests that come while that one is busy: the busier it is, the more of them. A rule of thumb for that is
+b / (1 - b) seconds of delay for each second more, where b is the share of time in prefill (shared/candidates,
+busy_share). So a second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the
+mean of all engines, which is steadier than the share of each, but twice the share of the engine that would compute it
+at most: one that has little to do, as one that has just joined, is not left idle because others are busy. Where another
+worker is making half of a ticket's prompt or more at this moment, a second of waiting counts half at most. Else all of
+an idle fleet would compute a new prefix that comes in many requests at once: that takes no longer than to wait for the
+first worker that computes it.
+
+Turns. Tickets are looked at in their order. One whose cheapest workers are all busy is passed over, as is one that none
+of the workers with room can serve. So many tickets are looked at that each flow may use up an equal part on tickets
+that are passed over, two at least: half of it at its front and half further back. So a tenant whose worker is busy
+delays no other tenant, nor all of its own requests for other workers. Where that is too little for all flows, the looks
+go on at flows further back as soon as half of them were in vain.
+
+Guarantee: writes nothing. Returns three functions by name: capacity, room_left, and take (take_turns).
+--]]
+local unpack_from, sub, band = struct.unpack, string.sub, bit.band
+local floor, max, min, huge = math.floor, math.max, math.min, math.huge
+local LEAST_ROOM_S = 1e-6 -- of an engine without any work, whatever limit_s is
+local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
+local MAKING_PRICE = 0.5 -- of a second of waiting for a ticket whose prompt is being made, at most
+local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
+local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
+
+-- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
+-- functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the
+-- seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
+-- overdue_s(candidate): how long ago its booked and foreign prefill should have ended by its speed, 0 if it is not
+-- overdue, or if it began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its
+-- cache.
+local function capacity(s, limit_s, block_sizes)
+  local sizes = {}
+  local function overdue_s(i)
+    local prefill = unpack_from(ROW_PREFILL_TOKENS, s.rows[i], PREFILL_TOKENS_AT)
+    local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, s.rows[i], UNDER_WAY_TOKENS_AT)
+    if prefill <= 0 or under_way == 0 then return 0 end
+    local passed = (s.now - since) % U32
+    return passed < PAST_MS and max(0, passed / 1000 - s.wait[i] / s.speed[i]) or 0
+  end
+  local function room_of(i)
+    local row, speed = s.rows[i], s.speed[i]
+    local prefill, decode, flight, _, flags, scheme, _, foreign, foreign_decode, _, blocks =
+      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
+    local ahead = prefill + max(0, foreign - REMEMBERED_S * speed)
+    local approximate = band(flags, FLAG_APPROXIMATE) ~= 0
+    if approximate and foreign > 0 then return 0, huge end
+    if approximate or ahead + flight + foreign_decode == 0 then return max(limit_s, LEAST_ROOM_S), 0 end
+    local block_tokens = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
+    sizes[scheme] = block_tokens
+    local cache = blocks * block_tokens * FULL_SHARE
+    if cache > 0 and decode + foreign + foreign_decode > cache then
+      return s.wait[i] == 0 and LEAST_ROOM_S or 0, s.wait[i] == 0 and 0 or huge
+    end
+    local done, left = 0, 0
+    if prefill > 0 then
+      local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, row, UNDER_WAY_TOKENS_AT)
+      done = min((s.now - since) % U32 / 1000 * speed, under_way)
+      left = under_way - done
+    end
+    local room = limit_s - (ahead - done) / speed
+    return room, room > 0 and 0 or -room * speed < left and -room or huge
+  end
+  return room_of, overdue_s
+end
+
+-- Of a list of candidates the one with the least ahead, of equals the least busy, then the first: a function that
+-- tells it, nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and
+-- room only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
+local function least_of(those, ahead, share, room)
+  local heap, known, count = nil, {}, 0
+  local function before(i, k)
+    if known[i] ~= known[k] then return known[i] < known[k] end
+    if share[i] ~= share[k] then return share[i] < share[k] end
+    return i < k
+  end
+  local function sift(at)
+    local i = heap[at]
+    local child = 2 * at
+    while child <= count do
+      local k, other = heap[child], heap[child + 1]
+      if other and before(other, k) then k, child = other, child + 1 end
+      if not before(k, i) then break end
+      heap[at], at, child = k, child, 2 * child
+    end
+    heap[at] = i
+  end
+  local function fill()
+    heap = {}
+    for k = 1, #those do
+      local i = those[k]
+      if not room or room[i] > NO_ROOM_S then
+        count = count + 1
+        heap[count], known[i] = i, ahead[i]
+      end
+    end
+    for at = floor(count / 2), 1, -1 do sift(at) end
+  end
+  return function()
+    if not heap then fill() end
+    while count > 0 do
+      local i = heap[1]
+      if room and room[i] <= NO_ROOM_S then
+        heap[1] = heap[count]
+        heap[count] = nil
+        count = count - 1
+        if count == 0 then return nil end
+      elseif ahead[i] > known[i] then
+        known[i] = ahead[i]
+      else
+        return i
+      end
+      sift(1)
+    end
+  end
+end
+
+-- The room of all engines, as tickets take it one after another. Takes the state of shared/candidates, and room_of and
+-- overdue_s (capacity). Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets
+-- or waits for, whether it gets that now, whether any worker that may serve it has room, and the us that this worker
+-- needs for it; take(record of a ticket), which takes room of the candidate that serves it, as much as the ticket will
+-- use there, and returns the candidate and the tokens that it has to compute, or nil if none serves it now; by
+-- candidate room (seconds that are left), slots, late (seconds that it is overdue), and ahead (seconds that the wait
+-- for it counts, with those); wait_price, how much a second of waiting counts by the mean; making_scale, how much of
+-- that it counts for a ticket whose prompt another worker is making.
+local function room_left(s, room_of, overdue_s)
+  local share, busy = s.busy_share, 0
+  for i = 1, s.count do busy = busy + share[i] / s.count end
+  local wait_price = max(1 - busy, LEAST_WAIT_PRICE)
+  local making_scale = min(wait_price, MAKING_PRICE) / wait_price
+
+  local room, late, ahead, by_slot = {}, {}, {}, {}
+  local free = false
+  for i = 1, s.count do
+    room[i], late[i], by_slot[s.slots[i]] = room_of(i), overdue_s(i), i
+    ahead[i] = wait_price * s.base_s[i] + late[i]
+    free = free or room[i] > NO_ROOM_S
+  end
+  local left = { room = room, slots = s.slots, late = late, ahead = ahead, wait_price = wait_price,
+    making_scale = making_scale }
+
+  -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
+  -- Tickets for one adapter bar the same workers.
+  local allowed = {}
+  local function allowed_by(barred)
+    if allowed[barred] then return allowed[barred] end
+    local is_barred, those = {}, {}
+    -- Bytes that make no whole slot bar nobody: a mark is one, and a ticket of an older replica has ids here.
+    for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
+    for i = 1, s.count do
+      if not is_barred[s.slots[i]] then those[#those + 1] = i end
+    end
+    allowed[barred] = { any = least_of(those, ahead, share), first = least_of(those, ahead, share, room) }
+    return allowed[barred]
+  end
+
+  local first = free and allowed_by("").first
+  function left.any() return free and first() ~= nil end
+
+  -- Seconds that the wait for a worker counts, where a second of it counts `scale` of what it counts for most tickets.
+  local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
+
+  -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, what it
+  -- costs to compute there (0 with policies that do not look at costs), and whether a worker is making its prompt.
+  local function costs_of(ticket)
+    local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
+    local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
+    local making = #barred % SLOT_BYTES == #MAKING
+    local scale = making and making_scale or 1
+    local those = allowed_by(barred)
+    local lowest, nearest = huge, those.any()
+    local best, chosen, chosen_us = huge, those.first(), 0
+    if nearest then lowest = waits(nearest, scale) + rest_us / US end
+    if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
+    for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
+      local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
+      local i = by_slot[slot] -- decide named none that may not serve it
+      if i then
+        local cost = waits(i, scale) + own_us / US
+        if cost < lowest then lowest, nearest = cost, i end
+        if cost < best and room[i] > NO_ROOM_S then best, chosen, chosen_us = cost, i, own_us end
+      end
+    end
+    return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
+  end
+
+  -- Whether a ticket of these costs takes the candidate with room: at the price of waiting by what that has to do.
+  local function takes(tie_us, lowest, nearest, best, chosen, making)
+    if not chosen then return false end
+    local price = max(1 - 2 * share[chosen], wait_price)
+    if making then price = min(price, MAKING_PRICE) end
+    local more = price / wait_price - (making and making_scale or 1)
+    if more > 0 then
+      best = best + more * (ahead[chosen] - late[chosen])
+      lowest = lowest + more * (ahead[nearest] - late[nearest])
+    end
+    return best <= lowest + tie_us / US
+  end
+
+  function left.stands(ticket)
+    local _, tie_us, lowest, nearest, best, chosen, _, making = costs_of(ticket)
+    local is_turn = takes(tie_us, lowest, nearest, best, chosen, making)
+    local worker = is_turn and chosen or nearest
+    if not worker then return "", false, false, 0 end
+    local _, _, _, own_us, count = unpack_from(TICKET_PRICES, ticket)
+    for k = 0, count - 1 do
+      local slot, named_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
+      if slot == s.slots[worker] then own_us = named_us end
+    end
+    return sub(s.rows[worker], WORKER_ID_AT), is_turn, chosen ~= nil, own_us
+  end
+
+  function left.take(ticket)
+    local size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making = costs_of(ticket)
+    if not takes(tie_us, lowest, nearest, best, chosen, making) then
+      if nearest then ahead[nearest] = ahead[nearest] + wait_price * size_us / US end
+      return nil
+    end
+    local taken_us = max(size_us, chosen_us)
+    room[chosen], ahead[chosen] = room[chosen] - taken_us / US, ahead[chosen] + wait_price * taken_us / US
+    return chosen, floor(taken_us * s.speed[chosen] / US + 0.5)
+  end
+
+  return left
+end
+
+-- A flow takes its new place in the order, from `head` on: that stays sorted.
+local function put_back(order, head, score, flow)
+  local low, high = head, #order + 1
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local at = order[middle]
+    local before = score[at] < score[flow] or score[at] == score[flow] and at < flow
+    low, high = before and middle + 1 or low, before and high or middle
+  end
+  table.insert(order, low, flow)
+end
+
+-- Where to go on in a line of `length` whose first k were looked at in vain: at a place that moves with the clock, so
+-- that all are looked at by and by; if rank is given, so far behind that this one is the last of `most`.
+local function further(length, k, most, rank, now_ms)
+  if rank then return max(k, rank + 1 - most) end
+  local part = floor(math.ceil((length - k) / most) * (now_ms * GOLDEN_RATIO % 1))
+  return k + max(0, min(part * most, length - k - most))
+end
+
+-- The tickets whose turn it is, in order, as long as workers have room. Takes the queue (shared/tickets), the room of
+-- all engines (room_left), how many tickets are looked at, and the id at which to stop (nil: at none). Returns id ->
+-- candidate.
+local function take_turns(queue, left, most, last)
+  local turns = {}
+  local order, head, score = {}, 1, {} -- flows as :flows has them; the one that is next; by flow
+  local place, pages, missed = {}, {}, {} -- by flow: its next ticket, what was read of it, tickets passed over
+  local seen, in_vain, go_on_at = 0, 0, 0
+  local function read(first, count)
+    local found = queue.line(first, count)
+    order, head, go_on_at = {}, 1, first + count
+    for k = 1, #found, 2 do order[#order + 1], score[found[k]] = found[k], tonumber(found[k + 1]) end
+  end
+  if left.any() then read(0, most) end
+  local misses_each = max(2, floor(most / #order))
+  local more = #order * misses_each > most
+  for looked = 1, most do
+    if more and head > #order then read(go_on_at, most - looked + 1) end
+    local flow = order[head]
+    if not flow or turns[last] or not left.any() then break end
+    local k, name, page = place[flow] or 0, sub(flow, PLACE_BYTES + 1), pages[flow]
+    if not page or k < page.at or k >= page.beyond then
+      page = queue.page(name, k)
+      pages[flow] = page
+    end
+    local id = page.ids[k - page.at + 1]
+    local ticket = id and page.records[k - page.at + 1]
+    local worker, work
+    if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
+    seen, place[flow] = place[flow] and seen or seen + 1, k + 1
+    if worker then
+      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as when it is served
+      put_back(order, head, score, flow)
+    else
+      local misses, rest = (missed[flow] or 0) + 1, most - looked
+      missed[flow], in_vain = misses, in_vain + 1
+      if more and in_vain == floor(most / 2) and rest > 0 then
+        local flows = max(1, floor(rest / misses_each))
+        read(further(queue.flows(), seen, flows, last and queue.rank_of_flow(last), queue.now_ms), rest)
+      elseif not id or misses >= misses_each then
+        head = head + 1
+      elseif misses == floor(misses_each / 2) then
+        local looks = min(misses_each - misses, rest)
+        place[flow] = further(queue.length(name), k + 1, looks, last and queue.rank_in(name, last), queue.now_ms)
+        if place[flow] >= queue.length(name) then head = head + 1 end
+      end
+    end
+  end
+  return turns
+end
+
+return { capacity = capacity, room_left = room_left, take = take_turns }
