@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tests.vllm.engine import BLOCK_TOKENS
-from tests.vllm.witness import DECIDE_KEYS, LEASE, credits_blocks
+from tests.vllm.witness import DECIDE_KEYS, credits_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.vllm.witness import MortalRedis
 
 from warmfleet.fleet import SCRIPT_ARGS
-from warmfleet.fleet.rows import Stage
+from warmfleet.fleet.rows import LEASE, Stage
 from warmfleet_worker.protocol.wire import reservation_of
 
 TICK_GAP_S = 0.25  # longer than between two ticks of a healthy fleet, 0.025 to 0.05 s
