@@ -1,9 +1,12 @@
-"""What ``decide`` costs the Redis server: ``python -m tests.bench.bench_decide`` prints one JSON object as last line.
+"""What decisions cost the Redis server: ``make -s bench NAME=decide`` prints one JSON object as its last line.
 
-Data: 64 workers, 1 M (block, worker) pairs; 20 tenants share the first tenth of the blocks, held by half of the
-workers; tails on 1, 2 or 4 workers (50, 30, 20 %) to a random depth; one query in ten misses. "hot": calls back to
-back, from the server's own CPU counters. "cold": one call at a time with pauses and polluted caches, from the
-scheduler's clock.
+    make -s bench NAME=decide                       # 64 workers, 1 M (block, worker) pairs
+    make -s bench NAME=decide ARGS="--queue"        # calls of the fleet's queue, with 100 to 10,000 tickets
+    make -s bench NAME=decide ARGS="--masters"      # six pools on one, two and three masters of a Cluster
+
+All figures are CPU time in µs. "hot": calls back to back, from the server's own counters. "cold": one call at a time
+with pauses and polluted caches, from the scheduler's clock. The keys of the queue are explained in ``decide_queue``,
+those of masters in ``decide_masters``.
 """
 
 from __future__ import annotations
@@ -13,204 +16,30 @@ import json
 import os
 import random
 import shutil
-import sys
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import redis
-from tests.support.redis.packed_commands import arguments_of
+from tests.bench import decide_masters, decide_queue
+from tests.bench.filled_store import Data, FilledStore, say
 from tests.support.redis.servers import server, valkey_binary
 
-from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
-from warmfleet.fleet.client import connect
-from warmfleet.fleet.rows import Flag, LoadRow
-from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
-from warmfleet.prompt.block_hashes import Chain
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
-FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
-
-
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
-
-
-@dataclass
-class Data:
-    """The chains of one index, and how many blocks of each every worker holds."""
-
-    workers: int
-    blocks: int
-    pairs: int
-    rng: random.Random
-    chains: list[bytes] = field(default_factory=list)
-
-    def load(self, client: Any, prefix: bytes) -> int:
-        """Fill the index; return the number of (block, worker) pairs."""
-        shared, written = self.blocks // 10, 0
-        heads = [self.rng.randbytes(8 * shared) for _ in range(TENANTS)]
-        half = range(1, self.workers + 1)
-        for head in heads:
-            written += self._write(
-                client, prefix, head, [(slot, shared) for slot in self.rng.sample(half, len(half) // 2)]
-            )
-        while written < self.pairs:
-            chain = heads[len(self.chains) % TENANTS] + self.rng.randbytes(8 * (self.blocks - shared))
-            count = self.rng.choices([1, 2, 4], [50, 30, 20])[0]
-            holders = [(slot, self.rng.randint(shared, self.blocks)) for slot in self.rng.sample(half, count)]
-            self._write(client, prefix, chain, holders)
-            written += sum(depth - shared for _, depth in holders)
-            self.chains.append(chain)
-        return int(sum(client.scard(prefix + b"s:%d" % slot) for slot in half))
-
-    def _write(self, client: Any, prefix: bytes, chain: bytes, holders: list[tuple[int, int]]) -> int:
-        pipe = client.pipeline(transaction=False)
-        for slot, depth in holders:
-            hashes = [chain[at : at + 8] for at in range(0, 8 * depth, 8)]
-            for one in hashes:
-                pipe.sadd(prefix + b"b:" + one, slot)
-            for start in range(0, len(hashes), 1000):
-                pipe.sadd(prefix + b"s:%d" % slot, *hashes[start : start + 1000])
-        pipe.execute()
-        return sum(depth for _, depth in holders)
-
-    def load_distinct(self, client: Any, prefix: bytes) -> None:
-        """Load one chain that each worker holds to another depth, which is the worst case of the bisection."""
-        chain = self.rng.randbytes(8 * self.blocks)
-        step = self.blocks // self.workers
-        self._write(client, prefix, chain, [(slot, slot * step) for slot in range(1, self.workers + 1)])
-        self.chains.append(chain)
-
-    def query(self) -> bytes:
-        if self.rng.random() < 0.1:
-            return self.rng.randbytes(8 * self.blocks)
-        return self.rng.choice(self.chains)
-
-
-class Bench:
-    """One server, one model; counts the CPU time of the server's main thread."""
-
-    def __init__(self, url: str, workers: int, model: str = "bench") -> None:
-        self.client: Any = redis.Redis.from_url(url)
-        self.pid = int(self.client.info("server")["process_id"])
-        self.reservations = Queue(connect(url), model, weights=Weights())
-        self.reservations.limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
-        self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
-        self.keys = self.reservations.keys
-        self.shas = {name: str(self.client.script_load(script_text(name))) for name in ("decide", "settle")}
-        self.serial = 0
-        self.workers = workers
-
-    def fleet(self, rng: random.Random) -> None:
-        """Write the rows of all workers, which stay alive for an hour, with foreign load and unequal speeds."""
-        now = int(time.time() * 1000)
-        for slot in range(1, self.workers + 1):
-            row = LoadRow(
-                epoch=1, slot=slot, flags=FLAGS, scheme=SCHEME, speed_tps=rng.randint(8000, 12000), blocks=15_000,
-                capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
-            )  # fmt: skip
-            name = f"worker-{slot:03d}.0"
-            self.client.hset(self.keys.load, name, row.pack(name))
-            self.client.zadd(self.keys.alive, {name: now + 3_600_000})
-            self.client.hset(
-                self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"})
-            )
-        self.client.set(self.keys.tick, f"{now + 10**9} 0 10000")
-
-    def decide_args(self, chain: bytes) -> tuple[str, list[Any]]:
-        self.serial += 1
-        name = f"wf-{self.serial:022d}"
-        prompt = len(chain) // 8 * BLOCK_TOKENS + 5
-        ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *arguments_of(self.reservations.decide_command(ask, place=Place())))
-
-    def call(self, script: str, *args: Any) -> list[Any]:
-        keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]
-        return [self.shas[script], len(keys), *keys, *args]
-
-    def settle_args(self, name: str, outcome: str = "finished") -> list[Any]:
-        return self.call("settle", self.keys.prefix, name, outcome, 60_000, 0)
-
-    def cpu_us(self) -> float:
-        info: Any = self.client.info("cpu")
-        return (float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])) * 1e6
-
-    def burn(self, calls: list[list[Any]]) -> float:
-        """Run calls back to back; return the server's CPU time of one call in µs."""
-        before = self.cpu_us()
-        for start in range(0, len(calls), 25):
-            pipe = self.client.pipeline(transaction=False)
-            for one in calls[start : start + 25]:
-                pipe.execute_command("EVALSHA", *one)
-            pipe.execute()
-        return (self.cpu_us() - before) / len(calls)
-
-    def hot(self, query: Callable[[], bytes], rounds: int, batch: int) -> tuple[float, float]:
-        """Return the µs of decide and of settle (finished), each the best of ``rounds``, with one batch in flight."""
-        best = (float("inf"), float("inf"))
-        for _ in range(rounds):
-            asked = [self.decide_args(query()) for _ in range(batch)]
-            decide = self.burn([args for _, args in asked])
-            settle = self.burn([self.settle_args(name) for name, _ in asked])
-            best = min(best, (decide, settle))
-        return best
-
-    def cold(self, query: Callable[[], bytes], calls: int) -> Iterator[float]:
-        """Return the CPU time of single calls in µs, with 2 ms and a copy of 48 MB between them, for cold caches."""
-        rubbish = bytearray(48 * 2**20)
-        schedstat = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
-        for _ in range(calls):
-            name, args = self.decide_args(query())
-            bytes(rubbish)
-            time.sleep(0.002)
-            before = int(schedstat.read_text().split()[0])
-            self.client.execute_command("EVALSHA", *args)
-            yield (int(schedstat.read_text().split()[0]) - before) / 1000
-            self.client.execute_command("EVALSHA", *self.settle_args(name))
-
-    def prepare(self, blocks: int, pairs: int) -> tuple[Data, float]:
-        """Empty the server and fill it; return the data and the bytes per pair."""
-        rng = random.Random(11)
-        self.client.flushall()
-        self.fleet(rng)
-        before = int(self.client.info("memory")["used_memory"])
-        data = Data(self.workers, blocks, pairs, rng)
-        written = data.load(self.client, self.keys.prefix.encode())
-        used = int(self.client.info("memory")["used_memory"]) - before
-        say(f"{blocks} blocks: {written} pairs, {len(data.chains)} chains, {used / written:.1f} bytes per pair")
-        return data, used / written
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
-    options = parser.parse_args()
-    binary = options.server or shutil.which("redis-server") or valkey_binary()
-    say(f"server: {binary}")
-    with server(binary) as url:
-        bench = Bench(url, options.workers)
-        info: Any = bench.client.info("server")
-        data, bytes_per_entry = bench.prepare(625, options.pairs)
-        decide, settle = bench.hot(data.query, options.rounds, 400)
-        say(f"hot 625: decide {decide:.0f} us, settle {settle:.0f} us")
-        cold = sorted(bench.cold(data.query, 300))
-        say(f"cold 625: mean {sum(cold) / len(cold):.0f}, p50 {cold[150]:.0f}, p99 {cold[296]:.0f} us")
-        data, _ = bench.prepare(6250, options.pairs)
-        decide_long, settle_long = bench.hot(data.query, options.rounds, 100)
-        say(f"hot 6250: decide {decide_long:.0f} us, settle {settle_long:.0f} us")
-        worst = Data(options.workers, 6250, 0, random.Random(3))
-        worst.load_distinct(bench.client, bench.keys.prefix.encode())
-        distinct, _ = bench.hot(lambda: worst.chains[0], options.rounds, 20)
-        say(f"6250, all depths distinct: {distinct:.0f} us")
-    result = {
+def decisions(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the costs of decide and settle with prompts of 625 and 6,250 blocks."""
+    store = FilledStore(url, options.workers)
+    data, bytes_per_entry = store.prepare(625, options.pairs)
+    decide, settle = store.hot(data.query, options.rounds, 400)
+    say(f"hot 625: decide {decide:.0f} us, settle {settle:.0f} us")
+    cold = sorted(store.cold(data.query, 300))
+    say(f"cold 625: mean {sum(cold) / len(cold):.0f}, p50 {cold[150]:.0f}, p99 {cold[296]:.0f} us")
+    data, _ = store.prepare(6250, options.pairs)
+    decide_long, settle_long = store.hot(data.query, options.rounds, 100)
+    say(f"hot 6250: decide {decide_long:.0f} us, settle {settle_long:.0f} us")
+    worst = Data(options.workers, 6250, 0, random.Random(3))
+    worst.load_distinct(store.client, store.keys.prefix.encode())
+    distinct, _ = store.hot(lambda: worst.chains[0], options.rounds, 20)
+    say(f"6250, all depths distinct: {distinct:.0f} us")
+    info: Any = store.client.info("server")
+    return {
         "cpu_us_hot_625": round(decide, 1),
         "cpu_us_cold_625": round(sum(cold) / len(cold), 1),
         "cpu_us_hot_6250": round(decide_long, 1),
@@ -221,7 +50,30 @@ def main() -> None:
         "workers": options.workers,
         "server": f"{info.get('server_name', 'redis')} {info.get('valkey_version') or info['redis_version']}",
     }
-    print(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--queue", action="store_true", help="measure the calls of the queue instead")
+    part.add_argument("--masters", action="store_true", help="measure decisions on the masters of a Cluster instead")
+    parser.add_argument("--workers", type=int, default=64, help="(default %(default)s; --queue: 8 and 64)")
+    parser.add_argument("--pairs", type=int, default=1_000_000, help="of the index (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the cheapest counts (default %(default)s)")
+    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
+    parser.add_argument("--quick", action="store_true", help="little data: shows that --queue or --masters works")
+    options = parser.parse_args()
+    if options.masters:
+        found = decide_masters.run(quick=options.quick, rounds=options.rounds)
+    else:
+        binary = options.server or shutil.which("redis-server") or valkey_binary()
+        say(f"server: {binary}")
+        with server(binary) as url:
+            if options.queue:
+                found = decide_queue.run(url, 1 if options.quick else options.rounds, quick=options.quick)
+            else:
+                found = decisions(url, options)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""What the fleet's queue costs the Redis server: ``make -s bench NAME=queue`` prints one JSON object as last line.
+"""What each call of the fleet's queue costs Redis: ``make -s bench NAME=decide ARGS="--queue"``.
 
-For each number of workers and tickets the CPU of one call, in µs (the server's own counters, calls back to back):
+For each number of workers and tickets the CPU of one call, in µs:
 
 - ``enter``: a decision that ends with a ticket, and ``leave``: a poll that gives one ticket up.
-- ``poll_busy``: a poll while no engine has room; it names no ticket, so each ticket that it names comes on top
-  (``named``).
+- ``poll_busy``: a poll while no engine has room. It names no ticket; each ticket that a poll names costs ``named``.
 - ``poll_passed_over``: the most that a poll may do: all engines but one are idle, all tickets wait for that one, and
   the 256 that are looked at are passed over.
 - ``review``: a ticket in the middle of the line is decided again, in the same state.
@@ -18,21 +17,14 @@ And for each number of workers two looks at 300 tickets that share no beginning:
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
-import shutil
 from typing import TYPE_CHECKING, Any
 
-import redis
-from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, say
+from tests.bench.filled_store import BLOCK_TOKENS, FLAGS, SCHEME, FilledStore, say
 from tests.support.redis.packed_commands import arguments_of
-from tests.support.redis.servers import server, valkey_binary
 
 from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits
 from warmfleet.fleet.client import argv
-from warmfleet.fleet.rows import Flag
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
 
@@ -47,10 +39,10 @@ MOST_TURNS = 256  # of a look
 CALLS = 100  # of each kind in a round; their own prompts together fit into LIMIT_S
 LOOK_TICKETS, SMALL_TOKENS, LARGE_TOKENS = 300, 30, 3_000  # of the looks, and their prompts
 LIFE_MS = 3_600_000  # of tickets, so that none expires while the line is made
-FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+WORKERS, TICKETS = (8, 64), (100, 1_000, 10_000)
 
 
-class Line(Bench):
+class Line(FilledStore):
     """A model with a line of tickets that all want the first worker, which holds the beginning of their prompts."""
 
     def __init__(self, url: str, workers: int, tickets: int) -> None:
@@ -94,17 +86,17 @@ class Line(Bench):
             "poll_barred": (LARGE_TOKENS, unable, [FULL_TOKENS] * half + [0] * (self.workers - half)),
         }
         found = {}
-        for name, (tokens, barred, booked) in plans.items():
+        for case, (tokens, barred, booked) in plans.items():
             self.book([FULL_TOKENS] * self.workers)
             names = self.new_names(LOOK_TICKETS)
-            asks = [Ask(one, (), tokens, tokens, exclude=barred) for one in names]
+            asks = [Ask(name, (), tokens, tokens, exclude=barred) for name in names]
             command, place = self.reservations.decide_command, Place(barred=barred)
             self.burn([self.call("decide", *arguments_of(command(ask, place=place))) for ask in asks])
             self.book(booked)
             turns = self.client.execute_command("EVALSHA", *self.poll())[3]
             at_one = -(-LIMIT_S * SPEED_TPS // tokens)  # prompts that one engine takes at once
             assert len(turns) == (0 if barred else min(MOST_TURNS, at_one * self.workers)), "as the case wants it"
-            found[name] = min(self.burn([self.poll()] * CALLS) for _ in range(3))
+            found[case] = min(self.burn([self.poll()] * CALLS) for _ in range(3))
             self.burn([self.poll((), names)])
             assert self.waiting() == 0, "they are gone"
         return found
@@ -161,41 +153,22 @@ def measured(url: str, workers: int, tickets: int, rounds: int) -> dict[str, flo
     line.booked(FULL_TOKENS, FULL_TOKENS)
     line.names = line.enter(tickets)[0]
     found = [line.round(tickets) for _ in range(rounds)]
-    return {name: round(min(one[name] for one in found), 1) for name in found[0]}
+    return {name: round(min(row[name] for row in found), 1) for name in found[0]}
 
 
 def measured_looks(url: str, workers: int) -> dict[str, float]:
     return {name: round(us, 1) for name, us in Line(url, workers, LOOK_TICKETS).looks().items()}
 
 
-def numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=numbers, default=[8, 64], help="joined by commas (default: 8,64)")
-    parser.add_argument("--tickets", type=numbers, default=[100, 1_000, 10_000], help="joined by commas, 100 at least")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
-    options = parser.parse_args()
-    if min(options.tickets) < CALLS:
-        parser.error(f"--tickets from {CALLS} on")
+def run(url: str, rounds: int, *, quick: bool) -> dict[str, Any]:
+    """Return a row for each number of workers and tickets, and one look for each number of workers."""
     rows, looks = [], []
-    with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
-        for workers in options.workers:
-            for tickets in options.tickets:
-                row = measured(url, workers, tickets, options.rounds)
-                say(f"{workers} workers, {tickets} tickets:", row)
-                rows.append({"workers": workers, "tickets": tickets, **row})
-            look = measured_looks(url, workers)
-            say(f"{workers} workers, a look at {LOOK_TICKETS} tickets:", look)
-            looks.append({"workers": workers, **look})
-        with redis.Redis.from_url(url) as client:
-            info: Any = client.info("server")
-    told = f"{info.get('server_name', 'redis')} {info.get('valkey_version') or info['redis_version']}"
-    print(json.dumps({"rows": rows, "looks": looks, "server": told}))
-
-
-if __name__ == "__main__":
-    main()
+    for workers in WORKERS[:1] if quick else WORKERS:
+        for tickets in TICKETS[:1] if quick else TICKETS:
+            row = measured(url, workers, tickets, rounds)
+            say(f"{workers} workers, {tickets} tickets:", row)
+            rows.append({"workers": workers, "tickets": tickets, **row})
+        look = measured_looks(url, workers)
+        say(f"{workers} workers, a look at {LOOK_TICKETS} tickets:", look)
+        looks.append({"workers": workers, **look})
+    return {"rows": rows, "looks": looks}

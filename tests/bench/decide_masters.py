@@ -1,25 +1,22 @@
-"""What decisions cost when pools are spread over masters of a Cluster: ``python -m tests.bench.bench_masters``.
+"""What decisions cost when pools are spread over masters of a Cluster: ``make -s bench NAME=decide ARGS="--masters"``.
 
 A Cluster of three masters has six pools: all of them on one master, then three on each of two, then two on each of
 three. A router's own client asks each pool for decisions and settles them, many at a time. On a machine with few cores
 the masters and the client share them, so the rate says little: compare the CPU time of the masters for one decision
-with its settlement, which stays the same if masters share nothing. Progress goes to standard error; the last line is
-one JSON object.
+with its settlement, which stays the same if masters share nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
-from tests.bench.bench_decide import BLOCK_TOKENS, SCHEME, Bench, Data
+from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, Data, FilledStore, say
 from tests.support.redis.topology import whole_cluster
 
 from warmfleet.fleet import Ask, Fleet, QueueLimits, RedisConnections, Timeouts, new_reservation
@@ -35,10 +32,6 @@ POOLS, MASTERS = 6, 3
 PATIENCE = Timeouts(request_s=30, upkeep_s=30)
 
 
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class Size:
     """workers, pairs of the index and blocks of a prompt: of each pool. routes: of all pools together in a round."""
@@ -48,11 +41,10 @@ class Size:
     blocks: int
     routes: int
     at_once: int
-    rounds: int
 
 
-FULL = Size(64, 40_000, 625, 6_000, 16, 7)
-QUICK = Size(8, 2_000, 64, 600, 4, 1)
+FULL = Size(64, 40_000, 625, 6_000, 16)
+QUICK = Size(8, 2_000, 64, 600, 4)
 
 
 def tags_on(cluster: WholeCluster, masters: int) -> list[str]:
@@ -77,10 +69,10 @@ def scripts_run(node: Any) -> int:
 def fill(cluster: WholeCluster, tag: str, size: Size, rng: random.Random) -> list[bytes]:
     """Write a pool's workers and index; returns its chains."""
     node = cluster.masters[cluster.number_of(tag)]
-    bench = Bench(f"redis://127.0.0.1:{node.port}/0", size.workers, tag)
-    bench.fleet(rng)
+    store = FilledStore(f"redis://127.0.0.1:{node.port}/0", size.workers, tag)
+    store.fleet(rng)
     data = Data(size.workers, size.blocks, size.pairs, rng)
-    data.load(bench.client, bench.keys.prefix.encode())
+    data.load(store.client, store.keys.prefix.encode())
     return data.chains
 
 
@@ -92,9 +84,9 @@ async def burn(fleet: Fleet, chains: Sequence[bytes], routes: int, at_once: int,
         for _ in left:
             chain = rng.choice(chains)
             prompt = len(chain) // 8 * BLOCK_TOKENS + 5
-            one = new_reservation(1)
-            await fleet.decide(Ask(one, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300))
-            await fleet.settle(one, "finished")
+            reservation = new_reservation(1)
+            await fleet.decide(Ask(reservation, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300))
+            await fleet.settle(reservation, "finished")
 
     await asyncio.gather(*(client() for _ in range(at_once)))
 
@@ -133,7 +125,7 @@ class Setting:
                 "routes_s": round(sum(routes) / wall),
                 "us_per_route": round(sum(spent[: self.masters]) / sum(routes), 1),
                 "us_per_route_of_each": [
-                    round(one / count, 1) for one, count in zip(spent, routes, strict=True) if count
+                    round(us / count, 1) for us, count in zip(spent, routes, strict=True) if count
                 ],
                 "routes_of_each": routes,
                 "idle_master_us_per_s": round(max(spent[self.masters :], default=0.0) / wall),
@@ -148,12 +140,12 @@ class Setting:
         return min(self.rounds, key=lambda row: float(row["us_per_route"]))
 
 
-async def measured(cluster: WholeCluster, size: Size) -> list[dict[str, Any]]:
+async def measured(cluster: WholeCluster, size: Size, rounds: int) -> list[dict[str, Any]]:
     """One row for each number of masters; the rounds take turns, so that other work hits all alike."""
     connections = RedisConnections(cluster.url)
     settings = [Setting.filled(cluster, connections, masters, size) for masters in range(1, MASTERS + 1)]
     nodes = [redis.Redis(port=node.port) for node in cluster.masters]
-    for number in range(size.rounds + 1):
+    for number in range(rounds + 1):
         for setting in settings:
             await setting.measure(nodes, size)
             if number == 0:
@@ -169,27 +161,17 @@ async def measured(cluster: WholeCluster, size: Size) -> list[dict[str, Any]]:
 async def connected(nodes: Sequence[Any]) -> list[int]:
     """The connections on which scripts were called last, by master."""
     clients = [await asyncio.to_thread(node.client_list) for node in nodes]
-    return [sum(one["cmd"] == "evalsha" for one in found) for found in clients]
+    return [sum(client["cmd"] == "evalsha" for client in found) for found in clients]
 
 
-def run(size: Size) -> dict[str, Any]:
+def run(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """Return a row for each number of masters: the cheapest of the rounds."""
     with whole_cluster(15_000) as cluster:  # as by default: a busy machine is no lost master
-        rows = asyncio.run(measured(cluster, size))
+        rows = asyncio.run(measured(cluster, QUICK if quick else FULL, rounds))
     per_core = 1e6 / rows[0]["us_per_route"]
     return {
         "three_over_one_us": round(rows[-1]["us_per_route"] / rows[0]["us_per_route"], 3),
         "routes_s_of_a_core": round(per_core),
-        "routes_s_of_three_on_paper": round(sum(1e6 / one for one in rows[-1]["us_per_route_of_each"])),
+        "routes_s_of_three_on_paper": round(sum(1e6 / us for us in rows[-1]["us_per_route_of_each"])),
         "rows": rows,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small pools and few decisions: shows that it works")
-    options = parser.parse_args()
-    print(json.dumps(run(QUICK if options.quick else FULL)))
-
-
-if __name__ == "__main__":
-    main()
