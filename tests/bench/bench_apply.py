@@ -1,25 +1,32 @@
-"""What ``apply`` costs the Redis server: ``python -m tests.bench.bench_apply`` prints one JSON object as its last line.
+"""What ``apply`` costs the Redis server: ``make -s bench NAME=apply`` prints one JSON object as its last line.
+
+    make -s bench NAME=apply                       # blocks stored and removed per second of the server's CPU
+    make -s bench NAME=apply ARGS="--follow"       # how much one core can follow (``apply_follow``)
+    make -s bench NAME=apply ARGS="--sync"         # what keeping in sync costs decisions (``apply_sync``)
 
 64 workers fill an index of 1 M (block, worker) entries through their own streams, half of the blocks held by two
 workers. Then every worker stores, and later removes, batches of 128, applied by ``apply`` call by call. Rates are
 blocks per second of CPU time of the server's main thread, without (and, in a key of its own, with) the XADDs.
-longest_call_ms is CPU time of one call, from the scheduler's clock; longest_wall_ms is from SLOWLOG and includes what
-else the machine did meanwhile.
+longest_call_ms is CPU time of one call, from the scheduler's clock; longest_wall_ms is from SLOWLOG and includes the
+turns of other programs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
+from tests.bench import apply_follow, apply_sync
 from tests.support.fleet.reporting_worker import SCHEME
 from tests.support.redis.servers import server, valkey_binary
 
@@ -153,7 +160,7 @@ def run(url: str, workers: int, entries: int, rounds: int) -> dict[str, Any]:
     assert bench.entries() == held, "what was stored was not removed"
     slow: Any = bench.client.slowlog_get(10_000)
     walls = [call["duration"] / 1000 for call in slow if b"EVALSHA" in call["command"].upper()]
-    stored, removed = max(one for one, _ in results), max(one for _, one in results)
+    stored, removed = max(rates for rates, _ in results), max(rates for _, rates in results)
     info: Any = bench.client.info("server")
     return {
         "stored_per_s": round(stored[0]),
@@ -172,13 +179,25 @@ def run(url: str, workers: int, entries: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--follow", action="store_true", help="measure how much one core can follow instead")
+    part.add_argument("--sync", action="store_true", help="measure decisions beside the sync instead")
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--entries", type=int, default=1_000_000, help="(block, worker) pairs in the index")
     parser.add_argument("--rounds", type=int, default=3, help="the best counts")
-    parser.add_argument("--server", help="binary; default: redis-server, else the embedded Valkey")
+    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
+    parser.add_argument("--quick", action="store_true", help="little data: shows that --follow or --sync works")
     options = parser.parse_args()
-    with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
-        print(json.dumps(run(url, options.workers, options.entries, options.rounds)))
+    started = partial(server, options.server or shutil.which("redis-server") or valkey_binary())
+    if options.follow:
+        found = apply_follow.run(started, (8,) if options.quick else apply_follow.WORKERS)
+    elif options.sync:
+        with started(*apply_sync.cores()) as url:
+            found = apply_sync.run(url, quick=options.quick)
+    else:
+        with started() as url:
+            found = run(url, options.workers, options.entries, options.rounds)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

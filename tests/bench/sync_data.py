@@ -1,15 +1,12 @@
-"""The blocks that the workers of ``bench_sync`` hold, the same in every process."""
+"""The blocks that the workers of ``apply_sync`` hold, the same in every process."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
 
-TENANTS, HEAD, TAIL = (
-    20,
-    62,
-    563,
-)  # a chain of 10,000 tokens is the head of a tenant and the tail of a worker, in blocks
+TENANTS = 20
+HEAD, TAIL = 62, 563  # blocks: a chain of 10,000 tokens is the head of a tenant and the tail of a worker
 MISSES = 0.1
 
 

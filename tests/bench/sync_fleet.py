@@ -1,4 +1,4 @@
-"""The workers and the applier of ``bench_sync``: streams as 64 plugins write them, applied as one replica does."""
+"""The workers and the applier of ``apply_sync``: streams as 64 plugins write them, applied as one replica does."""
 
 from __future__ import annotations
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
 
 BURST = 32  # chunks between two round trips, as the plugin has it
-#: A resync without slots: one call deletes all entries of the worker and writes them again.
-NAIVE = """
-local prefix, slot, held = ARGV[1], ARGV[2], redis.call("SMEMBERS", ARGV[1] .. "s:" .. ARGV[2])
-for _, hash in ipairs(held) do redis.call("SREM", prefix .. "b:" .. hash, slot) end
-redis.call("DEL", prefix .. "s:" .. slot)
-for _, hash in ipairs(held) do redis.call("SADD", prefix .. "b:" .. hash, slot) end
-for at = 1, #held, 4000 do redis.call("SADD", prefix .. "s:" .. slot, unpack(held, at, math.min(at + 3999, #held))) end
-return #held
-"""
-
 
 if TYPE_CHECKING:
     Work = Callable[["Worker"], Awaitable[None]]
@@ -130,31 +120,26 @@ async def send(fleet: Fleet, entries: list[tuple[Any, ...]]) -> None:
 
 
 class Sync:
-    """The writers of one phase: changes unless idle, and digests, resyncs or the naive sync as the mode asks."""
+    """The writers of one phase: changes, and in mode ``resync`` digests and the whole table of one worker in turn."""
 
     def __init__(self, fleet: Fleet, workers: list[Worker], rate: float) -> None:
         self.fleet, self.workers, self.rate = fleet, workers, rate
-        self.naive = fleet.redis.register_script(NAIVE)
         self.turn = 0
-        self.late_s: list[float] = []  # how late each flush was
 
     async def run(self, mode: str, done: asyncio.Event) -> None:
         """Write until ``done``, with all parts side by side, as in production."""
         written = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            if mode != "alone":
-                group.create_task(self._apply(written))
+            group.create_task(self._apply(written))
             await self._write(mode, done)  # a snapshot that has begun is written to its end
             written.set()
 
     async def _write(self, mode: str, done: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
-            if mode != "alone":
-                group.create_task(self._every(wire.FLUSH_SECONDS, self._flush, done))
-            if mode in ("digest", "resync", "naive"):
+            group.create_task(self._every(wire.FLUSH_SECONDS, self._flush, done))
+            if mode == "resync":
                 group.create_task(self._every(wire.HEARTBEAT_SECONDS, self._beat, done))
-            if mode in ("resync", "naive"):
-                group.create_task(self._one_in_turn(self._resync if mode == "resync" else self._rewrite, done))
+                group.create_task(self._snapshots(done))
 
     async def _every(self, period_s: float, work: Work, done: asyncio.Event) -> None:
         """Do ``work`` for each worker once per period, evenly spread."""
@@ -164,7 +149,6 @@ class Sync:
                 return
             due += period_s / len(self.workers)
             pause = due - time.perf_counter()
-            self.late_s.append(max(0.0, -pause))
             if pause > 0.002:  # the timer is not more precise
                 await asyncio.sleep(pause)
             await work(worker)
@@ -186,21 +170,15 @@ class Sync:
             await self.fleet.step()
             await asyncio.sleep(APPLY_INTERVAL_S)
 
-    async def _one_in_turn(self, work: Work, done: asyncio.Event) -> None:
+    async def _snapshots(self, done: asyncio.Event) -> None:
+        """Let one worker in turn send its whole table."""
         due = time.perf_counter() + wire.HEARTBEAT_SECONDS / 2
         while not done.is_set():
             await asyncio.sleep(0.02)
             if time.perf_counter() >= due:
                 due += wire.HEARTBEAT_SECONDS
                 self.turn += 1
-                await work(self.workers[self.turn % len(self.workers)])
-
-    async def _resync(self, worker: Worker) -> None:
-        await worker.snapshot()
-
-    async def _rewrite(self, worker: Worker) -> None:
-        record: Any = self.fleet.redis.hget(self.fleet.keys.workers, worker.worker_id)
-        await self.naive(args=[self.fleet.keys.prefix, json.loads(await record)["slot"]])
+                await self.workers[self.turn % len(self.workers)].snapshot()
 
     async def quiet(self) -> None:
         """Wait until all entries are applied and all retired slots are collected."""

@@ -1,8 +1,8 @@
-"""The load generator of ``bench_sync``, in a process of its own. It decides at random moments.
+"""The load generator of ``apply_sync``, in a process of its own. It decides at random moments.
 
 It is an open loop over one connection: a request is sent when it is due, even while earlier ones wait, and its latency
 counts from that moment. ``lag`` is how late it was sent; if it is not small, this process was the bottleneck.
-It prints one JSON object: latencies and lags in microseconds, and the due time of each decision.
+It prints one JSON object: latencies and lags in microseconds.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class Load:
         self.waiting: deque[tuple[float, str]] = deque()  # (due time, reservation), the latter empty for a settle
         self.settles: deque[tuple[float, str]] = deque()
         self.latencies: list[float] = []
-        self.dues: list[float] = []  # due time of each latency, in ``time.perf_counter`` seconds
         self.lags: list[float] = []
-        self.matched = self.refused = 0
+        self.refused = 0
 
     def run(self, rate: float, seconds: float) -> dict[str, Any]:
         begin = time.perf_counter()
@@ -74,9 +73,8 @@ class Load:
             if readable:
                 self._read(counts_from)
         busy = time.process_time() / (time.perf_counter() - begin)
-        times = {"latencies_us": _micros(self.latencies), "dues_s": self.dues, "lags_us": _micros(self.lags)}
-        answer = times | {"busy": round(busy, 3)}
-        return answer | {"matched_share": self.matched / max(1, len(self.latencies)), "refused": self.refused}
+        times = {"latencies_us": _micros(self.latencies), "lags_us": _micros(self.lags)}
+        return times | {"busy": round(busy, 3), "refused": self.refused}
 
     def _ask(self, chain: bytes) -> list[str | bytes]:
         """Make the arguments of a decision, without its reservation, before it is due: later work would add latency."""
@@ -112,8 +110,6 @@ class Load:
             self.settles.append((now + ANSWER_S, reservation))
             if due >= counts_from:
                 self.latencies.append(now - due)
-                self.dues.append(due)
-                self.matched += answer[2] > 0
 
 
 def _micros(values: list[float]) -> list[int]:

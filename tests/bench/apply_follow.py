@@ -1,35 +1,36 @@
-"""How much one Redis core can follow: ``python -m tests.bench.bench_follow`` prints one JSON object as its last line.
+"""How much one Redis core can follow: ``make -s bench NAME=apply ARGS="--follow"``.
 
 64, 256 and 1,024 workers flush the changes of 100 ms. Their engines have full caches, so each block that is stored
 comes with a block that is removed. Flushes are written and then applied to the end. The figures are CPU time of the
 server's main thread, which other work on the machine hardly changes.
+
 ``live``: each flush is applied by itself. ``behind``: ten flushes of a worker are applied together, as they are when
-applying lags by a second, which costs decisions next to nothing.
-``share_...``: the share of a core, with the XADDs, by blocks stored per second and worker. ``flush_us``: the cost of a
-flush without its blocks. ``pair_us``: the cost of one block stored and one removed, which stand for the prefill of one
-block. ``prefill_tokens_per_s``: how much all engines together may compute, by block size, until a core does nothing
-but follow (``behind``). Applying is paced to 30 % of a core, and to twice that while much is waiting.
+applying lags by a second. ``share_...``: the share of a core, with the XADDs, by blocks stored per second and worker.
+``flush_us``: the cost of a flush without its blocks. ``pair_us``: the cost of one block stored and one removed, which
+stand for the prefill of one block. ``prefill_tokens_per_s``: how much all engines together may compute, by block size,
+until a core does nothing but follow. Applying is paced to 30 % of a core, and to twice that while much is waiting.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import shutil
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.bench.sync_data import Data
 from tests.bench.sync_fleet import Worker, send
-from tests.support.redis.servers import PATIENT, server, valkey_binary
+from tests.support.redis.servers import PATIENT
 
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+WORKERS = (64, 256, 1_024)
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
 RATES = (250, 2_000)  # blocks that each worker stores per second
 FLUSHES = 10  # of each worker
@@ -85,17 +86,17 @@ class Rounds:
 
 
 async def measure(url: str, workers: int) -> dict[str, Any]:
-    bench = Rounds(url, workers)
-    await bench.fill()
+    rounds = Rounds(url, workers)
+    await rounds.fill()
     found: dict[str, Any] = {}
     for name, together in TOGETHER.items():
-        costs = {rate: await bench.cost_s(rate, together) for rate in RATES}
+        costs = {rate: await rounds.cost_s(rate, together) for rate in RATES}
         found[name] = summary(workers, costs)
-    for worker in bench.workers:
-        await send(bench.fleet, [worker.heartbeat()])
-    await bench._apply()
-    await bench.check()
-    await bench.fleet.close()
+    for worker in rounds.workers:
+        await send(rounds.fleet, [worker.heartbeat()])
+    await rounds._apply()
+    await rounds.check()
+    await rounds.fleet.close()
     return found
 
 
@@ -110,18 +111,11 @@ def summary(workers: int, costs: dict[int, float]) -> dict[str, Any]:
     return found | {"prefill_tokens_per_s": {size: round(most * size) for size in BLOCK_TOKENS}}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, action="append", help="may be given again; default 64, 256, 1,024")
-    parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
-    options = parser.parse_args()
+def run(started: Callable[[], AbstractContextManager[str]], workers: tuple[int, ...] = WORKERS) -> dict[str, Any]:
+    """Return the figures by number of workers, each on a server of its own."""
     found: dict[str, Any] = {}
-    for workers in options.workers or (64, 256, 1024):
-        with server(options.server or shutil.which("redis-server") or valkey_binary()) as url:
-            found[str(workers)] = asyncio.run(measure(url, workers))
-        print(workers, "workers:", found[str(workers)], file=sys.stderr, flush=True)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    for count in workers:
+        with started() as url:
+            found[str(count)] = asyncio.run(measure(url, count))
+        print(count, "workers:", found[str(count)], file=sys.stderr, flush=True)
+    return found
