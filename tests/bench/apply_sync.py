@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
+from tests.bench.output import say
 from tests.bench.sync_data import Data
 from tests.bench.sync_fleet import Sync, Worker, send
 from tests.support.redis.servers import PATIENT
@@ -219,10 +220,6 @@ class Bench:
             "counts": {key.decode(): int(value) for key, value in self.store.hgetall(self.fleet.keys.counts).items()},
             "memory_mb": round(self.store.info("memory")["used_memory"] / 2**20),
         }
-
-
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
 
 
 async def _measured(url: str, size: Size) -> dict[str, Any]:

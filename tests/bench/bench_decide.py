@@ -19,7 +19,8 @@ import shutil
 from typing import Any
 
 from tests.bench import decide_masters, decide_queue
-from tests.bench.filled_store import Data, FilledStore, say
+from tests.bench.filled_store import Data, FilledStore
+from tests.bench.output import say
 from tests.support.redis.servers import server, valkey_binary
 
 

@@ -1,9 +1,30 @@
 """CPU of a replica per request beside routers of other projects: ``make -s bench NAME=proxy``.
 
+    make -s bench NAME=proxy                                                # all kinds of requests, with all peers
+    make -s bench NAME=proxy ARGS="--only 200b chunk --peers smg"           # two parts beside one peer: a minute
+    make -s bench NAME=proxy ARGS="--only 200b chunk --beside ../old"       # beside a replica of another checkout
+    make -s bench NAME=proxy ARGS="--profile --only 500t"                   # where the CPU time goes, by module
+    make -s bench NAME=proxy ARGS="--latency"                               # what replicas add (``proxy_latency``)
+    make -s bench NAME=proxy ARGS="--streams"                               # 5,000 at once (``proxy_streams``)
+
 One store, four stub engines that joined the fleet as proven workers, and one client serve all routers in turn: in each
 round every router gets the same burst of requests of each kind. The figures are medians over rounds of the CPU time of
 the router's process (all threads) per request, less what it uses at rest. Routers run on a core of their own where
 there are two, one after the other; store, engines and client share the other core.
+
+``us_200b``, ``us_500t``: a plain chat of 200 bytes; of 500 tokens that no router has seen. ``us_40kb_...``,
+``us_10kt_...``: of 40 kB and of 10,000 tokens, ``_cold`` if never seen; ``_warm``: one of 64 that were sent before, and
+the next turn of one of 64 conversations, 650 tokens of it new. ``_stream``: the same with an answer of 18 chunks that
+come at once. ``us_chunk``: one chunk of streams with 5 ms between chunks. ``least``: the least value over the rounds in
+place of the median. ``ours_over_theirs``: beneath each other router, the median of the ratios within a round; trust it
+more than µs where other programs run (``load_average``). ``max_rps``, ``max_rps_busy``: requests of 200 B a second, and
+the share of its core that the router used: below .9 the other core was the limit. ``p50_ms``, ``p99_ms``: latency at
+half of that rate, less that of the stubs alone. ``idle_core_share``: without requests, eight engines. ``redis_us``: CPU
+of the store for a request.
+
+Two settings of replicas differ from production: a long timeout of decisions, because the store shares its core with the
+client, and no limit to booked prefill, because stubs report none as done. Peers run with one worker thread and their
+default policies. An answer without a booked decision ends the run.
 
 Peers are optional. One that is not installed is named on standard error with the command that installs it.
 """
@@ -12,298 +33,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import math
 import os
 import statistics
 import sys
-import tempfile
 import time
-from collections import defaultdict
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from tests.bench.proxy_client import AnswerError, at_rate, burst_of, connected, in_turn, request
+from tests.bench import proxy_latency, proxy_streams
+from tests.bench.output import report, say
 from tests.bench.proxy_profile import profile
-from tests.bench.proxy_requests import (
-    KINDS,
-    KNOWN,
-    LONG_CHUNKS,
-    PLAIN,
-    STREAM_CHUNKS,
-    STREAMED,
-    Kind,
-    body,
-    known_large,
-    known_talk,
-)
-from tests.bench.proxy_routers import Cores, Fleet, OtherWork, Router, cpu_s, on_core, sources
+from tests.bench.proxy_requests import KNOWN, PLAIN, STREAMED
+from tests.bench.proxy_rounds import CHUNK, SATURATING, Plan, Rounds, key_of
+from tests.bench.proxy_routers import ENGINES, Cores, Fleet, Router, fleet_of, sources
 
 from warmfleet_loadtest.stacks import peers
-from warmfleet_loadtest.stacks.processes import Processes, StackError, end_on_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
 OURS, NO_HANDOFF = "warmfleet", "no_handoff"
-ENGINES, IDLE_ENGINES = 4, 8
-SATURATING = Kind("max", PLAIN[0].messages, 4.0, together=48)
-KNOWN_S = 60.0  # until the index must know the prompts that the engines were given
-LATENCY_SHARE = 0.5  # of a router's most requests a second, while latency is measured
-LATENCY_S = 3.0
-WARM_UP_S = 0.5  # of each measurement of latency
-LATENCY_TRIES = 5
-QUIET = 0.05  # of one core: other programs use less while latency is measured
-CHUNK, IDLE = "chunk", "idle"  # parts of a run beside the kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is measured.
-
-    count: requests of a burst of the smallest kind. rest_s: how long routers rest. idle_engines: of the fleet whose
-    routers show what they use at rest; 0 = that is not measured. profile_s: CPU time that is sampled of each kind.
-    known: prompts that the engines know before the rounds. only: the parts to measure (see ``parser``); empty = all.
-    """
-
-    bursts: int
-    count: int
-    rest_s: float
-    engines: int
-    idle_engines: int
-    profile_s: float
-    known: int
-    only: frozenset[str] = frozenset()
-
-    def has(self, part: str) -> bool:
-        return not self.only or part in self.only
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """The kinds that are measured."""
-        return [kind for kind in (*KINDS, SATURATING) if self.has(CHUNK if kind.gap_ms else kind.key)]
-
-    def requests(self, kind: Kind) -> int:
-        """How many requests a burst of this kind has."""
-        return max(1, int(self.count * kind.share))
-
-
-@dataclass
-class Measured:
-    """What the rounds gave for one router: by key, one value for each round. tokens: of a prompt, by kind."""
-
-    rounds: dict[str, list[float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-
-    def add(self, key: str, value: float) -> None:
-        self.rounds.setdefault(key, []).append(value)
-
-    def median(self, key: str) -> float:
-        return statistics.median(self.rounds[key])
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-class Bench:
-    """The measurements over the routers of one fleet, which take turns."""
-
-    def __init__(self, fleet: Fleet, routers: Sequence[Router], plan: Plan) -> None:
-        self.fleet, self.routers, self.plan = fleet, routers, plan
-        self.measured = defaultdict[str, Measured](Measured)
-        self.store_idle = 0.0
-
-    # ------------------------------------------------ before the rounds
-
-    async def rest(self) -> None:
-        """Learn what routers and store use without requests."""
-        before, started = [cpu_s(one.pids) for one in self.routers], time.perf_counter()
-        store = cpu_s(self.fleet.store)
-        await asyncio.sleep(self.plan.rest_s)
-        lasted = time.perf_counter() - started
-        self.store_idle = (cpu_s(self.fleet.store) - store) / lasted
-        for one, spent in zip(self.routers, before, strict=True):
-            one.idle = (cpu_s(one.pids) - spent) / lasted
-
-    async def make_known(self) -> None:
-        """Let each known prompt be computed by an engine, and wait until the index shows all of it."""
-        say("giving the engines the prompts that they know already ...")
-        inner = self.fleet.engines.inner
-        for number, port in enumerate(inner):
-            mine = range(number, self.plan.known, len(inner))
-            requests = [request(body(make(one))) for one in mine for make in (known_large, known_talk)]
-            burst = burst_of(requests)
-            await in_turn(burst, await connected(port, burst, 2))
-        ours, deadline = self.routers[0], time.monotonic() + KNOWN_S
-        while await self.matched_share(ours) < 0.9:
-            if time.monotonic() > deadline:
-                raise StackError("the index does not learn what the engines hold")
-
-    async def matched_share(self, router: Router) -> float:
-        """Of known prompts, the share of the tokens that the router found at the chosen workers."""
-        burst = burst_of([request(body(known_large(number))) for number in range(self.plan.known)])
-        await in_turn(burst, await connected(router.port, burst, 4))
-        matched, tokens = (
-            sum(_number(head, name) for head in burst.heads) for name in (b"matched-tokens", b"prompt-tokens")
-        )
-        return matched / max(1, tokens)
-
-    # ------------------------------------------------ rounds
-
-    async def round(self, number: int) -> None:
-        """Give every router a burst of every kind. Each round begins with another router; round 0 is not counted."""
-        for kind in self.plan.kinds:
-            count = self.plan.requests(kind)
-            requests = kind.requests(f"{number} {kind.key.removesuffix('_stream')}{kind.chunks}", count)
-            for router in _turn(self.routers, number):
-                values = await self.burst(router, kind, requests)
-                for key, value in values.items() if number else ():
-                    self.measured[router.name].add(f"{key}_{kind.key}", value)
-            self.fleet.check()
-
-    async def burst(self, router: Router, kind: Kind, requests: Sequence[bytes]) -> dict[str, float]:
-        """Send the requests; returns CPU µs of router and store per request, requests per second, busy share."""
-        burst = burst_of(requests)
-        idle = await connected(router.port, burst, min(kind.together, len(requests)))
-        started, spent, store = time.perf_counter(), cpu_s(router.pids), cpu_s(self.fleet.store)
-        await in_turn(burst, idle)
-        lasted = time.perf_counter() - started
-        spent, store = cpu_s(router.pids) - spent, cpu_s(self.fleet.store) - store
-        if not all(router.needs in head for head in burst.heads):
-            raise StackError(f"{router.name}: an answer came without a decision of the store")
-        if router.needs:
-            tokens = [_number(head, b"prompt-tokens") for head in burst.heads]
-            self.measured[router.name].tokens[kind.key] = round(statistics.mean(tokens))
-        return {
-            "us": (spent - router.idle * lasted) / len(requests) * 1e6,
-            "redis_us": (store - self.store_idle * lasted) / len(requests) * 1e6,
-            "rps": len(requests) / lasted,
-            "busy": spent / lasted,
-        }
-
-    async def latency(self, number: int) -> None:
-        """Half of what saturates each router, at random times: latency beside that of the stubs alone.
-
-        The first requests are not counted: they find every cache of the processor cold. A measurement beside which
-        other programs worked is repeated a few times, for its slowest requests only tell of them.
-        """
-        for router in _turn(self.routers, number):
-            measured = self.measured[router.name]
-            rate = measured.median("rps_max") * LATENCY_SHARE
-            requests = SATURATING.requests(f"latency {number}", max(20, int(rate * min(LATENCY_S, self.plan.rest_s))))
-            for _ in range(LATENCY_TRIES):
-                mine = (*router.pids, *self.fleet.store, *self.fleet.engine_pids, os.getpid())
-                with OtherWork(mine) as others:
-                    through = _waits(await at_rate(router.port, requests, rate, number))
-                if others.core_share < QUIET:
-                    break
-            direct = _waits(await at_rate(self.fleet.engines.stubs[0], requests, rate, number))
-            measured.add("others", others.core_share)
-            for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99)):
-                measured.add(name, (quantile(through, share) - quantile(direct, share)) * 1e3)
-
-    async def run(self) -> None:
-        await asyncio.sleep(self.plan.rest_s)  # until the work of the start has ended
-        await self.rest()
-        if any("_warm" in kind.key for kind in self.plan.kinds):
-            await self.make_known()
-        for number in range(self.plan.bursts + 1):
-            say(f"round {number} of {self.plan.bursts} ...")
-            await self.round(number)
-        for number in range(self.plan.bursts) if self.plan.has(SATURATING.key) else ():
-            say(f"latency, {number + 1} of {self.plan.bursts} ...")
-            await self.latency(number)
-
-    # ------------------------------------------------ figures
-
-    def figures(self, router: Router) -> dict[str, Any]:
-        """The figures of one router: see tests/bench/README.md."""
-        median, plan = self.measured[router.name].median, self.plan
-        found: dict[str, Any] = {key: round(median(key)) for key in self.plain_keys}
-        found["least"] = {key: round(min(self.measured[router.name].rounds[key])) for key in self.plain_keys}
-        if plan.has(CHUNK):
-            found["us_stream_18_slow"] = round(median("us_slow_short"))
-            found["us_chunk"] = round(statistics.median(self.chunks(router)), 1)
-            found["least"]["us_chunk"] = round(min(self.chunks(router)), 1)
-        if plan.has(SATURATING.key):
-            found |= {"max_rps": round(median("rps_max")), "max_rps_busy": round(median("busy_max"), 2)}
-            found |= {name: round(median(name), 2) for name in ("p50_ms", "p99_ms")}
-            found["others_core_share"] = round(median("others"), 3)
-        return found
-
-    @property
-    def plain_keys(self) -> list[str]:
-        return [f"us_{kind.key}" for kind in self.plan.kinds if kind in (*PLAIN, *STREAMED)]
-
-    def chunks(self, router: Router) -> list[float]:
-        """CPU µs of a chunk, round by round."""
-        rounds = self.measured[router.name].rounds
-        pairs = zip(rounds["us_slow_short"], rounds["us_slow_long"], strict=True)
-        return [(long - short) / (LONG_CHUNKS - STREAM_CHUNKS) for short, long in pairs]
-
-    def ratios(self, peer: Router) -> dict[str, float]:
-        """Our figures over those of a peer: medians of the ratios within a round."""
-        ours, theirs = (self.measured[one.name].rounds for one in (self.routers[0], peer))
-        found = {key: _ratio(ours[key], theirs[key]) for key in self.plain_keys}
-        if self.plan.has(CHUNK):
-            found["us_chunk"] = _ratio(self.chunks(self.routers[0]), self.chunks(peer))
-        return found
-
-    def result(self) -> dict[str, Any]:
-        ours, *others = self.routers
-        measured = self.measured[ours.name]
-        found, kinds = self.figures(ours), [kind.key for kind in self.plan.kinds if kind in PLAIN]
-        if PLAIN[0].key in kinds:
-            found["redis_us_per_request"] = round(measured.median(f"redis_us_{PLAIN[0].key}"))
-        found["redis_us"] = {key: round(measured.median(f"redis_us_{key}")) for key in kinds}
-        found["tokens"] = {key: measured.tokens[key] for key in kinds}
-        for one in others:
-            found[key_of(one)] = self.figures(one) | {"ours_over_theirs": self.ratios(one)}
-        return found
-
-
-def key_of(router: Router) -> str:
-    return router.name.replace("-", "_")
-
-
-def _turn(routers: Sequence[Router], number: int) -> list[Router]:
-    first = number % len(routers)
-    return [*routers[first:], *routers[:first]]
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return round(statistics.median(our / their for our, their in zip(ours, theirs, strict=True)), 2)
-
-
-def _waits(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Seconds that requests took, without those of the warm-up; all of them if there are no others."""
-    counted = min(sent for sent, _ in spans) + WARM_UP_S
-    return [end - sent for sent, end in spans if sent > counted] or [end - sent for sent, end in spans]
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, math.floor(share * len(values)))]
-
-
-def _number(head: bytes, name: bytes) -> int:
-    """The number in our header ``name`` of an answer's head."""
-    return int(head.partition(b"x-warmfleet-" + name + b":")[2].partition(b"\r\n")[0] or 0)
-
-
-@contextmanager
-def fleet_of(cores: Cores, count: int, python: str) -> Iterator[Fleet]:
-    """A store and so many stub engines. This process runs on their core meanwhile."""
-    with (
-        tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
-        Processes(Path(folder)) as processes,
-        on_core(cores.others),
-    ):
-        yield Fleet(processes, cores, count, python)
+IDLE_ENGINES = 8
+IDLE = "idle"  # a part of a run beside the kinds
 
 
 def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]]:
@@ -333,17 +86,20 @@ def idle_shares(cores: Cores, plan: Plan, made: dict[str, Callable[[Fleet], Rout
     say(f"at rest, with {plan.idle_engines} engines ...")
     with fleet_of(cores, plan.idle_engines, python) as fleet:
         routers = [start(fleet) for name, start in made.items() if name != NO_HANDOFF]
-        bench, shares = Bench(fleet, routers, plan), {key_of(one): list[float]() for one in routers}
+        rounds, shares = Rounds(fleet, routers, plan), {key_of(router): list[float]() for router in routers}
         time.sleep(plan.rest_s)  # until the work of the start has ended
         for _ in range(plan.bursts):
-            asyncio.run(bench.rest())
-            for one in routers:
-                shares[key_of(one)].append(one.idle)
+            asyncio.run(rounds.rest())
+            for router in routers:
+                shares[key_of(router)].append(router.idle)
     return {key: round(statistics.median(values), 4) for key, values in shares.items()}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the options ask for, as the JSON object has it. Raises StackError or AnswerError."""
+    if options.latency or options.streams:
+        told = proxy_latency.measure(options) if options.latency else proxy_streams.measure(options)
+        return told | {"load_average": round(os.getloadavg()[1], 1)}
     only = frozenset(options.only)
     at_rest = IDLE_ENGINES if not only or IDLE in only else 0
     plan = Plan(options.bursts, options.requests, 5.0, ENGINES, at_rest, 4.0, KNOWN, only)
@@ -354,15 +110,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     idle = idle_shares(cores, plan, made, options.python) if plan.idle_engines else {}
     with fleet_of(cores, plan.engines, options.python) as fleet:
         say(f"starting {', '.join(made)} ...")
-        bench = Bench(fleet, [start(fleet) for start in made.values()], plan)
-        uvloop.run(bench.run())
-        found = bench.result()
+        rounds = Rounds(fleet, [start(fleet) for start in made.values()], plan)
+        uvloop.run(rounds.run())
+        found = rounds.result()
         if options.quick:
-            idle = {key_of(one): round(one.idle, 4) for one in bench.routers}
+            idle = {key_of(router): round(router.idle, 4) for router in rounds.routers}
         for key, share in idle.items():
             (found if key == OURS else found[key])["idle_core_share"] = share
         if options.profile:
-            found["profile"] = uvloop.run(profile(bench, plan.profile_s))
+            found["profile"] = uvloop.run(profile(rounds, plan.profile_s))
     return found | {"load_average": round(os.getloadavg()[1], 1)}
 
 
@@ -391,6 +147,10 @@ def parser() -> argparse.ArgumentParser:
         "--traces", metavar="URL", help="of an OTLP collector: replicas that trace every request, and 1 %%, take part"
     )
     made.add_argument("--profile", action="store_true", help="tell where each µs goes, by module")
+    made.add_argument("--latency", action="store_true", help="measure what four replicas add to a request instead")
+    made.add_argument(
+        "--streams", type=int, nargs="?", const=5_000, default=0, help="hold so many at once instead (%(const)s)"
+    )
     made.add_argument("--quick", action="store_true", help="one small round: shows that the bench works, no figures")
     return made
 
@@ -398,18 +158,6 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Exit codes: 0 measured, 1 a process broke or a router answered wrongly, 2 wrong arguments."""
     return report(measure, parser().parse_args())
-
-
-def report(measured: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> int:
-    """Print what is measured as one JSON object, or why it is not. Returns the exit code: see ``main``."""
-    end_on_signals()
-    try:
-        found = measured(options)
-    except (StackError, AnswerError) as error:
-        say(f"error: {error}")
-        return 1
-    print(json.dumps(found))
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import redis
-from tests.bench.bench_proxy import report, say
+from tests.bench.output import report, say
 from tests.bench.proxy_profile import samples, shares, show
 from tests.bench.proxy_routers import REPLICA, Router, cpu_s, sources
 from tests.bench.resting_engines import READY

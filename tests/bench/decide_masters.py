@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import redis
-from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, Data, FilledStore, say
+from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, Data, FilledStore
+from tests.bench.output import say
 from tests.support.redis.topology import whole_cluster
 
 from warmfleet.fleet import Ask, Fleet, QueueLimits, RedisConnections, Timeouts, new_reservation

@@ -20,7 +20,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from tests.bench.filled_store import BLOCK_TOKENS, FLAGS, SCHEME, FilledStore, say
+from tests.bench.filled_store import BLOCK_TOKENS, FLAGS, SCHEME, FilledStore
+from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
 from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
+from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
 from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
-
-
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
 
 
 @dataclass

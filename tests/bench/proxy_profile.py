@@ -17,7 +17,7 @@ from warmfleet_loadtest.stacks.processes import StackError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.bench.bench_proxy import Bench
+    from tests.bench.proxy_rounds import Rounds
     from tests.bench.proxy_routers import Router
 
 PROFILED = ("200b", "500t", "40kb_warm", "10kt_warm", "200b_stream", "slow_long")
@@ -25,22 +25,22 @@ WRITTEN_S = 10.0
 ROWS = 25  # of a printed table
 
 
-async def profile(bench: Bench, cpu_s: float) -> dict[str, Any]:
+async def profile(rounds: Rounds, cpu_s: float) -> dict[str, Any]:
     """CPU µs per request by place and by module of warmfleet, for each kind. cpu_s: so long each kind is sampled."""
-    file = bench.fleet.folder / "samples.json"
+    file = rounds.fleet.folder / "samples.json"
     program = ("-m", "tests.bench.sampled_replica", str(file))
-    router = bench.fleet.replica("sampled", {}, program)
+    router = rounds.fleet.replica("sampled", {}, program)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        if kind.key not in PROFILED or kind not in bench.plan.kinds:
+        if kind.key not in PROFILED or kind not in rounds.plan.kinds:
             continue
-        count = bench.plan.requests(kind)
-        await bench.burst(router, kind, kind.requests(f"profile {kind.key} warm", count))
+        count = rounds.plan.requests(kind)
+        await rounds.burst(router, kind, kind.requests(f"profile {kind.key} warm", count))
         samples(router, file)
         spent_us, bursts = 0.0, 0
         while spent_us < cpu_s * 1e6:
             requests = kind.requests(f"profile {kind.key} {bursts}", count)
-            spent_us += (await bench.burst(router, kind, requests))["us"] * count
+            spent_us += (await rounds.burst(router, kind, requests))["us"] * count
             bursts += 1
         found[kind.key] = shares(samples(router, file), spent_us / bursts / count)
         show(kind.key, found[kind.key])

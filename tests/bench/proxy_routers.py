@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ ONE_THREAD = {"TOKIO_WORKER_THREADS": "1", "PYTHONPATH": ""}
 BOOKED = b"x-warmfleet-reservation: booked"
 ROOT = Path(__file__).parents[2]
 PARTS = ("app", "worker_plugin", "loadtest")
+ENGINES = 4
 
 
 def sources(checkout: Path = ROOT) -> dict[str, str]:
@@ -164,6 +166,17 @@ class Fleet:
             process = self.processes.spawn("routers", name, argv, more)
         self.processes.wait(name, ready)
         return (process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True)))
+
+
+@contextmanager
+def fleet_of(cores: Cores, count: int, python: str) -> Iterator[Fleet]:
+    """A store and so many stub engines. This process runs on their core meanwhile."""
+    with (
+        tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
+        Processes(Path(folder)) as processes,
+        on_core(cores.others),
+    ):
+        yield Fleet(processes, cores, count, python)
 
 
 def _knows(url: str, workers: int) -> bool:

@@ -1,40 +1,33 @@
-"""What routers add between a client and an engine: ``make -s bench NAME=latency``.
+"""What routers add between a client and an engine: ``make -s bench NAME=proxy ARGS="--latency"``.
 
-    make -s bench NAME=latency                                   # four replicas, 200 requests a second, one minute
-    make -s bench NAME=latency ARGS="--rate 50 --replicas 1"
-    make -s bench NAME=proxy ARGS="--profile --only 200b_stream 500t 10kt_warm"    # where the CPU time goes, by module
-
-Requests come at random times (an open loop), each at one of the replicas. Their engines are stubs that answer at once,
-so the time to the first byte through a replica, less that of the same requests sent to the stubs, is what the replica
-adds. Requests are streamed chats: 200 bytes, 500 new tokens, and turns of 10,000 tokens whose beginning is known; `mix`
-has four, four and two of ten. The last line is one JSON object. `added_p50_ms` and `added_p99_ms` are those of the mix,
-as medians over rounds, `rounds` has each. Of a request's mean `added_ms` in the mix, `decision_ms` is the wait for
-Redis and `cpu_ms` the time that the replica computes; the rest is waiting for a core, for other requests, and sockets.
-Figures count on an idle machine only: `others_core_share` is what other programs used of a core meanwhile.
+Four replicas get 200 requests a second at random times (an open loop). Their engines are stubs that answer at once, so
+the time to the first byte through a replica, less that of the same requests sent to the stubs, is the replica's.
+Requests are streamed chats: 200 bytes, 500 new tokens, and turns of 10,000 tokens whose beginning is known; `mix` has
+four, four and two of ten. `added_p50_ms` and `added_p99_ms` are those of the mix, as medians over rounds, `rounds` has
+each. Of a request's mean `added_ms`, `decision_ms` is the wait for Redis and `cpu_ms` the time that the replica
+computes; the rest is waiting for a core, for other requests, and sockets. Figures count on an idle machine only:
+`others_core_share` is the use of a core by other programs meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import re
 import statistics
-import sys
 import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from tests.bench.bench_proxy import ENGINES, Bench, Plan, fleet_of, quantile, say
-from tests.bench.proxy_client import AnswerError, at_rate
+from tests.bench.output import say
+from tests.bench.proxy_client import at_rate
 from tests.bench.proxy_requests import KNOWN, STREAMED
-from tests.bench.proxy_routers import Cores, OtherWork, cpu_s
-
-from warmfleet_loadtest.stacks.processes import StackError, end_on_signals
+from tests.bench.proxy_rounds import Plan, Rounds, quantile
+from tests.bench.proxy_routers import ENGINES, Cores, OtherWork, cpu_s, fleet_of
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from tests.bench.proxy_routers import Fleet, Router
@@ -47,12 +40,12 @@ WARM_UP = 0.1  # of the requests, which find every cache of the processor cold
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """rate: requests per second, of all replicas together."""
+    """rate: requests per second, of all replicas together. seconds: of each part of a round."""
 
-    rate: float
-    seconds: float
-    replicas: int
-    rounds: int
+    rate: float = 200.0
+    seconds: float = 5.0
+    replicas: int = 4
+    rounds: int = 3
     known: int = KNOWN
 
     def requests(self, part: str, number: int) -> list[bytes]:
@@ -71,7 +64,7 @@ class Latency:
 
     async def run(self) -> dict[str, Any]:
         plan = Plan(self.load.rounds, 1, 1.0, ENGINES, 0, 0.0, self.load.known)
-        await Bench(self.fleet, self.replicas, plan).make_known()
+        await Rounds(self.fleet, self.replicas, plan).make_known()
         found: dict[str, list[dict[str, float]]] = {part: [] for part in PARTS}
         for number in range(self.load.rounds):
             say(f"round {number + 1} of {self.load.rounds} ...")
@@ -84,11 +77,11 @@ class Latency:
     async def round(self, part: str, number: int) -> dict[str, float]:
         """Send the requests through the replicas, then to the engines; returns what the way through added, in ms."""
         requests = self.load.requests(part, number)
-        pids = tuple(pid for one in self.replicas for pid in one.pids)
+        pids = tuple(pid for replica in self.replicas for pid in replica.pids)
         mine = (*pids, *self.fleet.store, *self.fleet.engine_pids, os.getpid())
         before, spent = self.decisions(), cpu_s(pids)
         with OtherWork(mine) as others:
-            through = await self.send([one.port for one in self.replicas], requests, number)
+            through = await self.send([replica.port for replica in self.replicas], requests, number)
         spent, (waited_s, count) = cpu_s(pids) - spent, self.decisions()
         direct = await self.send(self.fleet.engines.stubs, requests, number)
         return {
@@ -120,46 +113,13 @@ class Latency:
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
+    return {name: round(statistics.median(found[name] for found in rounds), 3) for name in rounds[0]}
 
 
-def measure(load: Load) -> dict[str, Any]:
-    """Everything that the JSON object has. Raises StackError or AnswerError."""
-    with fleet_of(Cores.of_this_machine(), ENGINES, sys.executable) as fleet:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises StackError or AnswerError."""
+    load = Load(40.0, 0.5, 2, 1, known=8) if options.quick else Load()
+    with fleet_of(Cores.of_this_machine(), ENGINES, options.python) as fleet:
         say(f"starting {load.replicas} replicas ...")
         replicas = [fleet.replica(f"replica-{number}", {}) for number in range(load.replicas)]
-        found = uvloop.run(Latency(fleet, replicas, load).run())
-    about = {"rate": load.rate, "replicas": load.replicas, "load_average": round(os.getloadavg()[0], 1)}
-    return found | about
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="make -s bench NAME=latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--rate", type=float, default=200.0, help="requests per second in all (default %(default)s)")
-    made.add_argument("--replicas", type=int, default=4)
-    made.add_argument("--seconds", type=float, default=5.0, help="of each part of a round (default %(default)s)")
-    made.add_argument("--rounds", type=int, default=3, help="whose medians are reported (default %(default)s)")
-    made.add_argument("--quick", action="store_true", help="one small round: shows that the bench works, no figures")
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 measured, 1 a process broke or a replica answered wrongly, 2 wrong arguments."""
-    options = parser().parse_args(argv)
-    if min(options.rate, options.replicas, options.seconds, options.rounds) <= 0:
-        parser().error("--rate, --replicas, --seconds and --rounds above 0")
-    end_on_signals()
-    load = Load(options.rate, options.seconds, options.replicas, options.rounds)
-    try:
-        found = measure(Load(40.0, 0.5, 2, 1, known=8) if options.quick else load)
-    except (StackError, AnswerError) as error:
-        say(f"error: {error}")
-        return 1
-    print(json.dumps(found), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return uvloop.run(Latency(fleet, replicas, load).run())

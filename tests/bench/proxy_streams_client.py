@@ -1,4 +1,4 @@
-"""The client of ``bench_streams``: thousands of streams at once, whose chunks tell when the engine sent them."""
+"""The client of ``proxy_streams``: thousands of streams at once, whose chunks tell when the engine sent them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The bench ``latency`` in small: it reports every figure, of requests that are all there."""
+"""The bench ``proxy --latency`` in small: it reports every figure, of requests that are all there."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.bench.bench_latency import PARTS, Load, main
+from tests.bench.bench_proxy import measure, parser
+from tests.bench.proxy_latency import PARTS, Load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +25,8 @@ def test_the_mix_has_each_size_in_its_share_and_every_round_has_other_requests()
 
 
 @pytest.mark.long(minutes=1, shows="the bench of added latency reports every figure")
-def test_a_small_run_reports_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_a_small_run_reports_every_figure() -> None:
+    told = measure(parser().parse_args(["--latency", "--quick"]))
     assert {"added_p50_ms", "added_p99_ms", "decision_ms", "cpu_ms", *PARTS} <= told.keys()
     assert all(told[part]["cpu_ms"] > 0 and told[part]["decision_ms"] > 0 for part in PARTS)
     assert 0 < told["added_p50_ms"] < told["added_p99_ms"]
