@@ -52,7 +52,7 @@ format: $(DEV_STAMP) ## let ruff format the code and fix what it can
 	@$(VENV)/bin/ruff check --fix $(SOURCES)
 
 # A wrong name is told at once, before minutes of installation.
-bench: $(if $(wildcard tests/bench/bench_$(NAME).py),$(DEV_STAMP)) ## make -s bench NAME=decide (or apply, sync, identity ...): one JSON object as the last line
+bench: $(if $(wildcard tests/bench/bench_$(NAME).py),$(DEV_STAMP)) ## make -s bench NAME=decide (or apply, proxy, order ...): one JSON object as the last line
 	@test -f "tests/bench/bench_$(NAME).py" || { echo "usage: make -s bench NAME=<name>, one of:" $(BENCHES) >&2; exit 2; }
 	@TRANSFORMERS_NO_ADVISORY_WARNINGS=1 PYTHONPATH=app:worker_plugin:loadtest $(PY) -m tests.bench.bench_$(NAME) $(ARGS)
 

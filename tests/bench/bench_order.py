@@ -3,18 +3,20 @@
     make -s bench NAME=order                                     # all of it: half an hour of two cores
     make -s bench NAME=order ARGS="--case starve"                # no starvation, and tenants: one minute
     make -s bench NAME=order ARGS="--quick"                      # a first look: one minute
-    make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets today,oracle,sticky --seeds 1"
+    make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets ours,oracle,sticky --seeds 1"
     make -s bench NAME=order ARGS="--case generated --rows 600"  # needs no trace
+    make -s bench NAME=order ARGS="--policies all --fleets ours --case conversation --mode step"
+    make -s bench NAME=order ARGS="--fleets ours --rule kappa0:kappa=0 --rule half:stock=4"
 
-Every fleet gets the same arrivals and the same eight engines. `today`, `new` and `engines` are four replicas with the
-real scripts: with the weights and limits before the changes of 2026-11-23, with the defaults in force, and with engines
-that sort their waiting prompts themselves (`WARMFLEET_ENGINE_PRIORITY`). `oracle`, `sticky` and `central` are choosers
-that read the engines' block pools and queues (`warmfleet_loadtest.simulator.choosers`); no router runs. A load is the
-share of time that engines compute under the oracle: the trace is played as fast as that takes. Each seed begins the
-trace at another place, and has a speed of its own: busy hours come early or late then, so engines would be more or less
-busy at one speed for all.
+Every fleet gets the same arrivals and the same eight engines. `ours` and `engines` are four replicas with the real
+scripts: with the default weights and limits, and with engines that sort their waiting prompts themselves
+(`WARMFLEET_ENGINE_PRIORITY`). `--policies` adds fleets of other policies, `--rule` fleets of other weights or limits,
+or with `stock` engines that have no plugin. `oracle`, `sticky` and `central` are choosers that read the engines' block
+pools and queues (`warmfleet_loadtest.simulator.choosers`); no router runs. A load is the share of time that engines
+compute under the oracle: the trace is played as fast as that takes. Each seed begins the trace at another place, and
+has a speed of its own: busy hours come early or late then, so engines would be more or less busy at one speed for all.
 
-The case `starve` is another load, of the fleet `new` alone (`virtual_starve`): prompts of 100,000 tokens beside short
+The case `starve` is another load, of the fleet `ours` alone (`virtual_starve`): prompts of 100,000 tokens beside short
 ones for ten minutes at .9 busy, and two tenants of which one wants ten times as much as the other.
 
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has the figures of every case,
@@ -52,7 +54,7 @@ from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits, Weights
-from warmfleet.settings import Settings
+from warmfleet.settings import POLICIES, Settings
 from warmfleet_loadtest.measuring.figures import markdown, quantile
 from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks.processes import end_on_signals
@@ -101,21 +103,12 @@ CASES = {
 PUBLIC = tuple(name for name in CASES if name != "generated")
 STARVE = "starve"
 DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
-NEW: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
+OURS: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
 #: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
 #: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
+#: ``stock``: so many engines have no plugin.
 RULES: Mapping[str, Mapping[str, float]] = {
-    "today": {
-        "lambda_": 2.0,
-        "kappa": 2.5,
-        "pressure_price": 1.0,
-        "wait_price": 1.5,
-        "stay": 1.0,
-        "place": 0.0,
-        "max_engine_wait_s": 2.0,
-        "patience": 0.0,
-    },
-    "new": NEW,
+    "ours": OURS,
     "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
 }
 FLEETS = (*RULES, *RIVALS)
@@ -126,7 +119,7 @@ USUAL = tuple(name for name in FLEETS if name != "engines")
 class Job:
     """One run, as plain values that another process can read.
 
-    rule: of a fleet with routers, as in RULES. speed: 0 while it is not known.
+    rule, policy: of a fleet with routers, rule as in RULES. speed: 0 while it is not known.
     """
 
     case: str
@@ -138,6 +131,7 @@ class Job:
     rows: int | None
     rule: Mapping[str, float]
     speed: float = 0.0
+    policy: str = "cost"
 
     def trace(self) -> Trace:
         case = CASES[self.case]
@@ -179,10 +173,9 @@ class Job:
         if self.fleet in RIVALS:
             told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
             return figures(told.served, [one.busy_s for one in told.engines], self.speed)
-        plan = Plan(engines, weights=_with(Weights(), self.rule), queue=_with(QueueLimits(), self.rule))
-        plan = replace(
-            plan, replicas=REPLICAS, speed=self.speed, seed=self.seed, sorting=bool(self.rule.get("sorting"))
-        )
+        plan = Plan(engines, self.policy, _with(Weights(), self.rule), REPLICAS, self.speed, self.seed)
+        stock = frozenset(range(int(self.rule.get("stock", 0))))
+        plan = replace(plan, queue=_with(QueueLimits(), self.rule), sorting=bool(self.rule.get("sorting")), stock=stock)
         gaps = IdleGaps()
         plan = replace(plan, dispatch_s=DISPATCH_S, watch=gaps, watch_s=SAMPLE_S)
         with private_server() as url:
@@ -219,7 +212,7 @@ def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -
 
 def fairness(seed: int) -> dict[str, float]:
     """Return the figures of the case ``starve``."""
-    queue = _with(QueueLimits(), NEW)
+    queue = _with(QueueLimits(), OURS)
     with private_server() as url:
         told = uvloop.run(starve(url, queue, seed=seed)) | uvloop.run(tenants(url, queue, seed=seed))
         for name, alike in (("spread", False), ("alike", True)):
@@ -266,7 +259,7 @@ def over(rows: Iterable[Row], figure: str, fleet: str, rivals: Sequence[str]) ->
     }
 
 
-def bounds(rows: Sequence[Row], fleet: str = "new") -> dict[str, float]:
+def bounds(rows: Sequence[Row], fleet: str = "ours") -> dict[str, float]:
     """Return the worst ratios that bound the fleet, of those whose loads were played."""
     told: dict[str, float] = {}
 
@@ -315,11 +308,15 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
 def _rule(text: str) -> tuple[str, dict[str, float]]:
     """Parse NAME:SETTING=VALUE,... into a fleet's name and its rule. Raises ValueError."""
     name, _, values = text.partition(":")
-    known = {one.name for defaults in (Weights, QueueLimits) for one in fields(defaults)}
+    known = {weight.name for defaults in (Weights, QueueLimits) for weight in fields(defaults)} | {"stock"}
     rule = {setting: float(value) for setting, _, value in (one.partition("=") for one in values.split(","))}
     if name in FLEETS or rule.keys() - known:
         raise argparse.ArgumentTypeError(f"{text!r}: NAME:SETTING=VALUE, settings of {', '.join(sorted(known))}")
-    return name, {**NEW, **rule}
+    return name, {**OURS, **rule}
+
+
+def _policies(text: str) -> list[str]:
+    return list(POLICIES) if text == "all" else _names(POLICIES)(text)
 
 
 def _loads(text: str) -> list[float]:
@@ -343,8 +340,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--rule", type=_rule, action="append", default=[], metavar="NAME:SETTING=VALUE,...",
-        help="one more fleet of routers: the new rule with other weights or limits; may be repeated",
+        help="one more fleet of routers: the default rule with other weights or limits; may be repeated",
     )  # fmt: skip
+    made.add_argument("--policies", type=_policies, default=[], help="more fleets of routers: `policy-NAME`; or all")
     made.add_argument("--seeds", type=int, help="beginnings of the trace (3, of agents 10; with --quick 1)")
     made.add_argument("--rows", type=int, help="first so many requests (default: each case's own; with --quick 600)")
     made.add_argument("--mode", choices=("fcfs", "step"), default="fcfs", help="of the engines (default %(default)s)")
@@ -357,14 +355,17 @@ def parser() -> argparse.ArgumentParser:
 def every(args: argparse.Namespace) -> list[Job]:
     """Return the jobs of the command line."""
     rows = args.rows or (600 if args.quick else None)
-    rules = {**{name: RULES.get(name, {}) for name in args.fleets}, **dict(args.rule)}
+    fleets = {name: (RULES.get(name, {}), "cost") for name in args.fleets}
+    fleets |= {name: (rule, "cost") for name, rule in args.rule}
+    fleets |= {f"policy-{name}": (OURS, name) for name in args.policies}
     jobs = []
     for name in [name for name in args.case or PUBLIC if name != STARVE]:
         quick = (0.6,) if name.startswith("agents") else (0.5, 0.83)
         seeds = args.seeds or (1 if args.quick else CASES[name].seeds)
         for load in args.loads or (quick if args.quick else CASES[name].loads):
-            for fleet, rule in rules.items():
-                jobs += [Job(name, load, fleet, seed, seeds, args.mode, rows, rule) for seed in range(seeds)]
+            for fleet, (rule, policy) in fleets.items():
+                about: Any = {"mode": args.mode, "rows": rows, "rule": rule, "policy": policy}
+                jobs += [Job(name, load, fleet, seed, seeds, **about) for seed in range(seeds)]
     return jobs
 
 

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 from tests.bench import bench_rest
-from tests.bench.bench_order import CASES, NEW, SKIP, figures
+from tests.bench.bench_order import CASES, OURS, SKIP, figures
 from tests.bench.bench_order import Job as OrderJob
 from tests.bench.exact_pools import Served, Setup, simulate
 from tests.bench.jobs import run_all
@@ -113,7 +113,7 @@ class Job:
     def _played(self) -> dict[str, float]:
         case, trace = CASES[self.case], self.trace()
         config = engine(load_costs(f"{case.step_time}-fcfs"), case.blocks, "fcfs", self.speed / trace.scale)
-        limits = QueueLimits(max_engine_wait_s=NEW["max_engine_wait_s"], patience=NEW["patience"])
+        limits = QueueLimits(max_engine_wait_s=OURS["max_engine_wait_s"], patience=OURS["patience"])
         plan = Plan((config,) * self.engines, queue=limits, speed=self.speed)
         plan = replace(plan, pools=self.sizes, depth_tokens=round(DEPTH_TOKENS / trace.scale))
         with private_server() as url:
@@ -128,8 +128,8 @@ class Job:
             load_costs(f"{case.step_time}-fcfs").prefill_token_s * self.speed,
             trace.scale,
             depth_tokens=round(DEPTH_TOKENS / trace.scale),
-            room_s=NEW["max_engine_wait_s"] * self.speed,
-            patience=NEW["patience"],
+            room_s=OURS["max_engine_wait_s"] * self.speed,
+            patience=OURS["patience"],
         )
         served, busy = simulate(setup, copies(trace, self.engines // 8, self.seed), Blocks(trace))
         return told(served, statistics.fmean(busy))

@@ -7,7 +7,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.bench.bench_order import NEW, Row, bounds, main, over
+from tests.bench.bench_order import OURS, Row, bounds, main, over
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_idle import IdleGaps
 from tests.bench.virtual_plans import WORKLOADS, engine
@@ -94,12 +94,12 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
 
     rows = [
         *(row("conversation", load, "oracle", 2.0, 10.0) for load in (0.5, 0.83, 0.95)),
-        row("conversation", 0.5, "new", 2.2, 5.0),
-        row("conversation", 0.83, "new", 1.0, 12.0),
-        row("conversation", 0.95, "new", 1.5, 9.0),
+        row("conversation", 0.5, "ours", 2.2, 5.0),
+        row("conversation", 0.83, "ours", 1.0, 12.0),
+        row("conversation", 0.95, "ours", 1.5, 9.0),
         row("agents-tight", 0.6, "oracle", 4.0, 10.0),
         row("agents-tight", 0.6, "sticky", 2.0, 20.0),
-        row("agents-tight", 0.6, "new", 3.0, 10.0),
+        row("agents-tight", 0.6, "ours", 3.0, 10.0),
     ]
     assert bounds(rows) == {
         "hot_mean_over_oracle": 0.75,
@@ -108,13 +108,13 @@ def test_a_bound_is_the_worst_of_its_loads() -> None:
         "agents_mean_over_best": 1.5,
         "agents_p99_over_best": 1.0,
     }
-    assert over(rows, "mean", "new", ["sticky"]) == {("agents-tight", 0.6): 1.5}
+    assert over(rows, "mean", "ours", ["sticky"]) == {("agents-tight", 0.6): 1.5}
     assert bounds(rows[:1]) == {}
 
 
 async def test_nobody_starves_and_tenants_get_the_same(url: str) -> None:
     """More work than the engines can do: without ageing the long prompts would wait until the short ones end."""
-    queue = QueueLimits(NEW["max_engine_wait_s"], 4_096, NEW["patience"])
+    queue = QueueLimits(OURS["max_engine_wait_s"], 4_096, OURS["patience"])
     fair = await starve(url, queue, long=20_000, busy=1.8, seconds=15.0)
     assert fair["starved_worst_over_bound"] < 1
     assert 0.9 < (await tenants(url, queue, seconds=12.0))["tenants_work_ratio"] < 1.1
@@ -132,7 +132,7 @@ def test_a_bound_follows_from_those_who_may_overtake() -> None:
 
 async def test_an_engine_that_gets_its_requests_late_is_found_idle(url: str) -> None:
     trace, told = generate(100, 1), {}
-    queue = QueueLimits(NEW["max_engine_wait_s"], 1_024, NEW["patience"])
+    queue = QueueLimits(OURS["max_engine_wait_s"], 1_024, OURS["patience"])
     for dispatch_s in (0.0, 0.4):
         gaps = IdleGaps()
         plan = Plan(FOUR, speed=1.5 * HOT, queue=queue, dispatch_s=dispatch_s, watch=gaps, watch_s=0.01)
@@ -144,18 +144,24 @@ async def test_an_engine_that_gets_its_requests_late_is_found_idle(url: str) -> 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--case", "generated", "--rows", "60", "--loads", "0.83", "--seeds", "1", "--jobs", "1"]
-    assert main([*options, "--fleets", "oracle,sticky", "--rule", "new2:kappa=0"]) == 0
+    fleets = ["--fleets", "oracle,sticky", "--rule", "rule2:kappa=0", "--rule", "half:stock=4", "--policies", "session"]
+    assert main([*options, *fleets]) == 0
     printed = capsys.readouterr()
     told: dict[str, Any] = json.loads(printed.out)
     assert [(row["load"], row["fleet"]) for row in told["rows"]] == [
-        (0.83, name) for name in ("oracle", "sticky", "new2")
+        (0.83, name) for name in ("oracle", "sticky", "rule2", "half", "policy-session")
     ]
     assert all(row["requests"] == 60 and row["mean"] > 0 for row in told["rows"])
     assert "| generated | 0.83 |" in printed.err
 
 
 def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--fleets", "nosuch"], ["--rule", "oracle:kappa=1"], ["--rule", "x:nosuch=1"], ["--loads", "1.5"]):
+    for words in (
+        ["--fleets", "nosuch"],
+        ["--rule", "oracle:kappa=1"],
+        ["--rule", "x:nosuch=1"],
+        ["--policies", "nosuch"],
+    ):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2

@@ -1,9 +1,9 @@
-"""Makes the figures of one run on the virtual clock, and their means over runs that differ in their seed only."""
+"""Makes the figures of one run on the virtual clock."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from warmfleet_loadtest.measuring.figures import over_mean, quantile
 
@@ -48,13 +48,3 @@ def tails(served: Sequence[Answered]) -> dict[str, float]:
     """Return the quantiles of the TTFT in virtual seconds, or 0 without requests."""
     ttft = sorted(one.ttft_s for one in served)
     return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}
-
-
-def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over seeds, and the standard deviation of the mean TTFT. Lines are those of the first seed."""
-    made: dict[str, Any] = {}
-    for name, value in runs[0].items():
-        made[name] = value if isinstance(value, list) else round(statistics.fmean(run[name] for run in runs), 4)
-    if len(runs) > 1 and "ttft_mean_s" in made:
-        made["ttft_mean_s_sd"] = round(statistics.stdev(run["ttft_mean_s"] for run in runs), 4)
-    return made | {"seeds": len(runs)}

@@ -60,7 +60,6 @@ class Plan:
 
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
-    claims: speeds (tokens/s) and capacities (blocks) that engines of these numbers claim to have.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
     queue: limits of the fleet's queue; by default requests never wait. tenants: 8 bytes for sessions that are not of
     the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
@@ -79,7 +78,6 @@ class Plan:
     joins_s: Mapping[int, float] = field(default_factory=dict)
     direct: Mapping[int, int] = field(default_factory=dict)
     known: Literal["reported", "booked", "no"] = "reported"
-    claims: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     stock: frozenset[int] = frozenset()
     queue: QueueLimits = field(default_factory=QueueLimits)
     tenants: Mapping[int, bytes] = field(default_factory=dict)
@@ -120,9 +118,7 @@ class Cluster:
         self.store = store
         self._pools = plan.pool_of_engines()
         self.workers: list[VirtualWorker | StockWorker] = [
-            StockWorker(config, number)
-            if number in plan.stock
-            else VirtualWorker(store, config, number, plan.claims.get(number), pool)
+            StockWorker(config, number) if number in plan.stock else VirtualWorker(store, config, number, pool)
             for number, (config, pool) in enumerate(zip(plan.engines, self._pools, strict=True))
         ]
         self.replicas = [{pool: store.fleet(pool, plan.weights) for pool in plan.tags} for _ in range(plan.replicas)]

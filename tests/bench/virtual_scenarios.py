@@ -1,14 +1,14 @@
-"""Scenarios in which the load or the members of a fleet change, each with arrivals of its own.
+"""Scenarios of tests, in which the load or the members of a fleet change, each with arrivals of its own.
 
 Engines need 8e-4 s for a token, and prompts have 350 tokens on average, so that an engine with an empty cache serves
-3.5 requests a second. ``seconds`` scales a scenario. Each returns figures, and lines over virtual seconds for a plot.
+3.5 requests a second. ``seconds`` scales a scenario. Each returns figures.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.virtual_figures import figures, tails
@@ -22,7 +22,7 @@ from warmfleet_loadtest.traces import trace as traces
 from warmfleet_loadtest.traces.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Sequence
 
     from warmfleet_loadtest.simulator.virtual_clock import Answered
 
@@ -31,21 +31,13 @@ ONE = engine(COSTS, 1_024)
 PER_ENGINE = 3.5  # requests per second that keep one engine busy
 HOT_BLOCKS = 100
 HOT_SHARE = 0.6
-BIN_S = 2.0  # between two points of a line
-
-
-@dataclass(slots=True)
-class Told:
-    """The result of a scenario. lines: name -> (seconds, value)."""
-
-    figures: dict[str, float]
-    lines: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+BIN_S = 2.0  # in which an engine has a share of the requests
 
 
 # ---------------------------------------------------------------- a hot prefix
 
 
-async def hot(url: str, plan: Plan, seconds: float = 120.0) -> Told:
+async def hot(url: str, plan: Plan, seconds: float = 120.0) -> dict[str, float]:
     """From 1/6 to 1/2 of the time, 60 % of the requests begin with the same 100 blocks; before and after that, none."""
     engines = len(plan.engines)
     begin, end, rate = seconds / 6, seconds / 2, 0.55 * PER_ENGINE * engines
@@ -69,7 +61,7 @@ async def hot(url: str, plan: Plan, seconds: float = 120.0) -> Told:
         told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
     of_hot = [one.engine for one in played.served if one.session >= DIRECT]
     told["share_of_busiest"] = max(of_hot.count(number) for number in range(engines)) / len(of_hot)
-    return Told(told, {"holders": holders, "p90 TTFT, s": _over_time(played.served, seconds)})
+    return told
 
 
 def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tuple[Trace, Sequence[int]]:
@@ -92,7 +84,7 @@ def _hot_trace(rate: float, times: tuple[float, float, float], seed: int) -> tup
 # ---------------------------------------------------------------- engines that differ
 
 
-async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
+async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> dict[str, float]:
     """Four engines of speeds 1:1:2:4, which the fleet has to learn, at 75 % of their capacity."""
     factors = (1.0, 1.0, 2.0, 4.0)
     engines = tuple(engine(COSTS.scaled(1 / factor), 1_024) for factor in factors)
@@ -111,30 +103,13 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> Told:
         told[f"learned_{number}_over_slowest"] = learned[number] / learned[0]
         told[f"work_share_{number}"] = work[number] / sum(work)
         told[f"fair_share_{number}"] = factor / sum(factors)
-    return Told(told)
-
-
-# ---------------------------------------------------------------- a worker that lies
-
-
-async def claims(url: str, plan: Plan, seconds: float = 120.0) -> Told:
-    """Four engines are alike and half busy with conversations. The first claims to be faster, or to have more room."""
-    trace = traces.generate(round(0.5 * PER_ENGINE * 4 * seconds), plan.seed)
-    told: dict[str, float] = {}
-    speed = round(1 / COSTS.prefill_token_s)
-    liars = {"honest": (speed, 1_024), "fast": (4_000_000_000, 1_024), "empty": (speed, 0), "huge": (speed, 2**31 - 1)}
-    for name, claim in liars.items():
-        changed = replace(plan, engines=plan.engines[:4], speed=0.5 * PER_ENGINE * 4 / 3.0, claims={0: claim})
-        played = await play(url, trace, changed)
-        tokens = [sum(one.prompt_tokens for one in played.served if one.engine == at) for at in range(4)]
-        told |= {f"share_{name}": tokens[0] / sum(tokens), f"ttft_mean_s_{name}": figures(played)["ttft_mean_s"]}
-    return Told(told)
+    return told
 
 
 # ---------------------------------------------------------------- load that the fleet did not route
 
 
-async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> Told:
+async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> dict[str, float]:
     """One of four engines gets half of its capacity past the fleet; one run for each way to report that load."""
     engines = plan.engines[:4]
     direct = steady(0.5 * PER_ENGINE, seconds, plan.seed + 77, session=DIRECT)
@@ -148,13 +123,13 @@ async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> Told:
         told |= {f"{name}_{known}": found[name] for name in ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "busy")}
     told["p99_reported_over_booked"] = told["ttft_p99_s_reported"] / told["ttft_p99_s_booked"]
     told["mean_reported_over_booked"] = told["ttft_mean_s_reported"] / told["ttft_mean_s_booked"]
-    return Told(told)
+    return told
 
 
 # ---------------------------------------------------------------- an engine that joins
 
 
-async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
+async def join(url: str, plan: Plan, seconds: float = 80.0) -> dict[str, float]:
     """Conversations keep all engines but one 75 % busy. That one joins in the middle, with an empty cache."""
     last, at_s = len(plan.engines) - 1, seconds / 2
     speed = 0.75 * PER_ENGINE * last / 3.0
@@ -170,28 +145,13 @@ async def join(url: str, plan: Plan, seconds: float = 80.0) -> Told:
         told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
     own = [one for one in played.served if one.engine == last and one.at_s < at_s + 20]
     told |= {f"{what[:-2]}_joiner_s": value for what, value in tails(own).items()}
-    return Told(told, {"share of the joiner": shares, "p90 TTFT, s": _over_time(played.served, seconds)})
+    return told
 
 
 def _shares(served: Sequence[Answered], number: int, seconds: float) -> list[tuple[float, float]]:
-    """Return the share of the requests of each bin that engine ``number`` got."""
-    bins = _bins(served, seconds)
-    return [(at, statistics.fmean(one.engine == number for one in found) if found else 0.0) for at, found in bins]
-
-
-def _over_time(served: Sequence[Answered], seconds: float) -> list[tuple[float, float]]:
-    return [(at, tails(found)["ttft_p90_s"]) for at, found in _bins(served, seconds)]
-
-
-def _bins(served: Sequence[Answered], seconds: float) -> list[tuple[float, list[Answered]]]:
-    starts = [number * BIN_S for number in range(int(seconds / BIN_S))]
-    return [(at, [one for one in served if at <= one.at_s < at + BIN_S]) for at in starts]
-
-
-SCENARIOS: Mapping[str, Callable[..., Coroutine[Any, Any, Told]]] = {
-    "hot": hot,
-    "speeds": speeds,
-    "claims": claims,
-    "foreign": foreign,
-    "join": join,
-}
+    """Return the share of the requests of each BIN_S that engine ``number`` got."""
+    shares = []
+    for at in (BIN_S * index for index in range(int(seconds / BIN_S))):
+        found = [answered.engine == number for answered in served if at <= answered.at_s < at + BIN_S]
+        shares.append((at, statistics.fmean(found) if found else 0.0))
+    return shares

@@ -35,15 +35,7 @@ LEAST_S = 1e-3  # between two steps of a publisher that has more to do
 class VirtualWorker:
     """Engine ``number`` of a fleet. Call ``join`` once, then ``keep_going``."""
 
-    def __init__(
-        self,
-        store: VirtualStore,
-        config: EngineConfig,
-        number: int,
-        claim: tuple[int, int] | None = None,
-        pool: str = MODEL,
-    ) -> None:
-        self._claim = claim  # a speed and a capacity that are not its own
+    def __init__(self, store: VirtualStore, config: EngineConfig, number: int, pool: str = MODEL) -> None:
         self._pool = pool
         self.tracker = Tracker()
         scheduler = config.scheduler(self.tracker, lambda: store.clock.now)
@@ -67,7 +59,7 @@ class VirtualWorker:
             server_id=self.server_id,
             rank=0,
             scheme=config.scheme,
-            capacity_blocks=self._claim[1] if self._claim else config.blocks,
+            capacity_blocks=config.blocks,
             max_model_len=limits.max_model_len,
             version="virtual",
             closed=not config.ttft_target,
@@ -87,7 +79,7 @@ class VirtualWorker:
         )
 
     def _load(self) -> Load:
-        return load_of(self.engine.scheduler, self._claim[0] if self._claim else self.engine.meter.speed_tps)
+        return load_of(self.engine.scheduler, self.engine.meter.speed_tps)
 
     async def join(self, fleet: Fleet, clock: Clock) -> None:
         """Announce both halves, apply that, and prove the worker as a probe would. It takes 0.2 virtual seconds."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from typing import Any
 
-import pytest
-from tests.bench.bench_sweep import main
 from tests.bench.virtual_figures import figures
 from tests.bench.virtual_fleet import Plan, Played, play
 from tests.bench.virtual_plans import WORKLOADS, engine
@@ -15,14 +11,13 @@ from tests.bench.virtual_store import BEGINNING_US, VirtualStore
 from tests.bench.virtual_workers import MODEL
 
 from warmfleet.fleet import LoadRow, QueueLimits, Weights
-from warmfleet.settings import POLICIES
 from warmfleet_loadtest.traces.trace import generate
 
 SMALL = engine(WORKLOADS["generated"].costs, 512)
 
 
 def chosen(played: Played) -> list[tuple[float, int, int]]:
-    return [(one.at_s, one.session, one.engine) for one in played.served]
+    return [(answered.at_s, answered.session, answered.engine) for answered in played.served]
 
 
 async def test_scripts_take_the_time_from_the_bench(url: str) -> None:
@@ -69,31 +64,3 @@ async def test_requests_wait_their_turn_in_virtual_time(url: str) -> None:
     for row in (LoadRow.unpack(packed) for packed in cluster.rows.values()):
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
     assert not cluster.queued
-
-
-def test_the_command_prints_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--workload", "generated", "--rows", "30", "--engines", "2", "--vary", "kappa=0,1"]
-    assert main([*options, "--policy", "cost,round_robin"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(told["rows"]) == [f"{policy} kappa={k} 4x" for policy in ("cost", "round_robin") for k in (0, 1)]
-    assert all(row["requests"] == 30 and row["ttft_mean_s"] > 0 for row in told["rows"].values())
-
-
-def test_a_policy_that_is_none_is_refused_with_the_names_of_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for words, environment in (["--policy", "cost,nosuch"], ""), ([], "nosuch"):
-        monkeypatch.setenv("POLICY", environment)
-        with pytest.raises(SystemExit) as ended:
-            main(["--workload", "generated", "--rows", "9", *words])
-        assert ended.value.code == 2
-        said = capsys.readouterr().err
-        assert "'nosuch' is no policy" in said
-        assert all(policy in said for policy in POLICIES)
-
-
-def test_a_picture_that_cannot_be_made_costs_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--workload", "generated", "--rows", "9", "--plot", f"{__file__}/x.svg"]) == 1
-    printed = capsys.readouterr()
-    assert list(json.loads(printed.out.splitlines()[-1])["rows"]) == ["cost 4x"]
-    assert "error: " in printed.err
