@@ -9,7 +9,7 @@ from tests.support.run.scheduling import FIRST, TOGETHER, runs_long_tests, unit_
 
 def test_the_table_of_long_tests_is_current() -> None:
     text = README.read_text()
-    assert text == with_table(text), "write it anew: python -m tests.support.run.long_tests"
+    assert text == with_table(text), "run: python -m tests.support.run.long_tests --write"
 
 
 def test_every_folder_of_tests_is_described() -> None:

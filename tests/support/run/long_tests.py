@@ -1,14 +1,17 @@
-"""The table of long tests in tests/README.md, made from the markers.
+"""The long tests: ``python -m tests.support.run.long_tests`` prints what each shows.
 
-``python -m tests.support.run.long_tests`` writes it anew.
+``--write`` writes their table in tests/README.md anew.
 
-A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. Its row names the test. The row names the whole file
-if the mark is the file's ``pytestmark`` or a constant in it, or if no other test of the file is long.
+A long test carries ``@pytest.mark.long(minutes=5, shows="...")``. The table has a row for each
+folder, with its files and their minutes. The list names the whole file if the mark is the file's ``pytestmark`` or a
+constant in it, or if no other test of the file is long.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "tests/README.md"
-BEGIN, END = "<!-- begin: python -m tests.support.run.long_tests -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: python -m tests.support.run.long_tests --write -->\n", "<!-- end -->\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,13 @@ class Row:
     shows: str
 
     @property
-    def line(self) -> str:
-        return f"| `{self.selects}` | {self.shows} | {self.minutes} |\n"
+    def folder(self) -> str:
+        return self.selects.rpartition("/")[0]
+
+    @property
+    def file(self) -> str:
+        """The name of its file, without ``test_`` and ``.py``."""
+        return self.selects.rpartition("/")[2].partition(".py")[0].removeprefix("test_")
 
 
 def rows() -> list[Row]:
@@ -65,10 +73,16 @@ def marks_in(path: Path) -> Iterator[Row]:
 
 def table() -> str:
     """Return the generated part of the README."""
-    found = rows()
-    head = "| test | what it shows | minutes |\n|---|---|---|\n"
-    hours = round(sum(row.minutes for row in found) / 60)
-    return f"{head}{''.join(row.line for row in found)}\nTogether about {hours} hours.\n"
+    folders: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for row in rows():
+        if row.folder:  # the others are chosen by a mark
+            folders[row.folder][row.file] += row.minutes
+    lines = [
+        f"| `{folder}` | {', '.join(f'{file} {minutes}' for file, minutes in files.items())} |\n"
+        for folder, files in folders.items()
+    ]
+    hours = round(sum(row.minutes for row in rows()) / 60)
+    return f"| folder | files of long tests, minutes |\n|---|---|\n{''.join(lines)}\nTogether about {hours} hours.\n"
 
 
 def with_table(text: str) -> str:
@@ -79,4 +93,7 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    if "--write" in sys.argv:
+        README.write_text(with_table(README.read_text()))
+    else:
+        print("\n".join(f"{row.minutes:3} min  {row.selects}\n         {row.shows}" for row in rows()))
