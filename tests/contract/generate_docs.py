@@ -1,4 +1,4 @@
-"""Writes what follows from the code into app/docs: settings.md, metrics.md, tables of api.md and sizing.md.
+"""Writes generated text: settings.md, metrics.md, tables of api.md and sizing.md in app/docs; figures of tests/bench.
 
 The command is ``python -m tests.contract.generate_docs``.
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import MetricWrapperBase
 from starlette.routing import Route
+from tests.bench import results
 from tests.contract import sizing
 
 from warmfleet import errors
@@ -181,6 +182,7 @@ PAGES = {
     DOCS / "metrics.md": metrics_page,
     DOCS / "api.md": api_page,
     DOCS / "sizing.md": sizing_page,
+    results.README: results.page,
 }
 
 if __name__ == "__main__":

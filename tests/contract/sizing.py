@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class UnitCosts:
-    """Measured costs; tests/bench/README.md names command and conditions of each.
+    """Measured costs, by the benches of tests/bench/README.md.
 
-    decide_us: a decision with its settlement or cancellation, pools of 64 (bench `masters`). follow_us: an engine's
-    changes of 100 ms are applied (`follow`). block_us: a block stored and one removed (`follow`). request_us, chunk_us:
-    CPU of a replica (`proxy`). block_bytes: of Redis (`sync`).
+    decide_us: a decision with its settlement or cancellation, pools of 64 (`decide --masters`). follow_us: an engine's
+    changes of 100 ms are applied (`apply --follow`). block_us: a block stored and one removed (the same). request_us,
+    chunk_us: CPU of a replica (`proxy`). block_bytes: of Redis (`apply --sync`).
     """
 
     decide_us: float = 207.0
