@@ -16,7 +16,7 @@ Returns: {tickets in the queue, ms in which the fleet computes what it does not 
       took its place), 3 UNKNOWN
 Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(workers) for each set of workers that a
       ticket looked at cannot be served by; at most 64 tickets reaped, 256 looked at: 1.6 ms with 64 workers, 2.5 ms
-      with 256 (tests/bench/README.md, queue), else about 1 ms
+      with 256 (`bench decide --queue`), else about 1 ms
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, tick_key, queue2_key = unpack(KEYS)
