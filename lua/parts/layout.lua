@@ -46,18 +46,20 @@ local LIMITS_BYTES = 8 -- one more: they have let this request in before
 local FLOW_BYTES = 9
 local PLACE_BYTES = 16
 local MEMBER_ID_AT = FLOW_BYTES + PLACE_BYTES + 1 -- of a member of `queue2`: flow, place, id
--- A ticket's record: prompt tokens; its size, the tie and the price elsewhere (us); how many workers are named
-local TICKET_PRICES = ">I4I4I4I4B"
-local TICKET_TOKENS = ">I4" -- of that, the prompt tokens
-local TICKET_SIZE = ">I4I4" -- of that, the prompt tokens and the size
-local TICKET_FLOW_AT = 18
-local TICKET_ARRIVAL_AT = TICKET_FLOW_AT + FLOW_BYTES -- as digits
-local TICKET_PLACE_AT = TICKET_ARRIVAL_AT + PLACE_BYTES
+
+-- A ticket's record
+local TICKET_PRICES = ">I4I4I4I4B" -- prompt tokens; size, tie and price elsewhere (us); how many workers are named
+local TICKET_SIZE = ">I4I4" -- of these the first two
+local TICKET_TOKENS = ">I4" -- of these the first
+local TICKET_FLOW_AT = 18 -- its flow
+local TICKET_ARRIVAL_AT = TICKET_FLOW_AT + FLOW_BYTES -- when it came (us), as digits
+local TICKET_PLACE_AT = TICKET_ARRIVAL_AT + PLACE_BYTES -- its place in its flow
 local TICKET_OWN_AT = TICKET_PLACE_AT + PLACE_BYTES -- the named workers
 local TICKET_OWN = ">I4I4" -- of each: its slot, and its price (us)
-local OWN_BYTES = 8
+local OWN_BYTES = 8 -- of each
 local BARRED_SLOT = ">I4" -- behind them: the slots of workers that cannot serve the request
-local SLOT_BYTES = 4
-local MAKING = "\1" -- at the end, where a worker is making half of the prompt: decide/wait_turn
+local SLOT_BYTES = 4 -- of each
+local MAKING = "\1" -- at the end, where a worker is making half of the prompt
+
 local MAX_TURNS = 256 -- tickets that are looked at to find whose turn it is
 local NO_ROOM_S = 1e-9 -- seconds of room that subtractions may leave over

@@ -1,4 +1,4 @@
-"""Writes generated text: settings.md, metrics.md, tables of api.md and sizing.md in app/docs; figures of tests/bench.
+"""Writes generated text: settings.md, metrics.md, tables of api.md, sizing.md, lua/README.md; figures of tests/bench.
 
 The command is ``python -m tests.contract.generate_docs``.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics import MetricWrapperBase
 from starlette.routing import Route
 from tests.bench import results
-from tests.contract import sizing
+from tests.contract import lua_tables, sizing
 
 from warmfleet import errors
 from warmfleet.errors import WarmfleetError
@@ -177,12 +177,18 @@ def sizing_page() -> str:
     return filled((DOCS / "sizing.md").read_text(encoding="utf-8"), {"large fleets": sizing.table()})
 
 
+def lua_page() -> str:
+    """The text of lua/README.md with its tables of packed records and codes."""
+    return filled(lua_tables.README.read_text(encoding="utf-8"), lua_tables.tables())
+
+
 PAGES = {
     DOCS / "settings.md": settings_page,
     DOCS / "metrics.md": metrics_page,
     DOCS / "api.md": api_page,
     DOCS / "sizing.md": sizing_page,
     results.README: results.page,
+    lua_tables.README: lua_page,
 }
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Next(IntEnum):
 class Standing(IntEnum):
     """What has become of a ticket in the queue."""
 
-    WAITS = 0
+    WAITS = 0  # it keeps its place
     TURN = 1  # it is its turn: the replica calls decide again
     DISPLACED = 2  # another request took its place
     UNKNOWN = 3  # it expired, or Redis lost it

@@ -48,10 +48,10 @@ class Flag(IntEnum):
 class Stage(IntEnum):
     """How far a reservation has come."""
 
-    BOOKED = 0
-    STARTED = 1
-    LINGERING = 2  # finished: holds no load, but its speculation until the engine's own report arrives
-    TOMBSTONE = 3  # ended before it was booked: a late decide books nothing
+    BOOKED = 0  # its prefill is ahead or under way
+    STARTED = 1  # its first token came
+    LINGERING = 2  # finished: it holds no load, but its checkpoints until the engine's own report arrives
+    TOMBSTONE = 3  # it ended before it was booked: a late decide books nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,7 @@ class LoadRow:
     foreign_prefill_tokens: U32 = 0  # tokens to be computed of requests that came past the routers
     foreign_decode_tokens: U32 = 0  # resident context of such requests that decode
     blocks: U32 = 0  # blocks that are held; of an approximate worker: blocks in its mirror
-    capacity_blocks: U32 = (
-        0  # blocks that the cache has room for: 4 times the fleet's median at most, whatever it claims
-    )
+    capacity_blocks: U32 = 0  # that the cache has room for: 4 times the fleet's median at most, whatever it claims
     busy_share: U16 = 0  # 65,535ths of its time that were spent in prefill until since_ms, older time counting less
     evicted: U16 = 0  # blocks evicted since the last heartbeat; by an approximate worker's mirror in about 5 s
     under_way_tokens: U32 = 0  # prompt tokens that the prefill under way has at most

@@ -18,7 +18,7 @@ of displaced tickets, which are leases, too. If one of the keys is lost, the que
 takes a new ticket, at its old place. A ticket of a client with limits counts as one of its requests in flight, and its
 prompt as used; both are given back with the ticket.
 Takes the key `queue2`, the time in us, how long a ticket lives (ms), the key prefix (nil: tickets do not count
-as a client's), and own_call, which stands for redis.call (decide/dry_queue; nil: that itself). Returns the functions
+as a client's), and own_call, which stands for redis.call (decide/dry_tickets; nil: that itself). Returns the functions
 below, now_ms, and DISPLACED, the record of a ticket whose place another request took.
 Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> its record: parts/layout; empty: displaced),
 :leases (id -> expiry ms), :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow ->
