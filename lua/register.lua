@@ -116,9 +116,8 @@ evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.pass
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, blocks, capacity_blocks, busy_share,
   evicted)
-local under_way = row and row:sub(UNDER_WAY_TOKENS_AT, WORKER_ID_AT - 1)
-  or ("\0"):rep(WORKER_ID_AT - UNDER_WAY_TOKENS_AT)
-call("HSET", load_key, worker_id, head .. middle .. under_way .. worker_id)
+local rest = row and row:sub(AFTER_EVICTED) or ("\0"):rep(WORKER_ID_AT - AFTER_EVICTED) .. worker_id
+call("HSET", load_key, worker_id, head .. middle .. rest)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
 record.cause, record.reason = nil, nil -- of a record that stands
 record.passed, record.checked, record.replica = now, now, replica

@@ -54,7 +54,7 @@ end
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and starts) then return { "SAME" } end
 call("HDEL", lease_key, id)
--- Put these bytes into the worker's row, from one position up to the next field's.
+-- Put these bytes into the worker's row, in place of those from one position up to another.
 local function change(worker, from, bytes, to)
   local row = call("HGET", load_key, worker)
   call("HSET", load_key, worker, row:sub(1, from - 1) .. bytes .. row:sub(to))
@@ -72,7 +72,7 @@ if starts then
     -- An approximate worker never tells its speed, so it needs no flag; older replicas take LEARNED for a trial.
     if speed > 0 and bit.band(flags, FLAG_APPROXIMATE) == 0 then flags = bit.bor(flags, FLAG_LEARNED) end
     local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
-    change(worker, FLAGS_AT, packed, FOREIGN_PREFILL_TOKENS_AT)
+    change(worker, FLAGS_AT, packed, AFTER_SPEED_TPS)
   end
 else
   row = release.load(lease, outcome == "unsent")
@@ -92,7 +92,7 @@ local function mirrors()
     now_us = now_us, lacks = held and held + 1, asked_us = now_us - 1000 * (tonumber(ARGV[AGE_MS]) or 0) })
   if kept ~= blocks or full > 0 then
     local packed = struct.pack(ROW_BLOCKS_TO_EVICTED, kept, capacity, busy_share, math.min(evicted + full, MAX_EVICTED))
-    change(worker, BLOCKS_AT, packed, UNDER_WAY_TOKENS_AT)
+    change(worker, BLOCKS_AT, packed, AFTER_EVICTED)
   end
   return true
 end

@@ -5,6 +5,7 @@ constants of a replica in ``constants``, and what only scripts use in ``lua/part
 the values in place of the names. A name tells what it is:
 
 - ``<FIELD>_AT`` the position of a field in a packed row, ``LEASE_<FIELD>_AT`` in a packed lease; the first byte is 1
+- ``AFTER_<FIELD>`` the position behind a field of a row, so that no script names the field that follows
 - ``<FIELD>_FIELD`` its place among the numbers of an unpacked row; the first is 1
 - ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of all from one to the other, ``ROW`` of all
 - ``ROW_BYTES``, ``LEASE_BYTES``, ``ROW_FIELDS`` the size of these numbers, and how many they are
@@ -56,8 +57,11 @@ def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Ite
 def _of_routers() -> Iterator[tuple[str, str]]:
     """What routers use, too."""
     yield from _record("ROW", numbers_of(LoadRow))
-    for place, name in enumerate(numbers_of(LoadRow), 1):
+    letters = ">"
+    for place, (name, letter) in enumerate(numbers_of(LoadRow).items(), 1):
+        letters += letter
         yield f"{name.upper()}_FIELD", str(place)
+        yield f"AFTER_{name.upper()}", str(1 + calcsize(letters))
     yield "ROW_FIELDS", str(len(numbers_of(LoadRow)))
     yield from _record("LEASE", numbers_of(Lease) | {"length": "B"}, "LEASE_")
     yield "JUDGED", str(JUDGED)

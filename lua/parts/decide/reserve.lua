@@ -33,14 +33,15 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   local uncached, context = s.prompt - own, max(0, decode_tokens - own)
   local work
   if prefill > 0 then
-    work = sub(row, BUSY_SHARE_AT, WORKER_ID_AT - 1)
+    work = sub(row, BUSY_SHARE_AT)
   else
     local share, evicted, _, since = unpack_from(ROW_BUSY_SHARE_TO_SINCE_MS, row, BUSY_SHARE_AT)
     local _, now_share = (include "shared/busy_share")(share, false, since, s.now)
     work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, now_share, evicted, uncached, s.now % U32)
+      .. sub(row, AFTER_SINCE_MS)
   end
   local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, epoch, prefill + uncached, decode + context, flight + 1)
-  call("HSET", load_key, worker, head .. sub(row, SLOT_AT, BUSY_SHARE_AT - 1) .. work .. worker)
+  call("HSET", load_key, worker, head .. sub(row, AFTER_IN_FLIGHT, BUSY_SHARE_AT - 1) .. work)
   local lease = struct.pack(LEASE, epoch, slot, uncached, context, own, s.prompt, STAGE_BOOKED, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end

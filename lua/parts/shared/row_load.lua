@@ -31,7 +31,8 @@ return function(load_key, now)
       share, since = select(2, (include "shared/busy_share")(share, row_prefill > 0, since, now)), now % U32
     end
     local work = struct.pack(ROW_BUSY_SHARE_TO_SINCE_MS, share, evicted, tokens, since)
-    call("HSET", load_key, worker, head .. row:sub(SLOT_AT, BUSY_SHARE_AT - 1) .. work .. worker)
+    local between, rest = row:sub(AFTER_IN_FLIGHT, BUSY_SHARE_AT - 1), row:sub(AFTER_SINCE_MS)
+    call("HSET", load_key, worker, head .. between .. work .. rest)
     return row_epoch, slot, row
   end
 end
