@@ -73,9 +73,9 @@ local function join(data, time, nonce, batch, id)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
   local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
   if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
-  local old = row or { call("INCR", next_slot_key), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
-  row = { old[1], old[2], old[3], old[4], old[5], flags, fresh.scheme_id, 0, 0, 0, 0, fresh.capacity_blocks, 0, 0, 0,
-    0 }
+  row = row or { call("INCR", next_slot_key), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
+  for field = FLAGS_FIELD, ROW_FIELDS do row[field] = 0 end
+  row[FLAGS_FIELD], row[SCHEME_FIELD], row[CAPACITY_BLOCKS_FIELD] = flags, fresh.scheme_id, fresh.capacity_blocks
   record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
   record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
