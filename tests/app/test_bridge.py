@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
-from tests.support.engines.joined import proven
-from tests.support.engines.listening import config, identity, running
+from tests.support.engines.simulated import config, demo_identity, running
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def publishing(model: str, blocks: int = 256) -> AsyncIterator[Engine]:
     """A simulated engine that publishes KV events and belongs to no fleet."""
-    engine = Engine(config(blocks=blocks), identity(), Served((model,)))
+    engine = Engine(config(blocks=blocks), demo_identity(), Served((model,)))
     async with running(ready=engine):
         engine.publish_kv_events()
         yield engine
@@ -164,13 +163,13 @@ class Silence:
 
 @pytest.mark.long(minutes=1, shows="the bridge announces the tokenizer of a folder, and texts are matched")
 async def test_the_tokenizer_of_a_folder_makes_texts_match(valkey_url: str, model: str, tmp_path: Path) -> None:
-    for name, content in identity().artifacts().items():
+    for name, content in demo_identity().artifacts().items():
         (tmp_path / name).write_bytes(content)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", **identity().special_tokens}
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", **demo_identity().special_tokens}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
     async with publishing(model) as engine, replica(valkey_url, model) as router:
         with bridge(valkey_url, engine, tokenizer=str(tmp_path)):
-            await proven(router)
+            await router.proven()
             messages = [{"role": "user", "content": "Tell me about bridges. " * 30}]
             for _ in range(2):
                 status, headers, _ = await router.post({"model": model, "messages": messages}, "/v1/chat/completions")

@@ -10,9 +10,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio as aioredis
-from tests.support.engines.joined import joined, proven
-from tests.support.engines.listening import identity
 from tests.support.engines.scripted import STREAM_HEAD, Seen, chunk, engine, reset
+from tests.support.engines.simulated import identity, simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
@@ -135,8 +134,8 @@ async def ask_everything(router: Replica, model: str) -> set[int]:
 async def test_no_output_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = await keys(valkey_url)
     with everything_logged() as lines:
-        async with joined(valkey_url, model, blocks=8_192), replica(valkey_url, model, trust_templates=False) as router:
-            await proven(router)
+        async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
+            await router.proven()
             assert {200, 400} <= await ask_everything(router, model)
             code = await asyncio.to_thread(main, ["explain", "--url", router.url, "--model", model, "--prompt", TEXT])
             assert code == 0

@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.background.test_prober import SMALL, TEMPLATE
+from tests.support.engines.plugin_worker import SMALL, TEMPLATE
 from tests.support.fleet.damaged_announcements import Damage
 from tests.support.fleet.keyspace import Keyspace
 from tests.support.fleet.reporting_worker import SCHEME

@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
 from tests.k8s.render import MODEL, parse, render
-from tests.support.certificates import made as made_certificate
+from tests.support.certificates import certificate
 from tests.support.redis.servers import redis7_binary, valkey_binary
 from tests.support.run.required_tools import require
 
@@ -58,8 +58,8 @@ def test_the_root_answers(rendered: dict[str, str], tmp_path: Path) -> None:
     minutes=1, shows="simulated engines and routers reach a Redis that speaks TLS only, by their manifests"
 )
 def test_tls_to_redis(tmp_path: Path) -> None:
-    authority = made_certificate(tmp_path, "authority")
-    pair = made_certificate(tmp_path, "redis", authority)
+    authority = certificate(tmp_path, "authority")
+    pair = certificate(tmp_path, "redis", authority)
     files = {"ca.crt": authority.certificate, "tls.crt": pair.certificate, "tls.key": pair.key}
     secrets = {"redis-passwords": PASSWORDS, "redis-tls": {name: path.read_text() for name, path in files.items()}}
     with Processes(tmp_path) as processes:
@@ -81,8 +81,8 @@ def test_tls_to_redis(tmp_path: Path) -> None:
     shows="simulated engines and routers trust the private authority of a Redis elsewhere, by their manifests",
 )
 def test_a_redis_elsewhere_with_a_private_authority(tmp_path: Path) -> None:
-    authority = made_certificate(tmp_path, "authority")
-    pair = made_certificate(tmp_path, "localhost", authority)
+    authority = certificate(tmp_path, "authority")
+    pair = certificate(tmp_path, "localhost", authority)
     (port,) = free_ports(1)
     words = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--save", ""]
     words += ["--tls-cert-file", str(pair.certificate), "--tls-key-file", str(pair.key)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.support.engines.listening import config, identity, running
+from tests.support.engines.simulated import config, demo_identity, running
 from tests.support.polling import poll
 
 from warmfleet_loadtest.simulator.api import Served
@@ -32,7 +32,7 @@ async def test_a_completion_and_its_cached_tokens() -> None:
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         body = {"model": "demo", "prompt": WORDS * 3, "max_tokens": 5, "ignore_eos": True}
         answers = [(await http.post("/v1/completions", json=body)).json() for _ in range(2)]
-    prompt = len(identity().completion_ids(WORDS * 3))
+    prompt = len(demo_identity().completion_ids(WORDS * 3))
     for answer, cached in zip(answers, (0, (prompt - 1) // 16 * 16), strict=True):
         assert answer["usage"] == {
             "prompt_tokens": prompt,
@@ -73,7 +73,7 @@ async def test_token_ids_in_and_out() -> None:
         ).json()
         several = (await http.post("/v1/completions", json={"prompt": [ids, "b"], "n": 2, "max_tokens": 2})).json()
     assert choice["prompt_token_ids"] == ids
-    assert identity().text(choice["token_ids"]) == choice["text"]
+    assert demo_identity().text(choice["token_ids"]) == choice["text"]
     assert given["prompt_token_ids"] == ids
     assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert [one["index"] for one in several["choices"]] == [0, 1, 2, 3]
@@ -162,7 +162,8 @@ async def test_numbers_and_booleans_are_read_as_vllm_reads_them() -> None:
         {"max_tokens": 3.0, "n": 1.0, "stream": 0, "echo": 0.0, "ignore_eos": 1},
         {"max_tokens": " 3.0 ", "n": True, "stream": "F", "echo": "off", "ignore_eos": "on", "odd": float("nan")},
     ]
-    read = [parse("cmpl", json.dumps({"prompt": [5, 6]} | one).encode(), "x", identity()) for one in [wanted, *written]]
+    bodies = [json.dumps({"prompt": [5, 6]} | fields).encode() for fields in (wanted, *written)]
+    read = [parse("cmpl", body, "x", demo_identity()) for body in bodies]
     assert read == [read[0]] * 4
 
 
@@ -194,7 +195,7 @@ async def test_echo_and_logprobs_are_imitated() -> None:
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert len(choice["prompt_logprobs"]) == prompt_tokens
     assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "every token of the prompt is computed"
-    assert templated["usage"]["prompt_tokens"] == len(identity().chat_ids(own)) != 0
+    assert templated["usage"]["prompt_tokens"] == len(demo_identity().chat_ids(own)) != 0
 
 
 @pytest.mark.parametrize("given", [5, [], {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}])
@@ -216,7 +217,7 @@ async def test_tokenize_tells_what_the_engine_would_see() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         chat = (await http.post("/tokenize", json={"messages": messages})).json()
-        assert chat["tokens"] == identity().chat_ids({"messages": messages})
+        assert chat["tokens"] == demo_identity().chat_ids({"messages": messages})
         assert (await http.post("/tokenize", json={"prompt": "Hi"})).json()["count"] == 1
         assert (await http.post("/tokenize", json={})).status_code == 400
 

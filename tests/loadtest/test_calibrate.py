@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.support.engines.listening import running
+from tests.support.engines.simulated import running
 
 from warmfleet_loadtest import calibrate
 from warmfleet_loadtest.engine import EngineConfig
@@ -76,8 +76,9 @@ class EngineTimed(Client):
         return replace(reply, total_s=self._core.busy_s - before)
 
 
-async def test_intervals_are_right_however_chunks_arrive() -> None:
+async def test_intervals_are_right_however_chunks_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated engine takes 4 ms for a step, for any number of streams."""
+    monkeypatch.setattr(calibrate, "REPEATS", 3)
     scheme = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 32)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 0.0))
     async with running(config) as up, EngineTimed(up.engine.core) as client:
@@ -111,7 +112,7 @@ async def test_measuring_and_checking_over_http(monkeypatch: pytest.MonkeyPatch)
     config = EngineConfig(scheme, LIMITS, 1_024, StepCosts(0.004, 2e-5))
     async with running(config) as up:
         samples = await measured(up.url)
-        (line,) = await calibrate.check(up.url, "demo", config, [Mix(20.0, 3.0, 2)])
+        (line,) = await calibrate.check(up.url, "demo", config, [Mix(30.0, 1.5, 2)])
     assert [sample[0] for sample in samples["decode"]] == [streams for streams, _context in calibrate.STREAMS]
     assert all(sample[2] >= LEAST_STEP_S for sample in samples["decode"])
     assert line["real_hit"] == pytest.approx(line["sim_hit"], abs=0.05)

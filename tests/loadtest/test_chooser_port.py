@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.support.engines.listening import DEMO, config, identity, running
+from tests.support.engines.simulated import DEMO, config, demo_identity, running
 from tests.support.polling import poll
 
 from warmfleet_loadtest.engine import listening, main
@@ -56,7 +56,7 @@ class Held:
 async def chosen(name: str) -> AsyncIterator[tuple[httpx.AsyncClient, ChosenCore]]:
     async with running(SLOW) as first, running(SLOW) as second:
         core = ChosenCore([first.engine.core, second.engine.core], name)
-        front = await listening(ChooserApi(core, identity(), DEMO).app(), "127.0.0.1", 0)
+        front = await listening(ChooserApi(core, demo_identity(), DEMO).app(), "127.0.0.1", 0)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.addresses[0][1]}", timeout=60) as client:
             try:
                 yield client, core

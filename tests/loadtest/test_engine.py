@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 import httpx
 import pytest
-from tests.support.engines.listening import config, identity, running
+from tests.support.engines.simulated import config, demo_identity, running
 from tests.support.polling import poll
 
 from warmfleet.fleet import Fleet
@@ -56,12 +56,12 @@ async def the_worker(fleet: Fleet) -> WorkerView | None:
 
 async def test_the_fleets_index_equals_the_engines_table(valkey_url: str, model: str) -> None:
     """It does so through evictions, duplicates and a reset. The load is reported, both foreign and ours."""
-    engine = Engine(config(StepCosts(0.0005, 1e-6), blocks=80), identity(), Served(("demo",)))
+    engine = Engine(config(StepCosts(0.0005, 1e-6), blocks=80), demo_identity(), Served(("demo",)))
     store = connect(valkey_url, timeout_s=5)
     fleet = Fleet(store, model)
     pool = engine.core.scheduler.pool
     async with running(ready=engine) as up:
-        engine.join(Membership(valkey_url, model, ("demo",), "s1", up.url), identity().artifacts())
+        engine.join(Membership(valkey_url, model, ("demo",), "s1", up.url), demo_identity().artifacts())
         worker = await poll(lambda: the_worker(fleet), 20)
         arrivals = [one for one in generate(150, 7).arrivals if len(one.prompt) < 900]
         trace = generate(1)
@@ -90,7 +90,7 @@ async def _moved(fleet: Fleet, old: int) -> WorkerView | None:
 
 
 async def test_prefills_of_reservations_are_reported(valkey_url: str, model: str) -> None:
-    engine = Engine(config(), identity(), Served(("demo",)))
+    engine = Engine(config(), demo_identity(), Served(("demo",)))
     reports: list[tuple[str, int, int]] = []
     reservation = "wf-" + "a" * 22
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url) as http:
@@ -104,7 +104,7 @@ async def test_prefills_of_reservations_are_reported(valkey_url: str, model: str
 
 
 async def test_foreign_load_is_what_no_router_sent() -> None:
-    engine = Engine(config(StepCosts(0.05, 0.0)), identity(), Served(("demo",)))
+    engine = Engine(config(StepCosts(0.05, 0.0)), demo_identity(), Served(("demo",)))
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url) as http:
         body = {"prompt": list(range(40)), "max_tokens": 500, "ignore_eos": True, "stream": True}
         ours = {"X-Request-Id": "wf-" + "a" * 22 + ".x"}
@@ -166,7 +166,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 async def test_eight_engines_are_cheap() -> None:
     """20 requests a second over eight engines need well under one core, with the client."""
     settings = config(StepCosts(0.002, 7.95e-4, decode_request_s=1e-4), blocks=1_953)
-    engines = [Engine(settings, identity(), Served(("demo",))) for _ in range(8)]
+    engines = [Engine(settings, demo_identity(), Served(("demo",))) for _ in range(8)]
     for engine in engines:
         await engine.start("127.0.0.1", 0)
     urls = tuple(f"http://127.0.0.1:{engine.port}" for engine in engines)

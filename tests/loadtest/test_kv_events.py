@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import pytest
 import zmq
-from tests.support.engines.listening import SCHEME
+from tests.support.engines.simulated import SCHEME
 
 from warmfleet_loadtest.engine import main
 from warmfleet_loadtest.simulator.block_pool import BlockPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.engines.listening import config
+from tests.support.engines.simulated import config
 
 from warmfleet_loadtest.simulator.choosers.perfect_knowledge import Backlog, Central, Oracle, Sticky
 from warmfleet_loadtest.simulator.scheduler import Request, Scheduler, hash_blocks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines.listening import identity
+from tests.support.engines.simulated import demo_identity
 
 from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.messages import tool_schemas
@@ -22,7 +22,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 def test_a_chat_becomes_the_templates_text() -> None:
-    text = identity().render({"messages": CHAT})
+    text = demo_identity().render({"messages": CHAT})
     assert text == f"{BEGIN}Be brief.{USER}What is a cache?{ASSISTANT}"
 
 
@@ -30,22 +30,23 @@ def test_a_chat_becomes_the_templates_text() -> None:
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 60))
 def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
     """This makes the next turn of a simulated conversation hit its own answers."""
-    said = identity().answer(seed, count)
-    before = identity().chat_ids({"messages": CHAT})
-    history = [*CHAT, {"role": "assistant", "content": identity().text(said)}, {"role": "user", "content": "Why?"}]
-    after = identity().chat_ids({"messages": history})
+    said = demo_identity().answer(seed, count)
+    before = demo_identity().chat_ids({"messages": CHAT})
+    history = [*CHAT, {"role": "assistant", "content": demo_identity().text(said)}, {"role": "user", "content": "Why?"}]
+    after = demo_identity().chat_ids({"messages": history})
     assert after[: len(before) + count] == [*before, *said]
 
 
 def test_content_parts_tools_and_continuing() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert f"{USER}a\nb{ASSISTANT}" in identity().render({"messages": parts})
+    assert f"{USER}a\nb{ASSISTANT}" in demo_identity().render({"messages": parts})
     tool = {"function": {"x": 1, "parameters": {}, "name": "f"}, "type": "function", "odd": 2}
     dumped = '{"type": "function", "function": {"name": "f", "description": null, "parameters": {}}}'
-    assert f"Tools:\n{dumped}{USER}" in identity().render({"messages": CHAT, "tools": [tool]})
+    assert f"Tools:\n{dumped}{USER}" in demo_identity().render({"messages": CHAT, "tools": [tool]})
     unfinished = [*CHAT, {"role": "assistant", "content": "It is"}]
-    assert identity().render({"messages": unfinished, "continue_final_message": True}).endswith(f"{ASSISTANT}It is")
-    assert not identity().render({"messages": CHAT, "add_generation_prompt": False}).endswith(ASSISTANT)
+    continued = demo_identity().render({"messages": unfinished, "continue_final_message": True})
+    assert continued.endswith(f"{ASSISTANT}It is")
+    assert not demo_identity().render({"messages": CHAT, "add_generation_prompt": False}).endswith(ASSISTANT)
 
 
 flags = st.sampled_from([None, True, False])
@@ -69,15 +70,15 @@ any_tool = st.fixed_dictionaries(
 def test_tools_are_rendered_as_routers_render_them(given_tools: list[dict[str, Any]]) -> None:
     """An engine that renders differently is suspected. tests/vllm/parity compares routers with vLLM itself."""
     body = {"messages": CHAT, "tools": given_tools}
-    template = ChatTemplate(identity().template)
+    template = ChatTemplate(demo_identity().template)
     arguments = {"add_generation_prompt": True}
-    assert identity().render(body) == template.render(CHAT, arguments, {"tools": tool_schemas(given_tools)})
+    assert demo_identity().render(body) == template.render(CHAT, arguments, {"tools": tool_schemas(given_tools)})
 
 
 @pytest.mark.parametrize("tools", [5, [5], [{}], [{"name": "f"}], [{"function": {}}], [{"function": {"name": 5}}]])
 def test_what_is_no_tool_is_refused(tools: object) -> None:
     with pytest.raises(PromptError, match="tool"):
-        identity().render({"messages": CHAT, "tools": tools})
+        demo_identity().render({"messages": CHAT, "tools": tools})
 
 
 @pytest.mark.parametrize(
@@ -93,11 +94,11 @@ def test_what_is_no_tool_is_refused(tools: object) -> None:
 )
 def test_what_is_no_chat_is_refused(messages: object) -> None:
     with pytest.raises(PromptError):
-        identity().render({"messages": messages})
+        demo_identity().render({"messages": messages})
 
 
 def test_a_models_folder_replaces_tokenizer_and_template(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(identity().artifacts()["tokenizer.json"])
+    (tmp_path / "tokenizer.json").write_bytes(demo_identity().artifacts()["tokenizer.json"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "model_max_length": 5}))
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{% if 0 %}{{ raise_exception('x') }}{% endif %}hi")
     loaded = PromptTokenizer.load(tmp_path)
@@ -106,6 +107,6 @@ def test_a_models_folder_replaces_tokenizer_and_template(tmp_path: Path) -> None
 
 
 def test_a_template_that_fails_is_the_clients_problem() -> None:
-    tokenizer = identity().artifacts()["tokenizer.json"].decode()
+    tokenizer = demo_identity().artifacts()["tokenizer.json"].decode()
     with pytest.raises(PromptError, match="only users"):
         PromptTokenizer(tokenizer, "{{ raise_exception('only users') }}").render({"messages": CHAT})

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
-from tests.support.engines.listening import config, running
+from tests.support.engines.simulated import config, running
 
 from warmfleet_loadtest.measuring.client import Client, Reply
 from warmfleet_loadtest.measuring.figures import quantile

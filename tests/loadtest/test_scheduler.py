@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.engines.listening import SCHEME
+from tests.support.engines.simulated import SCHEME
 
 from warmfleet_loadtest.simulator.block_pool import BlockPool
 from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler

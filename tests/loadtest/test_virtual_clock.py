@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.engines.listening import config
+from tests.support.engines.simulated import config
 
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine, VirtualFleet

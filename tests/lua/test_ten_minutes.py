@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.support.fleet.busy_fleet import WORKER, BusyFleet
+from tests.support.fleet.busy_fleet import BusyFleet
+from tests.support.fleet.publishing import WORKER, equal
 from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker
 from tests.support.polling import poll
 from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
@@ -105,7 +106,7 @@ async def test_no_router_for_ten_minutes(
         await poll(lambda: heard_of(fleet), 20, "its heartbeats are read")
         assert (await fleet.decide(busy.ask("wf-second"))).worker_id == WORKER
         await stop([busy.churn])
-        await poll(busy.equal, 30, "the index equals the table")
+        await equal(busy.fleet, busy.tracker, 30)
         assert (busy.core.state.joins, busy.core.state.stopped) == (1, None)
         await poll(lambda: gone(dead), 40, "who was dead all the time is forgotten")
         assert busy.core.state.joins == 1, "and nobody else"

@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.support.run.required_tools import require
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -28,7 +30,7 @@ class Pair:
             beside.replace(old)
 
 
-def made(folder: Path, name: str, issuer: Pair | None = None, days: int = 30) -> Pair:
+def certificate(folder: Path, name: str, issuer: Pair | None = None, days: int = 30) -> Pair:
     """A certificate for localhost with ``name`` as subject: its own authority, or issued by ``issuer``.
 
     days: how long it lasts; -1: it has ended.
@@ -51,4 +53,4 @@ def encrypted(pair: Pair) -> Pair:
 
 
 def _openssl(*words: object) -> None:
-    subprocess.run(["openssl", *map(str, words)], check=True, capture_output=True)
+    subprocess.run([require("openssl"), *map(str, words)], check=True, capture_output=True)

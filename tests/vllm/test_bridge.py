@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.support.engines.joined import proven
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
@@ -109,7 +108,7 @@ async def test_the_index_is_the_table_of_stock_vllm(valkey_url: str) -> None:
             await asyncio.to_thread(engine.complete, [3 + chance.randrange(250) for _ in range(320)])
         async with replica(valkey_url, SERVED_NAME, decide_timeout_s=5.0) as router:
             with bridge(valkey_url, option):
-                await proven(router)
+                await router.proven()
                 print("blocks at the start", await equal(router, engine))
                 short = await work(router, chance, 40)
                 print("blocks after work", await equal(router, engine), "tokens cached and not foretold:", short)
@@ -122,12 +121,12 @@ async def test_the_index_is_the_table_of_stock_vllm(valkey_url: str) -> None:
                 await asyncio.to_thread(engine.complete, [3 + chance.randrange(250) for _ in range(320)])
             with bridge(valkey_url, option):
                 print("blocks after the bridge was killed", await equal(router, engine))
-                await proven(router)
+                await router.proven()
                 engine.kill()
                 await poll(lambda: gone(router), 60, "the engine has left")
                 engine.start()
                 await asyncio.to_thread(engine.wait)
-                await proven(router)
+                await router.proven()
                 await work(router, chance, 10)
                 print("blocks after the engine was killed", await equal(router, engine))
     finally:

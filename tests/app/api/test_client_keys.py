@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 from tests.support.engines.scripted import engine
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
+from tests.support.requests.client_keys import line, put
 
 from warmfleet.__main__ import main
 from warmfleet.api.access.client_keys import parse
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
 GOOD = {"authorization": "Bearer wf-good"}
 AUDIO = "/v1/audio/transcriptions"
 FAILURES = 'warmfleet_task_failures_total{task="client_keys"}'
-
-
-def line(name: str, key: str, **more: Any) -> str:
-    return json.dumps({"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} | more) + "\n"
-
-
-def put(path: Path, text: str | None) -> None:
-    """Give the file this content; None deletes it."""
-    if text is None:
-        path.unlink()
-    else:
-        path.write_text(text)
 
 
 def form(model: str) -> bytes:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.api.test_client_keys import line, put
 from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event, reply, reset
 from tests.support.polling import poll
 from tests.support.redis.gate import gate
 from tests.support.replicas.replica import replica
+from tests.support.requests.client_keys import line, put
 
 from warmfleet.__main__ import main
 from warmfleet.api.access.client_keys import parse

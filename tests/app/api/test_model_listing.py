@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.support.engines.joined import joined, proven
 from tests.support.engines.scripted import Engine, answer_well, engine
+from tests.support.engines.simulated import simulated
 from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api.model_listing import entries
@@ -119,12 +119,12 @@ async def test_without_a_start_the_time_is_real_all_the_same(valkey_url: str, mo
 async def test_a_worker_that_joined_is_as_old_as_its_join_in_every_replica(valkey_url: str, model: str) -> None:
     began = int(time.time()) - 1
     async with (
-        joined(valkey_url, model),
+        simulated(valkey_url, model),
         replica(valkey_url, model) as one,
         replica(valkey_url, model) as other,
     ):
-        await proven(one)
-        await proven(other)
+        await one.proven()
+        await other.proven()
         first, second = await listed(one), await listed(other)
     assert first == second
     assert began <= first[model]["created"] <= time.time()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.certificates import Pair, encrypted, made
+from tests.support.certificates import Pair, certificate, encrypted
 from tests.support.engines.scripted import engine
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
@@ -47,8 +47,8 @@ class Client:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        certificate: Any = writer.get_extra_info("peercert")
-        self.subject = certificate["subject"][0][0][1]
+        shown: Any = writer.get_extra_info("peercert")
+        self.subject = shown["subject"][0][0][1]
         self.version = writer.get_extra_info("ssl_object").version()
 
     async def ask(self) -> bytes:
@@ -78,7 +78,7 @@ async def served(url: str, context: ssl.SSLContext) -> bool:
 
 
 async def test_a_certificate_is_renewed_under_open_connections(valkey_url: str, model: str, tmp_path: Path) -> None:
-    used, renewed = made(tmp_path, "first"), made(tmp_path, "second", days=60)
+    used, renewed = certificate(tmp_path, "first"), certificate(tmp_path, "second", days=60)
     trusts_both = ssl.create_default_context(cafile=str(used.certificate))
     trusts_both.load_verify_locations(str(renewed.certificate))
     async with replica(valkey_url, model, admin_port=1, **files(used)) as router:
@@ -102,9 +102,9 @@ async def test_a_certificate_is_renewed_under_open_connections(valkey_url: str, 
 
 
 async def test_clients_need_a_certificate_of_the_authority(valkey_url: str, model: str, tmp_path: Path) -> None:
-    ours = made(tmp_path, "ours")
-    authority, stranger = made(tmp_path, "authority"), made(tmp_path, "stranger")
-    known, unknown = made(tmp_path, "known", authority), made(tmp_path, "unknown", stranger)
+    ours = certificate(tmp_path, "ours")
+    authority, stranger = certificate(tmp_path, "authority"), certificate(tmp_path, "stranger")
+    known, unknown = certificate(tmp_path, "known", authority), certificate(tmp_path, "unknown", stranger)
     settings = files(ours, authority.certificate)
     async with replica(valkey_url, model, admin_port=1, **settings) as router:
         assert await served(router.url, trusting(ours, known))
@@ -121,7 +121,7 @@ async def test_clients_need_a_certificate_of_the_authority(valkey_url: str, mode
 
 
 async def test_old_versions_and_plain_http_are_refused(valkey_url: str, model: str, tmp_path: Path) -> None:
-    ours = made(tmp_path, "ours")
+    ours = certificate(tmp_path, "ours")
     async with replica(valkey_url, model, admin_port=1, **files(ours)) as router:
         old = trusting(ours)
         old.set_ciphers("DEFAULT@SECLEVEL=0")
@@ -139,7 +139,7 @@ async def test_a_handshake_has_a_time_limit(
     valkey_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
-    async with replica(valkey_url, model, admin_port=1, **files(made(tmp_path, "ours"))) as router:
+    async with replica(valkey_url, model, admin_port=1, **files(certificate(tmp_path, "ours"))) as router:
         for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
             reader, writer = await asyncio.open_connection("localhost", int(router.url.rsplit(":", 1)[1]))
             writer.write(sent)
@@ -149,7 +149,11 @@ async def test_a_handshake_has_a_time_limit(
 
 
 def test_files_at_fault_are_named(tmp_path: Path) -> None:
-    ours, other, past = made(tmp_path, "ours"), made(tmp_path, "other"), made(tmp_path, "past", days=-1)
+    ours, other, past = (
+        certificate(tmp_path, "ours"),
+        certificate(tmp_path, "other"),
+        certificate(tmp_path, "past", days=-1),
+    )
     faults = {
         "WARMFLEET_TLS_CERT cannot be read: .*No such file": Pair(tmp_path / "none", ours.key),
         "WARMFLEET_TLS_KEY cannot be read: .*No such file": Pair(ours.certificate, tmp_path / "none"),
@@ -172,8 +176,8 @@ def test_files_at_fault_are_named(tmp_path: Path) -> None:
 
 
 async def test_engines_with_a_private_authority(valkey_url: str, model: str, tmp_path: Path) -> None:
-    authority = made(tmp_path, "authority")
-    issued = made(tmp_path, "issued", authority)
+    authority = certificate(tmp_path, "authority")
+    issued = certificate(tmp_path, "issued", authority)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(issued.certificate, issued.key)
     async with engine(model) as upstream:

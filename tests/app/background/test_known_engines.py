@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.background.test_stock_engines import Checks, asked, metrics
-from tests.app.background.test_stock_engines import replica as replica
 from tests.support.engines.scripted import Engine, answer_well, engine, reply
+from tests.support.replicas.stock_checks import Checks, asked, metrics
 
 from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.engine_facts import identity_of

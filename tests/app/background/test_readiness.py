@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.background.test_stock_engines import Checks, asked, sent
-from tests.app.background.test_stock_engines import replica as replica
 from tests.support.engines.scripted import STREAM_HEAD, Engine, answer_by_name, chunk, engine, event
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica
 from tests.support.replicas.replica import replica as whole_replica
+from tests.support.replicas.stock_checks import Checks, asked, sent
 
 from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock import readiness

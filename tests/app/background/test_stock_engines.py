@@ -11,58 +11,22 @@ import pytest
 from tests.support.engines.scripted import Engine, answer_well
 from tests.support.engines.scripted import engine as stock
 from tests.support.polling import poll
+from tests.support.replicas.stock_checks import Checks, asked, metrics, sent
 
 from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.checks import MAX_MIRROR_BLOCKS, StockEngines, worker_id
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.engines.allowed_addresses import Addresses
-from warmfleet.engines.engine_client import EngineClient
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import Ask, Fleet, connect, new_reservation
+from warmfleet.fleet import Fleet, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
-from warmfleet.prompt.block_hashes import TEXT_SCHEME, text_chain
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
-
-    from warmfleet.fleet import WorkerView
-
-
-class Checks:
-    """One replica's checks, run by hand."""
-
-    def __init__(self, redis_url: str, model: str, entries: list[str], **settings: Any) -> None:
-        self.fleet = Fleet(connect(redis_url, timeout_s=5), model)
-        chosen = Settings(redis_url=redis_url, models=(model,), **settings)
-        self.addresses = Addresses(("10.0.0.0/8",))  # the engines of these tests are allowed only if they are listed
-        self.client = EngineClient(self.addresses, 1.0)
-        pools = Pools([Pool(model, self.fleet, DegradedMode(1.0))])
-        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen)
-        self.round = self.engines.round
-
-    async def workers(self) -> dict[str, WorkerView]:
-        return {view.url: view for view in await self.fleet.workers()}
-
-    async def slot(self, url: str) -> int:
-        return (await self.workers())[url].load.slot
-
-
-@pytest.fixture
-async def replica(valkey_url: str, model: str) -> AsyncIterator[Callable[..., Checks]]:
-    made: list[Checks] = []
-
-    def make(*entries: str, **settings: Any) -> Checks:
-        made.append(Checks(valkey_url, model, list(entries), **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.client.close()
-        await one.fleet.close()
 
 
 @asynccontextmanager
@@ -72,35 +36,7 @@ async def engines(model: str, count: int) -> AsyncIterator[list[Engine]]:
         yield [one, two][:count]
 
 
-def metrics(engine: Engine, page: bytes | None) -> None:
-    """Let an engine answer /metrics with this page; None: with an error."""
-    before = engine._page
-
-    def pages(path: str) -> bytes:
-        if path != "/metrics":
-            return before(path)
-        if page is None:
-            raise ConnectionError
-        return page
-
-    cast("Any", engine)._page = pages
-
-
 PAGE = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="500"} 1.0\nprocess_start_time_seconds %d\n'
-
-
-async def sent(checks: Checks, url: str, text: bytes = b"word " * 400) -> int:
-    """Send a prompt to its end; returns the blocks that the decision saw."""
-    ask = asked(text)
-    decision = await checks.fleet.decide(ask)
-    assert decision.url == url
-    await checks.fleet.settle(ask.reservation, "finished")
-    return decision.matched_tokens // TEXT_SCHEME.block_tokens
-
-
-def asked(text: bytes) -> Ask:
-    chain = text_chain(text)
-    return Ask(new_reservation(1), (chain,), 16 * len(chain.hashes) // 8 + 1, 600)
 
 
 async def test_a_listed_engine_is_a_worker_with_the_cache_that_it_announces(

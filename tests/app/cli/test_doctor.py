@@ -9,26 +9,25 @@ import os
 import re
 import socket
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis
-from tests.support.engines.joined import proven
 from tests.support.engines.simulated import LIMITS, SCHEME, identity, simulated
 from tests.support.polling import poll
 from tests.support.redis.gate import gate
 from tests.support.redis.servers import redis7_binary, server, valkey_binary
 from tests.support.redis.topology import SLOTS, cluster, sentinels, tls_server
 from tests.support.replicas import fixed_answers
+from tests.support.replicas.doctor import doctor, guarded
 from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
-from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.doctor import cluster_checks, fleet_checks, pool_checks, redis_checks, router_checks
-from warmfleet.cli.doctor.command import Plan, examine, plan_of, secrets_of
+from warmfleet.cli.doctor.command import plan_of
 from warmfleet.cli.doctor.finding import Finding, Report, State
 from warmfleet.cli.doctor.parity_checks import Subject, handoff
 from warmfleet.cli.local.ports import free_port
@@ -43,9 +42,8 @@ from warmfleet.fleet.inspection.rights import router_rights
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.protocol.pools import Placement
-from warmfleet.protocol.redis_address import parse, slot_of, with_ca
+from warmfleet.protocol.redis_address import parse, slot_of
 from warmfleet.protocol.wire import Scheme
-from warmfleet.settings import Settings
 from warmfleet_loadtest.engine import Engine, EngineConfig
 from warmfleet_loadtest.simulator import answers, api, exposition
 from warmfleet_loadtest.simulator.api import Served
@@ -61,27 +59,6 @@ if TYPE_CHECKING:
     from tests.support.redis.topology import Secured
 
 SECRET = "geheim-only-the-fleet-knows"
-
-
-class Told:
-    """What the doctor told of a set-up."""
-
-    def __init__(self, report: Report, printed: str) -> None:
-        self.report = report
-        self.printed = printed
-
-    def of(self, check: str, state: State) -> list[Finding]:
-        return [one for _, one in self.report.found if (one.check, one.state) == (check, state)]
-
-    def names(self, check: str, detail: str, remedy: str, state: State = State.FAULT) -> None:
-        """One finding of this check names the fault and the remedy, and both are printed."""
-        found = [one for one in self.of(check, state) if detail in one.detail and remedy in one.remedy]
-        assert found, f"no {state} of {check!r} with {detail!r} and {remedy!r} in:\n{self.printed}"
-        assert detail in self.printed
-        assert remedy in self.printed
-        assert State.BROKEN not in {one.state for _, one in self.report.found}, self.printed
-        if state is State.FAULT:
-            assert self.report.status == 1
 
 
 def test_the_quiet_doctor_prints_faults_only() -> None:
@@ -105,19 +82,6 @@ def test_the_quiet_doctor_prints_faults_only() -> None:
         "          -> wait",
     ]
     assert len(report.found) == 6, "--json tells all"
-
-
-async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
-    """Run it. more: fields of Plan and of Settings."""
-    plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}
-    settings = Settings(
-        redis_url=url, **({"models": (model,)} | {"trust_templates": True, "decide_timeout_s": 2.0} | more)
-    )
-    plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
-    out = io.StringIO()
-    report = Report(out=out, secrets=secrets_of(plan))
-    await examine(plan, report)
-    return Told(report, out.getvalue())
 
 
 @asynccontextmanager
@@ -176,7 +140,7 @@ async def silent(fleet: Fleet) -> None:
 
 async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
     async with replica(valkey_url, model) as router, simulated(valkey_url, model) as engine:
-        await proven(router)
+        await router.proven()
         keys = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
         told = await doctor(valkey_url, model, engine.url, routers=(router.operators,))
         assert told.report.status == 0, told.printed
@@ -342,32 +306,6 @@ def test_the_coverage_of_nodes_of_which_some_cannot_be_read() -> None:
 
 
 # ---------------------------------------------------------------- rights
-
-
-@contextmanager
-def guarded(model: str, binary: str, *without: str) -> Iterator[str]:
-    """A server with the users of ``warmfleet acl``, some rules taken away; their passwords are ``secret-NAME``."""
-    rules = dict(rules_of(build_parser().parse_args(["acl", model, "--worker", "eng"])))
-    text = "\n".join(lines(rules, {name: f"secret-{name}" for name in rules}, commands=False))
-    for rule in without:
-        assert rule in text
-        text = text.replace(rule, "")
-    with server(binary) as url, redis.Redis.from_url(url) as client:
-        for line in text.splitlines()[1:]:
-            client.execute_command("ACL", "SETUSER", *_words(line.removeprefix("user ")))
-        client.execute_command("ACL", "SETUSER", "default", "off")
-        yield url.removeprefix("unix://")
-
-
-def _words(line: str) -> list[str]:
-    """The words of an ACL line; a selector in brackets is one word."""
-    words: list[str] = []
-    for word in line.split():
-        if words and words[-1].startswith("(") and not words[-1].endswith(")"):
-            words[-1] += " " + word
-        else:
-            words.append(word)
-    return words
 
 
 @pytest.mark.parametrize("binary", [valkey_binary, redis7_binary], ids=["valkey", "redis7"])

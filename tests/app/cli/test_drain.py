@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.engines.joined import joined, proven
 from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, event
+from tests.support.engines.simulated import simulated
 from tests.support.polling import poll
 from tests.support.redis.gate import gate
 from tests.support.replicas.replica import Replica, replica
@@ -170,11 +170,11 @@ async def test_when_all_are_drained_nobody_is_asked_from_memory(valkey_url: str,
 async def test_a_worker_with_the_plugin_is_left_alone(valkey_url: str, model: str) -> None:
     async with (
         replica(valkey_url, model, probe_interval_s=0.1, probe_timeout_s=2.0) as router,
-        joined(valkey_url, model),
+        simulated(valkey_url, model),
     ):
-        await proven(router)
+        await router.proven()
         fleet = Fleet(router, [], model, valkey_url)
-        assert await fleet.command("s1") == 0, "the name of its server stands for all of its cores"
+        assert await fleet.command("eng") == 0, "the name of its server stands for all of its cores"
         await fleet.noticed(1)
         assert await fleet.ask() == 503
         await asyncio.sleep(0.3)  # a probe that had begun may end
@@ -183,7 +183,7 @@ async def test_a_worker_with_the_plugin_is_left_alone(valkey_url: str, model: st
         (after,) = await router.fleet.workers()
         assert after.state is WorkerState.DRAINING
         assert after.record["probed"] == before.record["probed"], "it is not probed"
-        assert await fleet.command("s1.0", "--undo") == 0
+        assert await fleet.command("eng.0", "--undo") == 0
         await router.routable(1)
         assert await fleet.ask() == 200
 

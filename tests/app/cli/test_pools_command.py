@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 import redis
-from tests.app.cli.test_doctor import guarded
 from tests.support.fleet.publishing import SCHEME
 from tests.support.polling import poll
 from tests.support.redis.servers import PATIENT, redis7_binary, valkey_binary
 from tests.support.redis.topology import whole_cluster
+from tests.support.replicas.doctor import guarded
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command

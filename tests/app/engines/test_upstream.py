@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.support.certificates import certificate
 from tests.support.engines.scripted import Engine, Seen, engine, hang_up, reply, reset
 from tests.support.polling import poll
-from tests.support.redis.topology import issue, make_ca
 from tests.support.replicas.replica import replica
 
 from warmfleet.background.stock.checks import worker_id
@@ -333,10 +333,10 @@ async def test_an_address_that_is_none_is_not_asked(url: str) -> None:
 
 
 async def test_engines_are_asked_over_tls_and_must_prove_their_name(tmp_path: Path) -> None:
-    make_ca(tmp_path, "ca")
-    certificate, key = issue(tmp_path, "ca", "engine")
+    authority = certificate(tmp_path, "ca")
+    pair = certificate(tmp_path, "engine", authority)
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    ours.load_cert_chain(certificate, key)
+    ours.load_cert_chain(pair.certificate, pair.key)
     made = Engine("m", answer_ok)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=ours)
     port = server.sockets[0].getsockname()[1]
@@ -344,7 +344,7 @@ async def test_engines_are_asked_over_tls_and_must_prove_their_name(tmp_path: Pa
         with pytest.raises(UpstreamGone, match="SSLCertVerificationError") as raised:
             await exchange(upstream, f"https://localhost:{port}")
         assert raised.value.refused
-        upstream._tls.load_verify_locations(tmp_path / "ca.pem")
+        upstream._tls.load_verify_locations(authority.certificate)
         for _ in range(2):
             assert await exchange(upstream, f"https://localhost:{port}", b"x" * 300_000) == (200, b"ok")
         assert [len(seen.body) for seen in made.seen] == [300_000] * 2

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.fleet.busy_fleet import SCHEME
+from tests.support.fleet.publishing import SCHEME
 from tests.support.polling import poll, until
 from tests.support.redis.topology import QUIET, Servers, free_ports, sentinels
 from tests.support.replicas.lossy import LossyReplica

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 from tests.support.engines.scripted import engine
-from tests.support.fleet.busy_fleet import SCHEME, BusyFleet
+from tests.support.fleet.busy_fleet import BusyFleet
+from tests.support.fleet.publishing import SCHEME
 from tests.support.polling import poll
 from tests.support.redis.topology import free_ports, sentinels
 from tests.support.replicas.replica import replica

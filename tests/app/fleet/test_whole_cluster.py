@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.fleet.busy_fleet import BusyFleet
+from tests.support.fleet.publishing import equal
 from tests.support.polling import poll
 from tests.support.redis.topology import whole_cluster
 
@@ -113,5 +114,5 @@ async def test_a_slot_migrates_under_load(model: str, monkeypatch: pytest.Monkey
 async def settled(fleet: BusyFleet) -> None:
     """The index equals the engine's table; the load is that of what is held, and then nothing."""
     fleet.churn.cancel()
-    await poll(fleet.equal, 30, "the index equals the table")
+    await equal(fleet.fleet, fleet.tracker, 30)
     await fleet.consistent()

@@ -7,7 +7,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tests.app.background.test_prober import SCHEME, caching, worker
+from tests.support.engines.plugin_worker import SCHEME, caching, worker
 from tests.support.engines.scripted import engine
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica

@@ -14,13 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.api.test_client_keys import line
-from tests.app.background.test_prober import worker
-from tests.app.cli.test_doctor import doctor
+from tests.support.engines.plugin_worker import worker
 from tests.support.engines.scripted import Engine, Seen, answer_by_name, answer_well, engine, no_model, reply
 from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
+from tests.support.replicas.doctor import doctor
 from tests.support.replicas.replica import Replica, replica
+from tests.support.requests.client_keys import line
 
 from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import WorkerState

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from tests.support.engines.joined import joined, proven
-from tests.support.engines.listening import identity as demo
+from tests.support.engines.simulated import demo_identity as demo
+from tests.support.engines.simulated import simulated
 from tests.support.replicas.replica import replica
 from tokenizers import Tokenizer
 
@@ -166,8 +166,8 @@ async def test_no_id_is_certain_if_it_depends_on_the_text_behind_it(executor: Th
 
 async def test_a_request_with_an_image_goes_where_its_beginning_is(valkey_url: str, model: str) -> None:
     facts = {"multimodal": True, "placeholders": MARK}
-    async with joined(valkey_url, model, facts=facts), replica(valkey_url, model) as router:
-        await proven(router)
+    async with simulated(valkey_url, model, facts=facts), replica(valkey_url, model) as router:
+        await router.proven()
         head = {"role": "system", "content": "The quick brown fox jumps over the lazy dog. " * 20}
         question = {"role": "user", "content": "And now?"}
         status, first, _ = await router.post(

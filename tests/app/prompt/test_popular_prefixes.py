@@ -22,8 +22,8 @@ def codes(text: str) -> array[int]:
     return array("I", map(ord, text))
 
 
-class World:
-    """Reads texts into a trie. Each character is a token."""
+class CountedTexts:
+    """Texts that are read into a trie and counted. Each character is a token."""
 
     def __init__(self, limit_bytes: int = 2**26) -> None:
         self.trie = Trie(limit_bytes)
@@ -42,95 +42,95 @@ class World:
 
 
 def test_the_most_used_come_first_and_end_where_prompts_part() -> None:
-    world = World()
-    hot, warm, cold = (words(world.rng, 3) for _ in range(3))
+    texts = CountedTexts()
+    hot, warm, cold = (words(texts.rng, 3) for _ in range(3))
     for times, prefix in ((20, hot), (9, warm), (1, cold)):
         for _ in range(times):
-            world.ask(prefix + words(world.rng, 1))
-    told = world.tops()
+            texts.ask(prefix + words(texts.rng, 1))
+    told = texts.tops()
     assert len(told) == 2, "a prompt that was asked once is no common prefix"
     for text, prefix in zip(told, (hot, warm), strict=True):
         assert prefix.startswith(text)
         assert len(text) > len(prefix) - 1.2 * LONG
-    assert world.tops(1) == told[:1]
+    assert texts.tops(1) == told[:1]
 
 
 def test_a_prefix_of_a_chosen_one_is_not_chosen_besides() -> None:
-    world = World()
-    base, more = words(world.rng, 3), words(world.rng, 3)
+    texts = CountedTexts()
+    base, more = words(texts.rng, 3), words(texts.rng, 3)
     for _ in range(20):
-        world.ask(base + more + words(world.rng, 1))
+        texts.ask(base + more + words(texts.rng, 1))
     for _ in range(9):
-        world.ask(base + words(world.rng, 1))
-    (told,) = world.tops()
+        texts.ask(base + words(texts.rng, 1))
+    (told,) = texts.tops()
     assert told.startswith(base)
 
 
 def test_a_prefix_keeps_its_count_when_another_prompt_parts_in_its_middle() -> None:
-    world = World()
-    hot = words(world.rng, 4)
+    texts = CountedTexts()
+    hot = words(texts.rng, 4)
     for _ in range(9):
-        world.ask(hot + " short")
-    world.ask(hot[: 2 * LONG + 600] + words(world.rng, 1))
-    (told,) = world.tops(1)
+        texts.ask(hot + " short")
+    texts.ask(hot[: 2 * LONG + 600] + words(texts.rng, 1))
+    (told,) = texts.tops(1)
     assert len(told) > len(hot) - 1.2 * LONG
-    assert world.uses._counts[world.uses.most_used(1)[0].marked()] == 8.0
+    assert texts.uses._counts[texts.uses.most_used(1)[0].marked()] == 8.0
 
 
 def test_salt_and_adapter_are_part_of_a_prefix() -> None:
-    world = World()
-    hot = words(world.rng, 3)
+    texts = CountedTexts()
+    hot = words(texts.rng, 3)
     for salt in (None, "tenant", "lora"):
         for _ in range(5):
-            world.ask(hot + words(world.rng, 1), salt)
-    found = {whole(node)[1:] for node in world.uses.most_used(9)}
+            texts.ask(hot + words(texts.rng, 1), salt)
+    found = {whole(node)[1:] for node in texts.uses.most_used(9)}
     assert found == {(None, None), ("tenant", None), ("lora", ("adapter", "/path"))}
 
 
 def test_it_is_bounded_and_the_hot_one_survives_thousands_of_conversations() -> None:
-    world = World()
-    hot, largest = words(world.rng, 2), 0
+    texts = CountedTexts()
+    hot, largest = words(texts.rng, 2), 0
     for number in range(2_000):
         if number % 20 == 0:
-            world.ask(hot + words(world.rng, 0))
+            texts.ask(hot + words(texts.rng, 0))
         conversation = f"{number:011d}z" * 90
         for turn in range(2):
-            world.ask(conversation + " and then" * (turn + 1))
-        largest = max(largest, len(world.uses))
+            texts.ask(conversation + " and then" * (turn + 1))
+        largest = max(largest, len(texts.uses))
     assert largest <= MAX_COUNTED + 32
-    assert [hot.startswith(text) for text in world.tops(1)] == [True]
+    assert [hot.startswith(text) for text in texts.tops(1)] == [True]
 
 
 def test_prefixes_that_are_no_longer_used_are_forgotten() -> None:
-    world = World()
-    hot = words(world.rng, 2)
+    texts = CountedTexts()
+    hot = words(texts.rng, 2)
     for _ in range(1_000):
-        world.ask(hot + words(world.rng, 0))
-    world.now += 5 * HALF_LIFE_S
-    assert world.tops()
-    world.now += 30 * HALF_LIFE_S
-    assert world.tops() == []
-    world.ask(hot + words(world.rng, 0))
-    world.ask(hot + words(world.rng, 0))
-    assert world.tops(), "a new day"
+        texts.ask(hot + words(texts.rng, 0))
+    texts.now += 5 * HALF_LIFE_S
+    assert texts.tops()
+    texts.now += 30 * HALF_LIFE_S
+    assert texts.tops() == []
+    texts.ask(hot + words(texts.rng, 0))
+    texts.ask(hot + words(texts.rng, 0))
+    assert texts.tops(), "a new day"
 
 
 def test_prefixes_that_the_trie_evicted_are_forgotten() -> None:
-    world = World(limit_bytes=150_000)
-    hot = words(world.rng, 2)
+    texts = CountedTexts(limit_bytes=150_000)
+    hot = words(texts.rng, 2)
     for _ in range(3):
-        world.ask(hot + words(world.rng, 0))
-    assert len(world.tops()) == 1
+        texts.ask(hot + words(texts.rng, 0))
+    assert len(texts.tops()) == 1
     for _ in range(100):
-        world.ask(words(world.rng, 1))
+        texts.ask(words(texts.rng, 1))
     gc.collect()
-    assert (world.tops(), len(world.uses)) == ([], 0)
+    assert (texts.tops(), len(texts.uses)) == ([], 0)
 
 
 def test_a_new_identity_empties_the_counts() -> None:
-    world = World()
-    hot = words(world.rng, 2)
+    texts = CountedTexts()
+    hot = words(texts.rng, 2)
     for _ in range(5):
-        world.ask(hot + words(world.rng, 0))
-    world.ask("short", key="another")
-    assert world.tops() == []
+        texts.ask(hot + words(texts.rng, 0))
+    texts.ask("short", key="another")
+    assert texts.tops() == []

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.api.test_key_limits import KEY, limited
-from tests.app.background.test_prober import SMALL, caching, worker
 from tests.app.routing.test_token_handoff import FACTS, view
+from tests.support.engines.plugin_worker import SMALL, caching, worker
 from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, chunk, engine, reset
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.app.background.test_prober import SCHEME, proof, worker
 from tests.app.routing.test_ranks import reporting
+from tests.support.engines.plugin_worker import SCHEME, proof, worker
 from tests.support.engines.scripted import engine
 from tests.support.replicas.replica import replica
 

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from tests.support.engines.joined import joined
-from tests.support.polling import poll
+from tests.support.engines.simulated import simulated
 from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_loadtest.simulator.api import Api
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from warmfleet_loadtest.engine import Engine
 
 LONG = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 80}]
 CHAT = "/v1/chat/completions"
@@ -29,23 +27,17 @@ BOTH = {"jinja": False, "render": True, "tokenize": True}
 @asynccontextmanager
 async def two(
     redis_url: str, model: str, renders: dict[str, bool], *, bare: bool = False, **settings: Any
-) -> AsyncIterator[tuple[Replica, list[Engine]]]:
+) -> AsyncIterator[Replica]:
     """A replica and two engines that bring no template, and if ``bare`` no tokenizer either."""
     left = ("chat_template.jinja", "tokenizer.json") if bare else ("chat_template.jinja",)
     facts = {"renders": renders}
     async with (
-        joined(redis_url, model, "s1", facts=facts, leave_out=left) as one,
-        joined(redis_url, model, "s2", facts=facts, leave_out=left) as other,
+        simulated(redis_url, model, "s1", facts=facts, leave_out=left),
+        simulated(redis_url, model, "s2", facts=facts, leave_out=left),
         replica(redis_url, model, **({"ask_timeout_s": 5.0} | settings)) as router,
     ):
-
-        async def proven() -> bool:
-            return await router.metric('warmfleet_workers{state="proven"}') == 2
-
-        await poll(proven, 60, "both are proven")
-        if not bare:
-            await router.exact()
-        yield router, [one, other]
+        await router.proven(2)
+        yield router
 
 
 async def asked(router: Replica, result: str) -> float:
@@ -64,7 +56,7 @@ async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
 
 
 async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> None:
-    async with two(valkey_url, model, BOTH) as (router, _):
+    async with two(valkey_url, model, BOTH) as router:
         await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         assert (
             await asked(router, "answered")
@@ -78,7 +70,7 @@ async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> No
 
 
 async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) -> None:
-    async with two(valkey_url, model, {"render": False, "tokenize": True}, bare=True) as (router, _):
+    async with two(valkey_url, model, {"render": False, "tokenize": True}, bare=True) as router:
         chat = {"model": model, "messages": LONG, "max_tokens": 1}
         await same_place(router, chat, CHAT)
         for more in {"documents": [{"text": "a"}]}, {"tool_choice": "none"}, {"reasoning_effort": "low"}:
@@ -88,7 +80,7 @@ async def test_tokenize_is_asked_only_what_it_sees(valkey_url: str, model: str) 
 
 
 async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> None:
-    async with two(valkey_url, model, BOTH, bare=True) as (router, _):
+    async with two(valkey_url, model, BOTH, bare=True) as router:
         await same_place(router, {"model": model, "messages": LONG, "max_tokens": 1}, CHAT)
         await same_place(router, {"model": model, "prompt": LONG[0]["content"], "max_tokens": 1}, "/v1/completions")
         assert await asked(router, "answered") == 4
@@ -120,7 +112,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
 
     monkeypatch.setattr(Api, "render", render)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
-    async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as (router, _):
+    async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as router:
         counted = {"refused": 0, "failed": 0}
         for count, (wrong, answer) in enumerate(ANSWERS.items(), 1):
             status, headers, _ = await router.post(body, CHAT)
@@ -150,7 +142,7 @@ async def test_an_engine_that_is_away_is_left_alone(
 
     monkeypatch.setattr(Api, "render", away)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
-    async with two(valkey_url, model, BOTH, bare=True) as (router, _):
+    async with two(valkey_url, model, BOTH, bare=True) as router:
         for _ in range(4):
             assert (await router.post(body, CHAT))[0] == 200
         assert await asked(router, "failed") == 2

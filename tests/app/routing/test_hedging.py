@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.app.api.test_client_keys import line
 from tests.app.routing.test_pool_choice import Fixture
 from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, no_model, reply, reset
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
+from tests.support.requests.client_keys import line
 
 from warmfleet.errors import NameRefused, UpstreamGone
 from warmfleet.pools.pool import Pool

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.api.test_client_keys import line
 from tests.support.engines.scripted import Engine, Seen, engine, reply
 from tests.support.polling import poll
 from tests.support.redis.topology import whole_cluster
 from tests.support.replicas.replica import replica
+from tests.support.requests.client_keys import line
 
 from warmfleet.fleet import ClientLimits
 from warmfleet.fleet.connection.pool_masters import next_tag

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.app.background.test_prober import SCHEME, proof, worker
+from tests.support.engines.plugin_worker import SCHEME, proof, worker
 from tests.support.engines.scripted import Engine, Seen, answer_well, engine
 from tests.support.replicas.replica import replica
 

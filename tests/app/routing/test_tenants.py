@@ -8,8 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.engines.joined import joined, proven
 from tests.support.engines.scripted import engine
+from tests.support.engines.simulated import simulated
 from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
@@ -27,8 +27,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 @pytest.fixture
 async def fleet_of_one(valkey_url: str, model: str) -> AsyncIterator[Replica]:
-    async with joined(valkey_url, model), replica(valkey_url, model) as router:
-        await proven(router)
+    async with simulated(valkey_url, model), replica(valkey_url, model) as router:
+        await router.proven()
         yield router
 
 
@@ -50,8 +50,8 @@ async def test_salts_never_match_each_other(fleet_of_one: Replica, model: str) -
 
 
 async def test_with_a_key_tenants_are_apart_without_asking(valkey_url: str, model: str) -> None:
-    async with joined(valkey_url, model), replica(valkey_url, model, tenant_key=KEY, admin_port=1) as router:
-        await proven(router)
+    async with simulated(valkey_url, model), replica(valkey_url, model, tenant_key=KEY, admin_port=1) as router:
+        await router.proven()
         body = {"model": model}
         assert await cached(router, body, authorization="Bearer one") == (0, 0)
         assert await cached(router, body, authorization="Bearer two") == (0, 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-from tests.app.background.test_prober import caching, proof, worker
+from tests.support.engines.plugin_worker import caching, proof, worker
 from tests.support.engines.scripted import Engine, Seen, answer_well, engine, reply
 from tests.support.replicas.replica import Replica, replica
 

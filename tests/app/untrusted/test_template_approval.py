@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from tests.app.background.test_prober import TOKENIZER, worker
+from tests.support.engines.plugin_worker import TOKENIZER, worker
 from tests.support.engines.scripted import engine
 from tests.support.polling import poll
 from tests.support.redis.servers import PATIENT

@@ -1,4 +1,4 @@
-"""Simulated engines in a fleet, in the test's own process. Such an engine may behave otherwise than it announces."""
+"""Simulated engines in the test's own process: alone, or in a fleet, where they may differ from their announcement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import string
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -15,17 +15,18 @@ from warmfleet_loadtest.engine import Engine, EngineConfig
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.scheduler import Limits
-from warmfleet_loadtest.simulator.step_costs import PRESETS
+from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from warmfleet_loadtest.simulator.scheduler import Request
 
 Kind = Literal["right", "template", "tokenizer", "seed", "algorithm", "block size"]
-LIMITS = Limits(max_model_len=4_096)
+DEMO = Served(("demo",))
+LIMITS = Limits(max_model_len=8_192)
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 SCHEMES: dict[Kind, wire.Scheme] = {
     "seed": wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor", "another seed"), 16),
@@ -59,12 +60,29 @@ def identity(kind: Kind = "right") -> PromptTokenizer:
     return PromptTokenizer(tokenizer_json(source, 1_000), OTHER_TEMPLATE if kind == "template" else TEMPLATE)
 
 
+@cache
+def demo_identity() -> PromptTokenizer:
+    """Return the demo's tokenizer, which takes a third of a second to load, so it is loaded once."""
+    return PromptTokenizer.load()
+
+
+class Announcing(PromptTokenizer):
+    """An identity with other facts than its own."""
+
+    def __init__(self, known: PromptTokenizer, facts: Mapping[str, Any]) -> None:
+        self.__dict__.update(known.__dict__)
+        self._facts = facts
+
+    def facts(self, max_model_len: int) -> dict[str, Any]:
+        return super().facts(max_model_len) | dict(self._facts)
+
+
 @dataclass
 class Simulated:
-    """An engine of the fleet that can become another one while it runs, and tells nobody."""
+    """An engine that can become another one while it runs, and tells nobody. worker_id: only in a fleet."""
 
     engine: Engine
-    worker_id: str
+    worker_id: str = ""
 
     @property
     def url(self) -> str:
@@ -72,12 +90,10 @@ class Simulated:
 
     def become(self, kind: Kind) -> None:
         """Change the engine as a changed tokenizer file, or a restart with the same record in Redis, would."""
-        now = identity(kind)
-        self.engine.tokenizer.__dict__.clear()
-        self.engine.tokenizer.__dict__.update(now.__dict__)
+        self.engine.tokenizer.__dict__.update(identity(kind).__dict__)
         scheme = SCHEMES.get(kind, SCHEME)
         scheduler = self.engine.core.scheduler
-        scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=4_096, block_tokens=scheme.block_tokens)
+        scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=8_192, block_tokens=scheme.block_tokens)
 
     def evict_at_once(self) -> None:
         """From now on what a request leaves in the cache is gone before anybody can look: a tenant's load at worst."""
@@ -91,6 +107,25 @@ class Simulated:
         scheduler._free = free_and_evict  # type: ignore[method-assign]
 
 
+def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step") -> EngineConfig:
+    """Return a configuration for prompts of up to 1,024 tokens, or more if the cache holds more."""
+    length = 1_024 if blocks <= 256 else 16 * (blocks - 1)
+    return EngineConfig(SCHEME, Limits(max_model_len=length), blocks, costs, mode, 0.001)
+
+
+@asynccontextmanager
+async def running(
+    settings: EngineConfig | None = None, served: Served = DEMO, ready: Engine | None = None
+) -> AsyncIterator[Simulated]:
+    """Run an engine that listens, without a fleet."""
+    engine = ready or Engine(settings or config(), demo_identity(), served)
+    await engine.start("127.0.0.1", 0)
+    try:
+        yield Simulated(engine)
+    finally:
+        await engine.stop()
+
+
 @asynccontextmanager
 async def simulated(
     redis_url: str,
@@ -102,20 +137,23 @@ async def simulated(
     url: str = "",
     speed: str = "fast",
     pool: str = "",
+    facts: Mapping[str, Any] | None = None,
+    leave_out: tuple[str, ...] = (),
 ) -> AsyncIterator[Simulated]:
     """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is.
 
-    pool: the tag that it joins; empty: the model's only one.
+    pool: the tag that it joins; empty: the model's only one. facts: announced beside or instead of the usual ones.
+    leave_out: artifacts that the engine does not announce.
     """
-    config = EngineConfig(SCHEMES.get(kind, SCHEME) if not lies else SCHEME, LIMITS, 1_024, PRESETS[speed])
-    made = Simulated(Engine(config, identity(kind), Served((model,))), wire.worker_id_of(name, 0))
-    await made.engine.start("127.0.0.1", 0)
-    try:
+    scheme = SCHEMES.get(kind, SCHEME) if not lies else SCHEME
+    engine = Engine(
+        EngineConfig(scheme, LIMITS, 1_024, PRESETS[speed]), Announcing(identity(kind), facts or {}), Served((model,))
+    )
+    brought = identity("right" if lies else kind).artifacts()
+    async with running(ready=engine) as made:
+        made.worker_id = wire.worker_id_of(name, 0)
         membership = Membership(redis_url, pool or model, (model,), name, url or made.url)
-        artifacts = identity("right" if lies else kind).artifacts()
-        made.engine.join(membership, artifacts)
+        engine.join(membership, {file: content for file, content in brought.items() if file not in leave_out})
         if lies:
             made.become(kind)
         yield made
-    finally:
-        await made.engine.stop()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from tests.support.fleet.publishing import SCHEME, WORKER, config, equal
 from tests.support.polling import poll
 
 from warmfleet.background.supervisor import stop
@@ -26,7 +27,6 @@ from warmfleet.fleet import (
     new_reservation,
 )
 from warmfleet.prompt.block_hashes import Chain
-from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.tracker import Tracker
@@ -35,8 +35,6 @@ from warmfleet_worker.worker_publisher import WorkerPublisher
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
-WORKER = "w1.0"
 HELD = 20
 SPANS = Spans(lease_ms=6_000)  # short: if only the old master got a settle, that lease must expire
 
@@ -65,8 +63,7 @@ class BusyFleet:
         client = self.connections.of(tag) if self.connections else connect(url, tag)
         self.fleet = Fleet(client, model, timeouts, spans=SPANS)
         url = self.worker_url or url
-        config = PublisherConfig(url, model, WORKER, "w1", 0, SCHEME, 99_999, 32_768, "test")
-        self.core = WorkerPublisher(config, self.tracker)
+        self.core = WorkerPublisher(config(url, model), self.tracker)
         self.half = ServerPublisher(ServerConfig(url, model, "w1", "http://127.0.0.1:9", (model,), "test"))
         self.core.start()
         self.half.start()
@@ -153,24 +150,10 @@ class BusyFleet:
         await poll(lambda: self.answered[-1] > first, 20, "decisions work again")
         decided_s = next(when for when in self.answered if when > first) - begun
         await stop([self.churn])
-        await poll(self.equal, 20, "the index equals the table")
+        await equal(self.fleet, self.tracker)
         indexed_s, since_s = time.monotonic() - begun, begun - struck
         print(f"after the strike: decisions {since_s + decided_s:.2f} s, index {since_s + indexed_s:.2f} s")
         return decided_s, indexed_s  # decisions may work before all Sentinels agree
-
-    async def equal(self) -> bool:
-        """Whether the index lists the blocks that the engine holds, and no others."""
-        fleet, table = self.fleet, set(self.tracker.table)
-        with suppress(FleetUnavailable):
-            views = await fleet.workers()
-            slot = views[0].record["slot"] if views else 0
-            if await fleet.redis.smembers(fleet.keys.slot(slot)) != table:
-                return False
-            async with fleet.redis.pipeline(transaction=False) as pipe:
-                for block in list(table)[:500]:
-                    pipe.sismember(fleet.keys.block(block), str(slot))
-                return all(await pipe.execute())
-        return False
 
     async def consistent(self) -> None:
         """Fail unless the load equals that of the held reservations, and is 0 once these have been settled."""

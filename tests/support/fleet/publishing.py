@@ -85,17 +85,20 @@ async def stream(fleet: Fleet) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return cast("list[tuple[bytes, dict[bytes, bytes]]]", await fleet.redis.xrange(fleet.keys.events(WORKER)))
 
 
-async def equal(fleet: Fleet, tracker: Tracker, deadline_s: float = 20.0) -> None:
-    """Wait until the index equals the tracker's table, in both directions. Redis may be away meanwhile."""
-
-    async def check() -> bool:
-        try:
-            slot, table = (await record(fleet)).get("slot", 0), set(tracker.table)
-            if not slot or await fleet.redis.smembers(fleet.keys.slot(slot)) != table:
-                return False
-            some = list(table)[:100]
-            return all([await fleet.redis.sismember(fleet.keys.block(block_hash), slot) for block_hash in some])
-        except (redis.ConnectionError, redis.TimeoutError):
+async def indexed(fleet: Fleet, tracker: Tracker) -> bool:
+    """Whether the index lists the blocks of the table and no others, in both directions. No, if Redis is away."""
+    table = set(tracker.table)
+    with suppress(FleetUnavailable, redis.ConnectionError, redis.TimeoutError):
+        slot = (await record(fleet)).get("slot", 0)
+        if not slot or await fleet.redis.smembers(fleet.keys.slot(slot)) != table:
             return False
+        async with fleet.redis.pipeline(transaction=False) as pipe:
+            for block in list(table)[:500]:
+                pipe.sismember(fleet.keys.block(block), str(slot))
+            return all(await pipe.execute())
+    return False
 
-    await poll(check, deadline_s, "the index equals the table")
+
+async def equal(fleet: Fleet, tracker: Tracker, deadline_s: float = 20.0) -> None:
+    """Wait until the index equals the tracker's table. Redis may be away meanwhile."""
+    await poll(lambda: indexed(fleet, tracker), deadline_s, "the index equals the table")

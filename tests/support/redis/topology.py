@@ -18,9 +18,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.retry import Retry
+from tests.support.certificates import certificate
 from tests.support.polling import until
 from tests.support.redis.servers import KEEPS_ENVIRONMENT, redis7_binary
-from tests.support.run.required_tools import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,27 +95,6 @@ class Servers:
 # ---------------------------------------------------------------- TLS
 
 
-def openssl(folder: Path, line: str) -> None:
-    subprocess.run([require("openssl"), *line.split()], cwd=folder, check=True, capture_output=True)
-
-
-def make_ca(folder: Path, name: str) -> Path:
-    """Make a certificate authority; return the path of its certificate."""
-    new = "-x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.pem")
-    return folder / f"{name}.pem"
-
-
-def issue(folder: Path, ca: str, name: str) -> tuple[Path, Path]:
-    """Make a certificate for 127.0.0.1, signed by ``ca``; return its path and that of its key."""
-    new = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-    openssl(folder, f"req {new} -subj /CN={name} -keyout {name}.key -out {name}.csr")
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
-    sign = f"-CA {ca}.pem -CAkey {ca}.key -CAcreateserial -days 2 -extfile san"
-    openssl(folder, f"x509 -req -in {name}.csr {sign} -out {name}.pem")
-    return folder / f"{name}.pem", folder / f"{name}.key"
-
-
 @dataclass
 class Secured:
     """A Redis and a Sentinel that speak only TLS and ask for a client certificate signed by their own authority."""
@@ -145,19 +124,19 @@ class Secured:
 def tls_server() -> Iterator[Secured]:
     with Servers() as servers:
         folder = servers.folder
-        ca, other = make_ca(folder, "ca"), make_ca(folder, "other")
-        certificate, key = issue(folder, "ca", "redis")
-        own, own_key = issue(folder, "ca", "client")
+        authority, other = certificate(folder, "ca"), certificate(folder, "other")
+        server, client = certificate(folder, "redis", authority), certificate(folder, "client", authority)
+        ca = authority.certificate
         port, sentinel = free_ports(2)
-        tls = ["--port", "0", "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+        tls = ["--port", "0", "--tls-cert-file", str(server.certificate), "--tls-key-file", str(server.key)]
         tls += ["--tls-ca-cert-file", str(ca), "--tls-replication", "yes", "--dir", str(folder)]
         servers.run(port, [*QUIET, *tls, "--tls-port", str(port)])
         file = folder / "sentinel.conf"
         file.write_text(f"sentinel monitor kv 127.0.0.1 {port} 1\n")
         servers.run(sentinel, [str(file), "--sentinel", *tls, "--tls-port", str(sentinel)])
-        made = Secured(port, sentinel, ca, other, own, own_key)
-        with redis.Redis.from_url(f"{made.url}&ssl_ca_certs={ca}", retry=Retry(NoBackoff(), 0)) as client:
-            until(client.ping, "Redis speaks TLS")
+        made = Secured(port, sentinel, ca, other.certificate, client.certificate, client.key)
+        with redis.Redis.from_url(f"{made.url}&ssl_ca_certs={ca}", retry=Retry(NoBackoff(), 0)) as store:
+            until(store.ping, "Redis speaks TLS")
         yield made
 
 

@@ -133,6 +133,18 @@ class Replica:
 
         await poll(known, 60, "an exact identity", every_s=ASK_S)
 
+    async def proven(self, count: int = 1) -> None:
+        """Return once the replica knows ``count`` workers, all to be right, and their tokenizer if they brought one."""
+
+        async def known() -> bool:
+            model = json.loads((await self.get("/workers"))[1])["models"][0]
+            if [worker["proof"] for worker in model["workers"]] != ["proven"] * count:
+                return False
+            seen = await self.metric('warmfleet_workers{state="proven"}')
+            return seen == count and (await self.get("/readyz"))[0] == 200
+
+        await poll(known, 60, f"{count} proven workers, and a replica that is ready", every_s=ASK_S)
+
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
         rows = [worker.load for worker in await self.fleet.workers()]

@@ -1,0 +1,80 @@
+"""`warmfleet doctor` in the test's own process, and a server with the users of `warmfleet acl`."""
+
+from __future__ import annotations
+
+import io
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import redis
+from tests.support.redis.servers import server
+
+from warmfleet.cli.acl import lines, rules_of
+from warmfleet.cli.doctor.command import Plan, examine, secrets_of
+from warmfleet.cli.doctor.finding import Finding, Report, State
+from warmfleet.cli.parser import build_parser
+from warmfleet.protocol.redis_address import with_ca
+from warmfleet.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Told:
+    """What the doctor told of a set-up."""
+
+    def __init__(self, report: Report, printed: str) -> None:
+        self.report = report
+        self.printed = printed
+
+    def of(self, check: str, state: State) -> list[Finding]:
+        return [one for _, one in self.report.found if (one.check, one.state) == (check, state)]
+
+    def names(self, check: str, detail: str, remedy: str, state: State = State.FAULT) -> None:
+        """One finding of this check names the fault and the remedy, and both are printed."""
+        found = [one for one in self.of(check, state) if detail in one.detail and remedy in one.remedy]
+        assert found, f"no {state} of {check!r} with {detail!r} and {remedy!r} in:\n{self.printed}"
+        assert detail in self.printed
+        assert remedy in self.printed
+        assert State.BROKEN not in {one.state for _, one in self.report.found}, self.printed
+        if state is State.FAULT:
+            assert self.report.status == 1
+
+
+async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
+    """Run it. more: fields of Plan and of Settings."""
+    plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}
+    settings = Settings(
+        redis_url=url, **({"models": (model,)} | {"trust_templates": True, "decide_timeout_s": 2.0} | more)
+    )
+    plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
+    out = io.StringIO()
+    report = Report(out=out, secrets=secrets_of(plan))
+    await examine(plan, report)
+    return Told(report, out.getvalue())
+
+
+@contextmanager
+def guarded(model: str, binary: str, *without: str) -> Iterator[str]:
+    """A server with the users of ``warmfleet acl``, some rules taken away; their passwords are ``secret-NAME``."""
+    rules = dict(rules_of(build_parser().parse_args(["acl", model, "--worker", "eng"])))
+    text = "\n".join(lines(rules, {name: f"secret-{name}" for name in rules}, commands=False))
+    for rule in without:
+        assert rule in text
+        text = text.replace(rule, "")
+    with server(binary) as url, redis.Redis.from_url(url) as client:
+        for line in text.splitlines()[1:]:
+            client.execute_command("ACL", "SETUSER", *_words(line.removeprefix("user ")))
+        client.execute_command("ACL", "SETUSER", "default", "off")
+        yield url.removeprefix("unix://")
+
+
+def _words(line: str) -> list[str]:
+    """The words of an ACL line; a selector in brackets is one word."""
+    words: list[str] = []
+    for word in line.split():
+        if words and words[-1].startswith("(") and not words[-1].endswith(")"):
+            words[-1] += " " + word
+        else:
+            words.append(word)
+    return words
