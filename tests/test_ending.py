@@ -84,12 +84,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *[Case("waiting", 2, one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)],
-    *[Case("waiting", 2, one, to="group") for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+    *[Case("waiting", 2, number) for number in (signal.SIGTERM, signal.SIGKILL)],
+    *[Case("waiting", 2, number, to="group") for number in (signal.SIGINT, signal.SIGHUP)],
     Case("waiting", 2, signal.SIGTERM, by="make"),
-    *[Case(doing, 2, signal.SIGTERM) for doing in DOING if doing != "waiting"],
-    *[Case(doing, 0, signal.SIGTERM) for doing in DOING],
-    Case("waiting", 0, signal.SIGKILL),
+    Case("deaf", 2, signal.SIGTERM),
+    *[Case(doing, 0, signal.SIGTERM) for doing in DOING if doing not in ("waiting", "deaf")],
 ]
 
 

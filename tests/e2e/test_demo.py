@@ -26,7 +26,9 @@ def test_the_four_states_pass(new_stack: Stack, capsys: pytest.CaptureFixture[st
     assert [state for state in ("cold start", "stickiness", "eviction", "recovery") if state not in printed] == []
 
 
-def test_conversations_find_their_earlier_turns(stack: Stack) -> None:
+def test_conversations_find_their_earlier_turns(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "START_SPREAD_SECONDS", 0.5)
+    monkeypatch.setattr(demo, "THINK_SECONDS", 0.25)
     answers = asyncio.run(demo.converse(stack, demo.Work(conversations=4, turns=3), Progress()))
     assert len(answers) == 12
     assert demo.computed(answers) < 0.6 * sum(answer.prompt_tokens for answer in answers)

@@ -89,7 +89,7 @@ def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> No
     faults = ["reset", "", "cut", "", "reset in the stream", "", "500", "error in the stream"]
     with engine(*faults) as (url, seen):
         # One at a time, so that each fault and its second try follow each other.
-        more = ("OneOffUser", "--rate", "2", "--arrivals", "constant")
+        more = ("OneOffUser", "--rate", "5", "--arrivals", "constant")
         summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > len(faults), *more)
 
     found = figures(Tally.from_json(summary["tally"]), 0.0)

@@ -205,18 +205,16 @@ async def test_a_refusal_of_an_engine_says_what_it_wants(valkey_url: str, model:
 async def test_refusals_of_the_router_say_what_it_wants(valkey_url: str, model: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text('{"name": "a", "sha256": "%s"}\n' % ("0" * 64))
-    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
-        chat, models, unknown = await heads(
-            router, get("/v1/chat/completions"), post("/v1/models"), post("/v1/chat/completions", b'{"model":"x"}')
-        )
-        assert (chat["allow"], sorted(models["allow"][0].split(", "))) == (["POST"], ["GET", "HEAD"])
-        assert "allow" not in unknown
-    async with (
-        engine(model) as upstream,
-        replica(valkey_url, model, upstream.url, client_keys_file=str(keys)) as router,
-    ):
-        for refused in await heads(router, post("/v1/chat/completions"), get("/v1/models"), get("/v1/models/x")):
-            assert (refused[""][0].split()[1], refused["www-authenticate"]) == ("401", ["Bearer"])
+    async with engine(model) as upstream:  # one for both: a second one would join beside it
+        async with replica(valkey_url, model, upstream.url) as router:
+            chat, models, unknown = await heads(
+                router, get("/v1/chat/completions"), post("/v1/models"), post("/v1/chat/completions", b'{"model":"x"}')
+            )
+            assert (chat["allow"], sorted(models["allow"][0].split(", "))) == (["POST"], ["GET", "HEAD"])
+            assert "allow" not in unknown
+        async with replica(valkey_url, model, upstream.url, client_keys_file=str(keys)) as router:
+            for refused in await heads(router, post("/v1/chat/completions"), get("/v1/models"), get("/v1/models/x")):
+                assert (refused[""][0].split()[1], refused["www-authenticate"]) == ("401", ["Bearer"])
 
 
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])

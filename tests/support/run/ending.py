@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     watchdog = None if hasattr(config, "workerinput") else Watchdog()
     ending = Ending(config, watchdog)
+    config.pluginmanager.register(ending)  # held here, because tests replace handlers of signals
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, ending)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "tests/README.md"
+MARK = "pytest.mark.long"
 BEGIN, END = "<!-- begin: python -m tests.support.run.long_tests --write -->\n", "<!-- end -->\n"
 
 
@@ -55,13 +56,15 @@ def rows_of(path: Path) -> list[Row]:
 
 def marks_in(path: Path) -> Iterator[Row]:
     """Yield a row for each mark in a file."""
-    place = str(path.relative_to(ROOT))
-    tree = ast.parse(path.read_text())
+    place, text = str(path.relative_to(ROOT)), path.read_text()
+    if MARK not in text:  # most files; to parse all of them takes seconds
+        return
+    tree = ast.parse(text)
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     owners = {call: test.name for test in tests for call in test.decorator_list}
     calls = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.long"):
+        if not (isinstance(node, ast.Attribute) and ast.unparse(node) == MARK):
             continue
         call = calls.get(node)
         told = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords} if call else {}

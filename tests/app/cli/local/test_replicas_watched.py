@@ -65,6 +65,7 @@ async def test_a_replica_that_hangs_is_replaced(
 ) -> None:
     """Meanwhile and afterwards the other one stays as it is."""
     monkeypatch.setattr(replicas, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(replicas, "SILENT_BEATS", 10)
     monkeypatch.setattr(replicas, "FIRST_PAUSE_S", 0.01)
     async with parent(tmp_path) as made:
         hung, other = ready(made)
