@@ -200,17 +200,6 @@ def test_settings_and_metrics_that_are_named_exist(document: Path) -> None:
 
 
 @DOCUMENT
-def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
-    wanted, wrong = 0, []
-    for line in document.read_text().splitlines():
-        cells = re.sub(r"`[^`]*`", "", line).count("|") if line.startswith("|") else 0
-        wanted = cells and (wanted or cells)
-        if cells != wanted:
-            wrong.append(line)
-    assert wrong == []
-
-
-@DOCUMENT
 def test_links_lead_somewhere(document: Path) -> None:
     lost = []
     for link, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", document.read_text()):

@@ -128,14 +128,6 @@ def test_monitoring_has_every_alert_and_dashboard_of_its_folder(rendered: dict[s
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_every_kustomization_says_what_you_get() -> None:
-    found = sorted(K8S.rglob("kustomization.yaml"))
-
-    assert len(found) == 27
-    for path in found:
-        assert path.read_text().startswith("# What you get"), path
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_caught_by_its_check(rendered: dict[str, str], program: Program, mistake: str) -> None:
     _caught(rendered["prod"], program, *MISTAKES[mistake])

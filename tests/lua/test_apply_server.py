@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.fleet.reporting_server import MANIFEST, ReportingServer
 from tests.support.fleet.reporting_worker import SHA, ReportingWorker
 
 from warmfleet.fleet import Ask, Flag, Fleet, Proof
@@ -15,51 +15,10 @@ from warmfleet_worker.protocol import wire
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-MANIFEST = {"tokenizer.json": {"sha256": SHA, "bytes": 5, "chunks": [SHA, "cd" * 32]}}
-
-
-class Server:
-    """Writes the stream of one API server."""
-
-    def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
-        self.store, self.fleet, self.keys = store, fleet, fleet.keys
-        self.stream = self.keys.server("s")
-        self.nonce, self.number = "m1", 0
-
-    def announcement(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "schema": wire.SCHEMA,
-            "server_id": "s",
-            "url": "http://10.0.0.7:8000",
-            "models": [self.keys.tag.replace("~", "/"), "lora-a"],
-            "artifacts": MANIFEST,
-            "facts": {"empty": [], "none": None, "share": 0.25, "text": 'a "quote" 0x10, NaN'},
-            "version": "0.33.0",
-        } | changes
-
-    async def send(self, operation: str, data: str | bytes = b"", *, at: str = "*") -> None:
-        self.number += 1
-        await self.store.xadd(self.stream, cast("Any", wire.entry(self.nonce, self.number, operation, data)), id=at)
-
-    async def join(self, nonce: str = "m1", **changes: Any) -> None:
-        self.nonce = nonce
-        await self.send("join", wire.dumps(self.announcement(**changes)))
-
-    async def applied(self) -> None:
-        while (await self.fleet.apply_server("s")).more:
-            pass
-
-    async def record(self) -> dict[str, Any]:
-        raw = await cast("Any", self.store.hget(self.keys.servers, "s"))
-        return cast("dict[str, Any]", json.loads(raw)) if raw else {}
-
-    async def alive_ms(self) -> float | None:
-        return await self.store.zscore(self.keys.alive_servers, "s")
-
 
 @pytest.fixture
-async def server(store: aioredis.Redis, fleet: Fleet) -> Server:
-    return Server(store, fleet)
+async def server(store: aioredis.Redis, fleet: Fleet) -> ReportingServer:
+    return ReportingServer(store, fleet)
 
 
 @pytest.fixture
@@ -73,7 +32,7 @@ async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
 
 
 async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(
-    server: Server, reporter: ReportingWorker
+    server: ReportingServer, reporter: ReportingWorker
 ) -> None:
     await server.join()
     await server.applied()
@@ -83,7 +42,7 @@ async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(
     assert await server.store.xlen(server.stream) == 0
 
 
-async def test_a_new_nonce_has_proved_nothing(server: Server, reporter: ReportingWorker, fleet: Fleet) -> None:
+async def test_a_new_nonce_has_proved_nothing(server: ReportingServer, reporter: ReportingWorker, fleet: Fleet) -> None:
     await server.join()
     await server.applied()
     await fleet.prove("s.0", "n1", Proof("proven", ""))
@@ -112,7 +71,12 @@ async def test_a_new_nonce_has_proved_nothing(server: Server, reporter: Reportin
     ],
 )
 async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
-    server: Server, reporter: ReportingWorker, fleet: Fleet, models: list[str], adapters: dict[str, str], misnamed: bool
+    server: ReportingServer,
+    reporter: ReportingWorker,
+    fleet: Fleet,
+    models: list[str],
+    adapters: dict[str, str],
+    misnamed: bool,
 ) -> None:
     pool = fleet.keys.tag.replace("~", "/")
     await server.join()
@@ -137,7 +101,7 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
 
 
 async def test_a_process_whose_join_was_lost_finds_no_stream(
-    server: Server, reporter: ReportingWorker, fleet: Fleet
+    server: ReportingServer, reporter: ReportingWorker, fleet: Fleet
 ) -> None:
     """A failover, or MAXLEN while no router ran, has taken the join; the predecessor's stream and record are there."""
     await server.join()
@@ -156,7 +120,9 @@ async def test_a_process_whose_join_was_lost_finds_no_stream(
     assert (await reporter.row()).flags & Flag.SERVER
 
 
-async def test_a_join_changes_only_its_own_workers(server: Server, store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_a_join_changes_only_its_own_workers(
+    server: ReportingServer, store: aioredis.Redis, fleet: Fleet
+) -> None:
     others = [
         ReportingWorker(store, fleet, "s", 1),
         ReportingWorker(store, fleet, "s.0", 0),
@@ -170,7 +136,7 @@ async def test_a_join_changes_only_its_own_workers(server: Server, store: aiored
     assert [bool((await other.row()).flags & Flag.SERVER) for other in others] == [True, False, False]
 
 
-async def test_heartbeat_and_leave(server: Server, reporter: ReportingWorker) -> None:
+async def test_heartbeat_and_leave(server: ReportingServer, reporter: ReportingWorker) -> None:
     then = int(time.time() * 1000) - 60_000
     await server.send("join", wire.dumps(server.announcement()), at=f"{then}-0")
     await server.send("heartbeat", at=f"{then + 1}-0")
@@ -187,14 +153,14 @@ async def test_heartbeat_and_leave(server: Server, reporter: ReportingWorker) ->
     assert (await server.record())["nonce"] == "m1"
 
 
-async def test_a_heartbeat_from_the_future_was_seen_now(server: Server) -> None:
+async def test_a_heartbeat_from_the_future_was_seen_now(server: ReportingServer) -> None:
     await server.join()
     await server.send("heartbeat", at=f"{int(time.time() * 1000) + 600_000}-0")
     await server.applied()
     assert cast("float", await server.alive_ms()) < time.time() * 1000 + 10_000
 
 
-async def test_another_nonce_is_dropped_and_counted(server: Server, fleet: Fleet) -> None:
+async def test_another_nonce_is_dropped_and_counted(server: ReportingServer, fleet: Fleet) -> None:
     await server.join()
     server.nonce = "old"
     await server.send("leave")
@@ -203,7 +169,9 @@ async def test_another_nonce_is_dropped_and_counted(server: Server, fleet: Fleet
     assert await fleet.counts() == {"announced": 1, "nonce": 1}
 
 
-async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(server: Server, store: aioredis.Redis) -> None:
+async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(
+    server: ReportingServer, store: aioredis.Redis
+) -> None:
     for sha256 in MANIFEST["tokenizer.json"]["chunks"]:  # type: ignore[attr-defined]
         await store.set(server.keys.artifact("s", sha256), b"x")
     await server.join()
@@ -249,7 +217,7 @@ async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(server: Serv
     ],
     ids=lambda change: str(change)[:60],
 )
-async def test_a_malformed_join_joins_nobody(server: Server, fleet: Fleet, change: dict[str, Any]) -> None:
+async def test_a_malformed_join_joins_nobody(server: ReportingServer, fleet: Fleet, change: dict[str, Any]) -> None:
     await server.send("join", wire.dumps(server.announcement(**change)))
     await server.applied()
     assert await server.record() == {}
@@ -265,7 +233,7 @@ async def test_a_malformed_join_joins_nobody(server: Server, fleet: Fleet, chang
     ],
     ids=lambda value: value[:9],
 )
-async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet, value: str) -> None:
+async def test_what_parsers_disagree_on_is_refused(server: ReportingServer, fleet: Fleet, value: str) -> None:
     text = wire.dumps(server.announcement(facts={"it": "here"})).replace('"here"', value)
     await server.send("join", text)
     await server.applied()
@@ -274,7 +242,7 @@ async def test_what_parsers_disagree_on_is_refused(server: Server, fleet: Fleet,
 
 
 async def test_a_decision_names_the_url_that_was_proved(
-    server: Server, reporter: ReportingWorker, fleet: Fleet
+    server: ReportingServer, reporter: ReportingWorker, fleet: Fleet
 ) -> None:
     """The URL is not the first one in the text of the join: facts with another URL come before it."""
     await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
@@ -285,7 +253,7 @@ async def test_a_decision_names_the_url_that_was_proved(
     assert decision.url == worker.url == "http://10.0.0.7:8000"
 
 
-async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None:
+async def test_junk_is_counted_and_skipped(server: ReportingServer, fleet: Fleet) -> None:
     await server.join()
     await server.store.xadd(server.stream, {"x": "1"})
     await server.send("stored", b"12345678")
@@ -299,7 +267,7 @@ async def test_junk_is_counted_and_skipped(server: Server, fleet: Fleet) -> None
 
 
 async def test_a_stream_that_breaks_the_rules_is_deleted(
-    server: Server, reporter: ReportingWorker, fleet: Fleet
+    server: ReportingServer, reporter: ReportingWorker, fleet: Fleet
 ) -> None:
     await server.join()
     await server.send("heartbeat", at="18446744073709551615-1")
@@ -315,7 +283,9 @@ async def test_a_stream_that_breaks_the_rules_is_deleted(
     assert (await reporter.row()).flags & Flag.SERVER
 
 
-async def test_a_goodbye_of_either_half_is_noted_until_one_joins(server: Server, reporter: ReportingWorker) -> None:
+async def test_a_goodbye_of_either_half_is_noted_until_one_joins(
+    server: ReportingServer, reporter: ReportingWorker
+) -> None:
     async def left() -> bool:
         return bool((await reporter.record()).get("left"))
 

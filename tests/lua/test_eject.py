@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.test_apply_server import Server
+from tests.support.fleet.reporting_server import ReportingServer
 from tests.support.fleet.reporting_worker import ReportingWorker
 from tests.support.fleet.ticking import EVERY, now_ms, slow_tick
 
@@ -150,7 +150,7 @@ async def test_a_clock_that_steps_back_keeps_nobody_out(keyspace: Keyspace) -> N
 
 
 async def test_forgotten_and_restarted_workers_start_over(reporter: ReportingWorker) -> None:
-    fleet, server = reporter.fleet, Server(reporter.store, reporter.fleet)
+    fleet, server = reporter.fleet, ReportingServer(reporter.store, reporter.fleet)
     await server.join()
     await server.applied()
     for name in ("a", "b"):

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.test_apply_server import Server
 from tests.support.fleet.keyspace import BLOCK
+from tests.support.fleet.reporting_server import ReportingServer
 from tests.support.fleet.ticking import EVERY, now_ms, slow_tick
 
 from warmfleet.errors import NoWorker
@@ -159,7 +159,7 @@ async def test_it_is_not_forgotten(keyspace: Keyspace) -> None:
 
 
 async def test_goodbye_and_a_new_process_end_it(reporter: ReportingWorker) -> None:
-    fleet, server = reporter.fleet, Server(reporter.store, reporter.fleet)
+    fleet, server = reporter.fleet, ReportingServer(reporter.store, reporter.fleet)
     await server.join()
     await server.applied()
     await ready(fleet, reporter)

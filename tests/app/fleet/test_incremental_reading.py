@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.test_apply_server import Server
+from tests.support.fleet.reporting_server import ReportingServer
 from tests.support.fleet.reporting_worker import ReportingWorker, digest_of
 
 from warmfleet.fleet import Fleet, Proof, connect, views
@@ -39,7 +39,7 @@ async def reader(redis_url: str, model: str) -> AsyncIterator[Fleet]:
         yield Fleet(client, model)
 
 
-class Named(Server):
+class Named(ReportingServer):
     """One of several API servers."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.lua.test_apply_server import Server
+from tests.support.fleet.reporting_server import ReportingServer
 from tests.support.fleet.reporting_worker import ReportingWorker
 from tests.support.fleet.ticking import EVERY, slow_tick
 
@@ -137,7 +137,7 @@ class Life:
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
         self.store, self.fleet, fleet.pace = store, fleet, EVERY
-        self.reporter, self.server = ReportingWorker(store, fleet), Server(store, fleet)
+        self.reporter, self.server = ReportingWorker(store, fleet), ReportingServer(store, fleet)
         self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
         self.warmed = False  # an incarnation is warmed once
         self.serial, self.server_known = 0, False

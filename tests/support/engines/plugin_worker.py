@@ -70,8 +70,7 @@ async def worker(
     try:
         yield core
     finally:
-        await asyncio.to_thread(server.stop)
-        await asyncio.to_thread(core.stop)
+        await asyncio.gather(asyncio.to_thread(server.stop), asyncio.to_thread(core.stop))
 
 
 def caching(tracker: Tracker, ids_of: list[list[int]], words: bytes = SMALL) -> Answer:

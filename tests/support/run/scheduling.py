@@ -23,6 +23,7 @@ TOGETHER = (
 FIRST = (
     "tests/vllm",
     "tests/e2e",
+    "tests/test_ending.py",
     "tests/drills",
     "tests/app/fleet/test_sentinel.py",
     "tests/loadtest",
@@ -43,7 +44,7 @@ MOST_PROCESSES = 6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes ``-n auto`` means: one more than there are cores, because many tests wait.
+    """How many processes ``-n auto`` means: two more than there are cores, because tests wait half of their time.
 
     0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
     long tests: most of them measure, and some take the whole machine.
@@ -51,7 +52,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     one_file = len(config.args) == 1 and ".py" in config.args[0]
     if one_file or config.option.capture == "no" or runs_long_tests(config.option.markexpr):
         return 0
-    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 2, MOST_PROCESSES)
 
 
 def runs_long_tests(marks: str) -> bool:
