@@ -175,14 +175,15 @@ def test_names_of_pictures_are_apart_from_each_other_and_from_salts() -> None:
 
 
 async def test_a_gateway_is_refused_a_body_that_it_would_send_unchanged(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream, replica(valkey_url, model, upstream.url, tenant_key=KEY, admin_port=1) as one:
-        for path, text in NAMING + NAMELESS:
-            async with one.client.post(f"{one.operators}/route?endpoint={path}", data=text.encode()) as answer:
-                refused = {} if answer.status == 200 else (await answer.json())["error"]
-            field = "mm_hashes" if "mm_hashes" in text else "uuid"
-            assert refused.get("param") == (None if (path, text) in NAMELESS else field), (path, text, refused)
-    async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
-        assert (await router.post(NAMING[0][1].encode(), f"/route?endpoint={NAMING[0][0]}"))[0] == 200
+    async with engine(model) as upstream:  # one for both: a second one would join beside it
+        async with replica(valkey_url, model, upstream.url, tenant_key=KEY, admin_port=1) as one:
+            for path, text in NAMING + NAMELESS:
+                async with one.client.post(f"{one.operators}/route?endpoint={path}", data=text.encode()) as answer:
+                    refused = {} if answer.status == 200 else (await answer.json())["error"]
+                field = "mm_hashes" if "mm_hashes" in text else "uuid"
+                assert refused.get("param") == (None if (path, text) in NAMELESS else field), (path, text, refused)
+        async with replica(valkey_url, model, upstream.url) as router:
+            assert (await router.post(NAMING[0][1].encode(), f"/route?endpoint={NAMING[0][0]}"))[0] == 200
 
 
 #: Where an engine may get blocks, or what it has computed of a picture, from another engine; by any way into it.

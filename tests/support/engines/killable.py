@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_well, chunk, engine, reply
-from tests.support.polling import poll
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,6 +85,8 @@ class EngineProcesses(list[EngineProcess]):
 @asynccontextmanager
 async def engine_processes(model: str, folder: Path, count: int, way: Way = "silent") -> AsyncIterator[EngineProcesses]:
     """So many engines, which answer for now. All are killed at the end."""
+    from tests.support.polling import poll  # not at the top: its imports are most of what an engine would compute
+
     engines = EngineProcesses(folder)
     engines.answer()
     try:
