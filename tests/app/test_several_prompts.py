@@ -10,7 +10,7 @@ from tests.support.engines.scripted import engine
 from tests.support.replicas.replica import replica
 
 from warmfleet.background import view_reader
-from warmfleet.fleet import Ask, Decision, Fleet, Place, Queued, new_reservation
+from warmfleet.fleet import Decision, Fleet, Question, Queued, new_reservation
 from warmfleet.pools.fleet_view import View, view_of
 from warmfleet_worker.protocol import wire
 
@@ -52,8 +52,8 @@ async def test_the_first_byte_speaks_for_one_prompt(
     seen: list[str] = []
     decide, tell = Fleet.decide_in_turn, Fleet.tell
 
-    async def decides(self: Fleet, ask: Ask, place: Place, *, tell: bool) -> Decision | Queued:
-        decision = await decide(self, ask, place, tell=tell)
+    async def decides(self: Fleet, question: Question, *, tell: bool) -> Decision | Queued:
+        decision = await decide(self, question, tell=tell)
         assert isinstance(decision, Decision)
         return replace(decision, approximate=reporter == "nobody")
 

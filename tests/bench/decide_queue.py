@@ -24,7 +24,7 @@ from tests.bench.filled_store import BLOCK_TOKENS, FLAGS, SCHEME, FilledStore
 from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import Ask, LoadRow, Place, QueueLimits
+from warmfleet.fleet import LoadRow, Question, QueueLimits
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
@@ -90,9 +90,8 @@ class Line(FilledStore):
         for case, (tokens, barred, booked) in plans.items():
             self.book([FULL_TOKENS] * self.workers)
             names = self.new_names(LOOK_TICKETS)
-            asks = [Ask(name, (), tokens, tokens, exclude=barred) for name in names]
-            command, place = self.reservations.decide_command, Place(barred=barred)
-            self.burn([self.call("decide", *arguments_of(command(ask, place=place))) for ask in asks])
+            asks = [Question(name, (), tokens, tokens, exclude=barred, barred=barred) for name in names]
+            self.burn([self.call("decide", *arguments_of(self.reservations.decide_command(ask))) for ask in asks])
             self.book(booked)
             turns = self.client.execute_command("EVALSHA", *self.poll())[3]
             at_one = -(-LIMIT_S * SPEED_TPS // tokens)  # prompts that one engine takes at once
@@ -104,8 +103,8 @@ class Line(FilledStore):
 
     def wish(self, name: str) -> list[Any]:
         prompt = BLOCKS * BLOCK_TOKENS + OWN_TOKENS
-        ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, self.chain),), prompt, prompt)
-        return self.call("decide", *arguments_of(self.reservations.decide_command(ask, place=Place())))
+        ask = Question(name, (Chain(SCHEME, BLOCK_TOKENS, self.chain),), prompt, prompt)
+        return self.call("decide", *arguments_of(self.reservations.decide_command(ask)))
 
     def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> list[Any]:
         prefix, constants = self.keys.prefix, self.reservations.constants()

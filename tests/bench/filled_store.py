@@ -17,7 +17,7 @@ import redis
 from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import Ask, Place, Queue, QueueLimits, Weights
+from warmfleet.fleet import Question, Queue, QueueLimits, Weights
 from warmfleet.fleet.client import connect
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
@@ -116,8 +116,8 @@ class FilledStore:
         self.serial += 1
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
-        ask = Ask(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *arguments_of(self.reservations.decide_command(ask, place=Place())))
+        ask = Question(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
+        return name, self.call("decide", *arguments_of(self.reservations.decide_command(ask)))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]

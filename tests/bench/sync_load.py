@@ -24,7 +24,7 @@ from tests.bench.sync_data import Data
 from tests.support.fleet.reporting_worker import SCHEME
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import SCRIPT_KEYS, Ask, Fleet, connect
+from warmfleet.fleet import SCRIPT_KEYS, Fleet, Question, connect
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
 
@@ -79,8 +79,10 @@ class Load:
     def _ask(self, chain: bytes) -> list[str | bytes]:
         """Make the arguments of a decision, without its reservation, before it is due: later work would add latency."""
         prompt = len(chain) * 2 + 5
-        ask = Ask("?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31))
-        return self._words("decide", arguments_of(self.fleet.decide_command(ask)))
+        ask = Question(
+            "?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31)
+        )
+        return self._words("decide", arguments_of(self.fleet.decide_command(ask, in_turn=False)))
 
     def _decide(self, due: float) -> None:
         words, self.asked = self.rng.choice(self.asks), self.asked + 1

@@ -24,9 +24,9 @@ from warmfleet.background import upkeep
 from warmfleet.engines.engine_priority import priority
 from warmfleet.fleet import (
     RENEW_AT_ONCE,
-    Ask,
     Decision,
     Fleet,
+    Question,
     Queued,
     QueueLimits,
     Renewal,
@@ -215,11 +215,10 @@ class Cluster:
             return direct
         pools = self._balancer.choice(self.replicas)
         ask, fleet = self._ask(self._reservation(), request, arrival.session), next(iter(pools.values()))
-        tenant = self.plan.tenants.get(arrival.session, TENANT)
         if len(pools) > 1:
-            number = await self._in_home_pools(self._homes[fleet], request, ask, tenant, now)
+            number = await self._in_home_pools(self._homes[fleet], request, ask, now)
         elif tickets := self.tickets.get(fleet):
-            number = await tickets.choose(request, ask, tenant, now)
+            number = await tickets.choose(request, ask, now)
         else:
             number = self._booked(fleet, request, await fleet.decide(ask), now)
         if number is None or not self.plan.dispatch_s:
@@ -240,22 +239,20 @@ class Cluster:
         else:
             self.virtual.send(request, number, now)
 
-    async def _in_home_pools(
-        self, homes: HomePools, request: Request, ask: Ask, tenant: bytes, now: float
-    ) -> int | None:
-        fleet, answer, others = await homes.decide(ask, tenant)
+    async def _in_home_pools(self, homes: HomePools, request: Request, ask: Question, now: float) -> int | None:
+        fleet, answer, others = await homes.decide(ask)
         if isinstance(answer, Decision):
             return self._booked(fleet, request, answer, now)
 
         async def instead(line: Queued, at: float) -> int | None:
             for other in others:
                 asked = replace(ask, reservation=self._reservation())
-                decision = await homes.instead(asked, tenant, (fleet, line), other)
+                decision = await homes.instead(asked, (fleet, line), other)
                 if decision is not None:
                     return self._booked(other, request, decision, at)
             return None
 
-        self.tickets[fleet].keep(request, ask, tenant, answer, now, instead)
+        self.tickets[fleet].keep(request, ask, answer, now, instead)
         return None
 
     def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:
@@ -273,13 +270,14 @@ class Cluster:
             request.priority = priority(None, now, decision.prefill_tokens, speed_tps)
         return number
 
-    def _ask(self, reservation: str, request: Request, session: int) -> Ask:
+    def _ask(self, reservation: str, request: Request, session: int) -> Question:
         scheme, prompt, policy = self.plan.engines[0].scheme, request.prompt_tokens, self.plan.policy
         whole = (prompt - 1) // scheme.block_tokens  # the engine always computes the last token
         chain = Chain(scheme.scheme_id, scheme.block_tokens, b"".join(request.hashes[:whole]))
         keys = {"session": b"%d" % session, "chwbl": request.hashes[0] if request.hashes else b""}
         order = self._ring(keys[policy]) if policy in keys else ()
-        return Ask(reservation, (chain,) if whole else (), prompt, prompt + request.max_tokens, policy, order=order)
+        tenant, chains = self.plan.tenants.get(session, TENANT), (chain,) if whole else ()
+        return Question(reservation, chains, prompt, prompt + request.max_tokens, policy, order=order, tenant=tenant)
 
     def _ring(self, key: bytes) -> tuple[str, ...]:
         """Return worker ids in the order of a hash ring. The key is a session, or the block of 100 characters."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet import Decision, Place, Queued
+from warmfleet.fleet import Decision, Queued
 from warmfleet.pools.home_pools import Beginnings, in_order
 from warmfleet.routing.pool_prices import HOMES, Offer, best, turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet import Ask, Fleet
+    from warmfleet.fleet import Fleet, Question
 
 
 class HomePools:
@@ -28,17 +29,17 @@ class HomePools:
         self._token_s = token_s
         self._beginnings = Beginnings()
 
-    def order(self, ask: Ask) -> list[Fleet]:
+    def order(self, ask: Question) -> list[Fleet]:
         """The pools in the order in which the request would be asked for there."""
         key = self._beginnings.key(ask.chains, self._depth_tokens, len(self._pools)) or os.urandom(8)
         return [self._pools[tag] for tag in in_order(key, self._sizes)]
 
-    async def decide(self, ask: Ask, tenant: bytes) -> tuple[Fleet, Decision | Queued, list[Fleet]]:
+    async def decide(self, ask: Question) -> tuple[Fleet, Decision | Queued, list[Fleet]]:
         """Ask the home pools, keep the cheapest answer, and give back what the others hold.
 
         Returns the pool that gave it, the answer, and the other home pools.
         """
-        answers = [(fleet, await fleet.decide_in_turn(ask, Place(tenant))) for fleet in self.order(ask)[:HOMES]]
+        answers = [(fleet, await fleet.decide_in_turn(ask)) for fleet in self.order(ask)[:HOMES]]
         best = self._best(answers)
         for number, (fleet, answer) in enumerate(answers):
             if number != best and isinstance(answer, Decision):
@@ -48,9 +49,9 @@ class HomePools:
         fleet, answer = answers[best]
         return fleet, answer, [other for other, _ in answers if other is not fleet]
 
-    async def instead(self, ask: Ask, tenant: bytes, line: tuple[Fleet, Queued], other: Fleet) -> Decision | None:
+    async def instead(self, ask: Question, line: tuple[Fleet, Queued], other: Fleet) -> Decision | None:
         """Book a request that waits in a line in its other home pool, if it is cheaper there. ask: with another id."""
-        answer = await other.decide_in_turn(ask, Place(tenant, may_wait=False))
+        answer = await other.decide_in_turn(replace(ask, may_wait=False))
         if not isinstance(answer, Decision):
             return None
         if self._best((line, (other, answer))) == 1:

@@ -5,15 +5,16 @@ Two things are simpler: each poll names all tickets, and pauses do not grow whil
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet import POLL_AT_ONCE, Decision, Place, Standing
+from warmfleet.fleet import POLL_AT_ONCE, Decision, Standing
 from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_ELSEWHERE_S, REVIEW_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from warmfleet.fleet import Ask, Fleet, Queued
+    from warmfleet.fleet import Fleet, Question, Queued
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
@@ -34,7 +35,7 @@ class VirtualTickets:
         self._virtual = virtual
         self._booked = booked
         self._send = send
-        self._waiting: dict[str, tuple[Request, Ask, bytes, float]] = {}  # by ticket; with tenant and time of arrival
+        self._waiting: dict[str, tuple[Request, Question, float]] = {}  # by ticket; with time of arrival
         self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
         self._instead: dict[str, Instead] = {}
         self._polled = 0.0
@@ -44,17 +45,15 @@ class VirtualTickets:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def choose(self, request: Request, ask: Ask, tenant: bytes, now: float) -> int | None:
+    async def choose(self, request: Request, ask: Question, now: float) -> int | None:
         """As ``Router.choose``; a request that must wait is sent by a later poll."""
-        answer = await self._fleet.decide_in_turn(ask, Place(tenant))
+        answer = await self._fleet.decide_in_turn(ask)
         if isinstance(answer, Decision):
             return self._booked(self._fleet, request, answer, now)
-        self.keep(request, ask, tenant, answer, now)
+        self.keep(request, ask, answer, now)
         return None
 
-    def keep(
-        self, request: Request, ask: Ask, tenant: bytes, answer: Queued, now: float, instead: Instead | None = None
-    ) -> None:
+    def keep(self, request: Request, ask: Question, answer: Queued, now: float, instead: Instead | None = None) -> None:
         """Keep the ticket of a request until its turn comes; refuse the request if it got none.
 
         instead: books it in another pool where that is better, and returns the number of the engine.
@@ -62,7 +61,7 @@ class VirtualTickets:
         if answer.outcome != "queued":
             self._refuse(request)
             return
-        self._waiting[ask.reservation] = request, ask, tenant, now
+        self._waiting[ask.reservation] = request, ask, now
         self._decided[ask.reservation] = now
         if instead is not None:
             self._instead[ask.reservation] = instead
@@ -97,9 +96,9 @@ class VirtualTickets:
             self._poll_at(now + max(MIN_PAUSE_S, min(room_in_s, POLL_S)))
 
     async def _ask_again(self, ticket: str, now: float) -> None:
-        request, ask, tenant, came = self._waiting[ticket]
+        request, ask, came = self._waiting[ticket]
         del self._decided[ticket]
-        answer = await self._fleet.decide_in_turn(ask, Place(tenant, waited_ms=round(1_000 * (now - came))))
+        answer = await self._fleet.decide_in_turn(replace(ask, waited_ms=round(1_000 * (now - came))))
         if not isinstance(answer, Decision) and answer.outcome == "queued":
             number = await self._instead[ticket](answer, now) if ticket in self._instead else None
             if number is None:

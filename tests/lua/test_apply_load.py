@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker, block, blocks, digest_of, with_load
 
-from warmfleet.fleet import Ask, ClientLimits, Flag, Fleet, Lease, Stage, new_reservation
+from warmfleet.fleet import ClientLimits, Flag, Fleet, Lease, Question, Stage, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -189,7 +189,7 @@ async def test_a_failure_after_the_prefill_gives_the_prompt_back(
     await reporter.applied()
     await routable(reporter)
     limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
-    ask = Ask(new_reservation(prompts, client=limits.tag), (), 100_000, 100_000, limits=limits)
+    ask = Question(new_reservation(prompts, client=limits.tag), (), 100_000, 100_000, limits=limits)
     await fleet.decide(ask)
     if told == "before":
         await fleet.settle(ask.reservation, "started")
@@ -218,7 +218,7 @@ async def test_settle_tells_what_the_engine_had_cached(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     await reporter.send("progress", wire.dumps([["wf-real", 16 * reported, 60]]))
     await reporter.applied()
     assert await settled(fleet, "wf-real", "started") in ([b"STARTED"], [b"SAME"])
@@ -232,7 +232,7 @@ async def test_settle_tells_nothing_that_was_not_compared(reporter: ReportingWor
     await reporter.applied()
     await routable(reporter)
     booked = new_reservation(2 if case == "several prompts" else 1, exact=case != "an estimated prompt")
-    await fleet.decide(Ask(booked, (), prompt_tokens=60, decode_tokens=10))
+    await fleet.decide(Question(booked, (), prompt_tokens=60, decode_tokens=10))
     if case != "no progress":
         await reporter.send("progress", wire.dumps([[booked, 16, 60]]))
     await reporter.applied()
@@ -250,7 +250,7 @@ async def test_with_the_last_request_everything_booked_ends(reporter: ReportingW
     await reporter.applied()
     await routable(reporter)
     for name in ("wf-one", "wf-two"):
-        await fleet.decide(Ask(name, (), 100, 200))
+        await fleet.decide(Question(name, (), 100, 200))
     skewed = replace(await reporter.row(), prefill_tokens=-70, decode_tokens=470).pack("s.0")
     await cast("Any", reporter.store.hset(reporter.keys.load, "s.0", skewed))
     await fleet.settle("wf-one", "started")
@@ -290,7 +290,9 @@ async def routable(reporter: ReportingWorker) -> None:
 async def matched(fleet: Fleet, *numbers: int) -> int:
     """The blocks that a decision would find on the worker."""
     chain = Chain(SCHEME.scheme_id, 16, blocks(*numbers))
-    _, (row,) = await fleet.explain(Ask("wf-asks", (chain,), prompt_tokens=16 * len(numbers) + 5, decode_tokens=10))
+    _, (row,) = await fleet.explain(
+        Question("wf-asks", (chain,), prompt_tokens=16 * len(numbers) + 5, decode_tokens=10)
+    )
     return row.matched_tokens // 16
 
 
@@ -312,7 +314,7 @@ async def test_blocks_that_were_reported_are_credited_no_longer(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     assert (await matched(fleet, 1, 2, 3), bool(await credit(reporter))) == (3, True)
     if first_byte == "before":
         await fleet.settle("wf-real", "started")
@@ -342,7 +344,7 @@ async def test_blocks_that_the_index_may_lack_stay_credited(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     await reporter.send("stored", blocks(1, 2) if complete else blocks(1, 3))
     await reporter.send("progress", wire.dumps([["wf-real", 0, 60]]))
     await reporter.applied()
@@ -355,7 +357,7 @@ async def test_progress_after_a_real_decision_and_before_a_real_settle(reporter:
     await reporter.send("stored", blocks(1, 2))
     await reporter.applied()
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    decision = await fleet.decide(Ask("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    decision = await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     assert decision.matched_tokens == 32
     await reporter.send("progress", wire.dumps([["wf-real", 32, 60]]))
     await reporter.applied()

@@ -9,7 +9,7 @@ import pytest
 from tests.support.fleet.reporting_server import MANIFEST, ReportingServer
 from tests.support.fleet.reporting_worker import SHA, ReportingWorker
 
-from warmfleet.fleet import Ask, Flag, Fleet, Proof
+from warmfleet.fleet import Flag, Fleet, Proof, Question
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ async def test_a_decision_names_the_url_that_was_proved(
     await server.applied()
     await fleet.prove("s.0", "n1", Proof("proven", ""))
     (worker,) = await fleet.workers()
-    decision = await fleet.decide(Ask("wf-url", (), prompt_tokens=5, decode_tokens=6))
+    decision = await fleet.decide(Question("wf-url", (), prompt_tokens=5, decode_tokens=6))
     assert decision.url == worker.url == "http://10.0.0.7:8000"
 
 

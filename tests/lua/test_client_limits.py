@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -18,7 +19,6 @@ from warmfleet.fleet import (
     ClientLimits,
     Decision,
     Fleet,
-    Place,
     Queued,
     QueueLimits,
     Renewal,
@@ -29,12 +29,12 @@ from warmfleet.fleet import (
 )
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Question
 
 LONG = Spans(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
 
 
-def asked(keyspace: Keyspace, limits: ClientLimits, **fields: Any) -> Ask:
+def asked(keyspace: Keyspace, limits: ClientLimits, **fields: Any) -> Question:
     """A request of 101 tokens of the client with these limits."""
     fields = {"prompt_tokens": 101, "decode_tokens": 10} | fields
     return keyspace.ask(reservation=new_reservation(1, client=limits.tag), limits=limits, **fields)
@@ -62,7 +62,7 @@ async def test_a_client_has_as_many_requests_in_flight_as_its_limit(keyspace: Ke
     found = [(await keyspace.fleet.decide(ask)).use for ask in asks[:2]]
     assert [use and use.in_flight for use in found] == [1, 2]
     with pytest.raises(RateLimited, match="API key team-a has 2 requests in flight, of 2") as refused:
-        await keyspace.fleet.decide_in_turn(asks[2], Place())
+        await keyspace.fleet.decide_in_turn(asks[2])
     error = refused.value
     assert (error.status, error.type, error.code, error.retry_after_s) == (429, "requests", "rate_limit_exceeded", 1)
     assert error.headers == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
@@ -135,7 +135,7 @@ async def test_a_renewed_request_stays_in_flight(store: Any, model: str) -> None
     renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
     assert await keyspace.fleet.renew([renewal]) == (1, 0, 0)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
 
 
 async def test_requests_count_again_after_redis_lost_all(keyspace: Keyspace) -> None:
@@ -148,7 +148,7 @@ async def test_requests_count_again_after_redis_lost_all(keyspace: Keyspace) -> 
     assert await keyspace.fleet.renew([renewal]) == (0, 1, 0)
     assert await in_flight(keyspace, limits) == {ask.reservation}
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
 
 
 async def test_a_second_try_counts_once(keyspace: Keyspace) -> None:
@@ -171,12 +171,12 @@ async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(
     await keyspace.fleet.decide(first)
     await keyspace.fleet.settle(first.reservation, "failed")
     await keyspace.fleet.decide(other)
-    decision = await keyspace.fleet.decide_in_turn(again, Place())
+    decision = await keyspace.fleet.decide_in_turn(again)
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert (decision.use.in_flight, decision.use.tokens) == (2, 202)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
     await keyspace.fleet.settle(again.reservation, "failed")
     assert await in_flight(keyspace, limits) == {other.reservation}
 
@@ -205,7 +205,7 @@ async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(keyspace: Keys
     limits = ClientLimits("team-a", concurrency=9, tokens_per_minute=6_000)
     await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=6_000))
     with pytest.raises(RateLimited, match=r"used [56],\d\d\d of the 6,000 tokens .* this request has 3,000") as refused:
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=3_000), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=3_000))
     error = refused.value
     assert (error.type, error.code) == ("tokens", "rate_limit_exceeded")
     assert 25 <= error.retry_after_s <= 30, "100 tokens are paid back in a second"
@@ -222,7 +222,7 @@ async def test_used_tokens_are_paid_back_at_the_rate(keyspace: Keyspace) -> None
     limits = ClientLimits("team-a", tokens_per_minute=600_000)
     await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=600_000))
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=600_000), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=600_000))
     await asyncio.sleep(0.2)  # 2,000 tokens
     await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=1_500))
 
@@ -250,7 +250,7 @@ async def test_a_prompt_longer_than_the_limit_passes_when_nothing_is_used(keyspa
     limits = ClientLimits("team-a", tokens_per_minute=100)
     await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=10_000))
     with pytest.raises(RateLimited) as refused:
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=1), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=1))
     assert refused.value.retry_after_s == pytest.approx(99 * 60, abs=20)
 
 
@@ -302,14 +302,14 @@ async def test_a_request_that_waits_is_in_flight(keyspace: Keyspace) -> None:
     limits = ClientLimits("team-a", 2, 1_000)
     first, second, third = (asked(keyspace, limits, prompt_tokens=300) for _ in range(3))
     for ask in (first, second):
-        assert isinstance(await keyspace.fleet.decide_in_turn(ask, Place()), Queued)
+        assert isinstance(await keyspace.fleet.decide_in_turn(ask), Queued)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(third, Place())
+        await keyspace.fleet.decide_in_turn(third)
     await keyspace.fleet.poll([first.reservation], [second.reservation])
     assert await in_flight(keyspace, limits) == {first.reservation}
-    assert isinstance(await keyspace.fleet.decide_in_turn(third, Place()), Queued)
+    assert isinstance(await keyspace.fleet.decide_in_turn(third), Queued)
     await keyspace.fleet.settle("wf-busy", "cancelled")
-    decision = await keyspace.fleet.decide_in_turn(first, Place())
+    decision = await keyspace.fleet.decide_in_turn(first)
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert decision.use.in_flight == 2
@@ -324,11 +324,11 @@ async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(keyspace: Ke
     await saturated(keyspace)
     limits = ClientLimits("team-a", 1)
     ask = asked(keyspace, limits)
-    assert isinstance(await keyspace.fleet.decide_in_turn(ask, Place()), Queued)
+    assert isinstance(await keyspace.fleet.decide_in_turn(ask), Queued)
     await keyspace.store.zadd(f"{keyspace.keys.prefix}client:{limits.tag}", {ask.reservation: 1})
     await keyspace.fleet.poll([ask.reservation])
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits), Place())
+        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
     assert await in_flight(keyspace, limits) == {ask.reservation}
 
 
@@ -338,8 +338,9 @@ async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(keyspa
     limits = ClientLimits("team-a", 2, 10_000)
     asks = [asked(keyspace, limits) for _ in range(2)]
     for ask in asks:
-        await keyspace.fleet.decide_in_turn(ask, Place(b"tenant-a"))
-    await keyspace.fleet.decide_in_turn(keyspace.ask(), Place(b"tenant-b"))  # the newest of the longest flow gives way
+        await keyspace.fleet.decide_in_turn(replace(ask, tenant=b"tenant-a"))
+    # The newest of the longest flow gives way.
+    await keyspace.fleet.decide_in_turn(keyspace.ask(tenant=b"tenant-b"))
     assert await in_flight(keyspace, limits) == {asks[0].reservation}
     await keyspace.store.zadd(keyspace.keys.queue2 + ":leases", {asks[0].reservation: 1})
     await keyspace.fleet.poll()
@@ -372,7 +373,7 @@ class History:
 
     def __init__(self, keyspace: Keyspace) -> None:
         self.keyspace = keyspace
-        self.asked: dict[str, tuple[Ask, int]] = {}  # id -> the request, its replica
+        self.asked: dict[str, tuple[Question, int]] = {}  # id -> the request, its replica
         self.booked: dict[str, Decision] = {}
         self.rebuilt: set[str] = set()
 
@@ -430,9 +431,9 @@ class History:
     async def _leave(self, name: str) -> None:
         await self.keyspace.fleet.poll((), [name])
 
-    async def decide(self, ask: Ask) -> None:
+    async def decide(self, ask: Question) -> None:
         try:
-            answer = await self.keyspace.fleet.decide_in_turn(ask, Place())
+            answer = await self.keyspace.fleet.decide_in_turn(ask)
         except RateLimited:
             limits = ask.limits
             assert limits is not None
@@ -500,7 +501,7 @@ async def test_replicas_at_the_same_time_stay_within_the_limit(redis_url: str, m
             for _ in range(40):
                 ask = asked(keyspace, limits)
                 try:
-                    await fleet.decide_in_turn(ask, Place())
+                    await fleet.decide_in_turn(ask)
                 except RateLimited:
                     continue
                 most = max(most, len([one for one in (await keyspace.leases()).values() if one.stage <= Stage.STARTED]))

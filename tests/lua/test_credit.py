@@ -12,12 +12,12 @@ from warmfleet.errors import BadArgument
 from warmfleet.fleet import SCRIPT_ARGS
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Question
 
 RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000"}
 
 
-async def matched_blocks(keyspace: Keyspace, ask: Ask) -> dict[str, int]:
+async def matched_blocks(keyspace: Keyspace, ask: Question) -> dict[str, int]:
     _, rows = await keyspace.fleet.explain(ask)
     return {row.worker_id: row.matched_tokens // BLOCK for row in rows}
 
@@ -80,7 +80,7 @@ async def test_an_id_that_comes_again_elsewhere_gives_no_credit_here(keyspace: K
 @pytest.mark.parametrize("number", ["nan", "inf", "1e300", "4294967296", "2147483648", "0"])
 async def test_numbers_that_no_row_can_hold_are_refused(keyspace: Keyspace, number: str) -> None:
     await keyspace.workers(1)
-    args = arguments_of(keyspace.fleet.decide_command(keyspace.ask(b"")))
+    args = arguments_of(keyspace.fleet.decide_command(keyspace.ask(b""), in_turn=False))
     args[SCRIPT_ARGS["decide"].index("prompt_tokens")] = number.encode()
     with pytest.raises(BadArgument):
         await keyspace.fleet.run("decide", *args)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tests.support.fleet.keyspace import BLOCK, READY, SCHEME, Keyspace
 from tests.support.redis.servers import PATIENT
 
-from warmfleet.fleet import Ask, Flag, Fleet, Weights, connect
+from warmfleet.fleet import Flag, Fleet, Question, Weights, connect
 from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 
-async def matched(keyspace: Keyspace, ask: Ask) -> dict[str, int]:
+async def matched(keyspace: Keyspace, ask: Question) -> dict[str, int]:
     _, rows = await keyspace.fleet.explain(ask)
     return {row.worker_id: row.matched_tokens for row in rows}
 

@@ -10,10 +10,10 @@ import pytest
 from tests.support.fleet.keyspace import BLOCK, Keyspace
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Question
 
 
-async def chosen(keyspace: Keyspace, ask: Ask, **fields: Any) -> str:
+async def chosen(keyspace: Keyspace, ask: Question, **fields: Any) -> str:
     """The number of the worker that the policy would choose."""
     worker, _ = await keyspace.fleet.explain(replace(ask, **fields))
     return worker[1:].partition(".")[0]

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.fleet.queue_model import CheckedQueue, Ticket, came_true
 
-from warmfleet.fleet import Decision, Place, Queued, QueueLimits
+from warmfleet.fleet import Decision, Queued, QueueLimits
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
 
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Question
 
 FULL = {"prefill_tokens": 1_000, "in_flight": 3}  # a tenth of a second at 10,000 tokens a second: the limit
-OTHER = Place(b"another.")
+OWN, OTHER = b"A" * 8, b"another."  # tenants
 
 
 async def saturated(keyspace: Keyspace, workers: int = 1) -> CheckedQueue:
@@ -27,10 +27,10 @@ async def saturated(keyspace: Keyspace, workers: int = 1) -> CheckedQueue:
     return CheckedQueue(keyspace, 8)
 
 
-async def told_and_done(q: CheckedQueue, ask: Ask, place: Place) -> Decision | Queued:
+async def told_and_done(q: CheckedQueue, question: Question) -> Decision | Queued:
     """The decision, after what explain tells about it is found to be the same."""
-    *told, price = await q.foretold(ask, place)
-    answer = await q.keyspace.fleet.decide_in_turn(ask, place)
+    *told, price = await q.foretold(question)
+    answer = await q.keyspace.fleet.decide_in_turn(question)
     *done, priced = came_true(answer)
     assert told == done
     assert price == pytest.approx(priced, abs=1e-4)
@@ -71,12 +71,12 @@ async def test_the_terms_of_a_cost_add_up_to_it(keyspace: Keyspace) -> None:
         assert terms.wait_s == pytest.approx(weights.wait_price * 1_000 / 10_000, abs=1e-3)
 
 
-@pytest.mark.parametrize("place", [Place(), OTHER], ids=["of the same tenant", "of another"])
-async def test_a_ticket_for_a_busy_worker_makes_nobody_wait_for_an_idle_one(keyspace: Keyspace, place: Place) -> None:
+@pytest.mark.parametrize("tenant", [OWN, OTHER], ids=["of the same tenant", "of another"])
+async def test_a_ticket_for_a_busy_worker_makes_nobody_wait_for_an_idle_one(keyspace: Keyspace, tenant: bytes) -> None:
     q = await saturated(keyspace)
     await keyspace.worker(2)
     assert isinstance(await q.decide(Ticket("wf-1", 0, (8, 0), 100, ("w2.0",))), Queued)
-    answer = await told_and_done(q, keyspace.ask(extra_tokens=100), place)
+    answer = await told_and_done(q, keyspace.ask(extra_tokens=100, tenant=tenant))
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w2.0"
 
@@ -90,8 +90,7 @@ async def test_a_request_waits_behind_a_ticket_of_its_tenant_unless_it_is_smalle
     keyspace.fleet.limits = QueueLimits(0.1, 8, 1_000.0)
     await q.decide(Ticket("wf-1", 0, (8, 0), 300))
     await keyspace.change(1, prefill_tokens=999)
-    own = Place(b"A" * 8)
-    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=tokens), own), Queued) == waits
+    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=tokens, tenant=OWN)), Queued) == waits
 
 
 async def test_a_busy_choice_gives_way_to_a_worker_with_room_that_costs_the_same(keyspace: Keyspace) -> None:
@@ -99,7 +98,7 @@ async def test_a_busy_choice_gives_way_to_a_worker_with_room_that_costs_the_same
     chain = keyspace.chain(3)
     await keyspace.hold(1, chain)
     await keyspace.change(2, prefill_tokens=980)
-    answer = await told_and_done(q, keyspace.ask(chain), OTHER)
+    answer = await told_and_done(q, keyspace.ask(chain, tenant=OTHER))
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
 
@@ -111,13 +110,12 @@ async def test_a_full_queue_leaves_what_those_who_wait_cannot_use(keyspace: Keys
     await keyspace.worker(2)
     for number in range(2):
         await q.decide(Ticket(f"wf-{number}", 0, (8, 0), 100, ("w2.0",)))
-    ask, own = keyspace.ask(extra_tokens=100, policy=policy), Place(b"A" * 8)
-    assert isinstance(await told_and_done(q, ask, own), Decision)
+    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100, policy=policy, tenant=OWN)), Decision)
     await keyspace.change(2, **FULL, under_way_tokens=0)
-    answer = await told_and_done(q, keyspace.ask(extra_tokens=100, policy=policy), own)
+    answer = await told_and_done(q, keyspace.ask(extra_tokens=100, policy=policy, tenant=OWN))
     assert isinstance(answer, Queued)
     assert answer.outcome == "full"
-    answer = await told_and_done(q, keyspace.ask(extra_tokens=100, policy=policy), OTHER)
+    answer = await told_and_done(q, keyspace.ask(extra_tokens=100, policy=policy, tenant=OTHER))
     assert isinstance(answer, Queued)
     assert answer.outcome == "queued", "the last of the long line gives way"
 
@@ -128,7 +126,7 @@ async def test_tickets_of_dead_replicas_are_in_nobodys_way(keyspace: Keyspace) -
         await q.decide(Ticket(f"wf-{number}", 0, (8, 0), 5_000))
         await keyspace.store.zadd(keyspace.keys.queue2 + ":leases", {f"wf-{number}": 1})
     await keyspace.change(1, prefill_tokens=999)
-    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100), Place(b"A" * 8)), Decision)
+    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100, tenant=OWN)), Decision)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -146,9 +144,10 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(keys
                 await keyspace.change(number, prefill_tokens=busy, in_flight=min(busy, 2), under_way_tokens=0)
         await keyspace.hold(rng.choice(numbers), rng.choice(chains))
         barred = tuple(rng.sample([f"w{number}.0" for number in numbers], rng.choice([0, 0, 1, 2])))
-        ask = keyspace.ask(rng.choice(chains), extra_tokens=rng.randint(1, 900), exclude=barred)
+        place = {"tenant": bytes([rng.randrange(3)]) * 8, "priority": rng.randrange(2), "barred": barred}
+        question = keyspace.ask(rng.choice(chains), extra_tokens=rng.randint(1, 900), exclude=barred, **place)
         await q.workers()  # nothing goes on with time
-        answer = await told_and_done(q, ask, Place(bytes([rng.randrange(3)]) * 8, rng.randrange(2), 0, barred))
+        answer = await told_and_done(q, question)
         seen.add((isinstance(answer, Queued), answer.outcome))
         line = await keyspace.fleet.poll()
         await keyspace.fleet.poll((), rng.sample(sorted(line.turns), len(line.turns) // 2))
@@ -162,13 +161,13 @@ async def test_more_tickets_than_a_look_takes_are_told_as_decided(keyspace: Keys
     keyspace.fleet.limits = QueueLimits(0.1, 800)
     await keyspace.worker(2, **FULL)
     for number in range(700):
-        ask = keyspace.ask(prompt_tokens=100, decode_tokens=0, exclude=("w2.0",))
-        place = Place((number % tenants).to_bytes(8, "big"), 0, 0, ("w2.0",))
-        assert isinstance(await keyspace.fleet.decide_in_turn(ask, place), Queued)
+        tenant, barred = (number % tenants).to_bytes(8, "big"), ("w2.0",)
+        question = keyspace.ask(prompt_tokens=100, decode_tokens=0, exclude=barred, tenant=tenant, barred=barred)
+        assert isinstance(await keyspace.fleet.decide_in_turn(question), Queued)
     await keyspace.change(2, prefill_tokens=0, in_flight=0)
-    own = Place(bytes(8)) if tenants == 1 else OTHER
+    own = bytes(8) if tenants == 1 else OTHER
     for _ in range(3):
         await q.workers()  # nothing goes on with time
-        assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100), own), Decision)
+        assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100, tenant=own)), Decision)
     await keyspace.change(2, **FULL, under_way_tokens=0)
-    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100), OTHER), Queued)
+    assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=100, tenant=OTHER)), Queued)

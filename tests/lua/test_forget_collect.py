@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.support.fleet.reporting_worker import SHA, ReportingWorker, block, blocks, held
 
-from warmfleet.fleet import Ask, Flag, Fleet
+from warmfleet.fleet import Flag, Fleet, Question
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -101,7 +101,7 @@ async def route(reporter: ReportingWorker, reservation: str) -> None:
     packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
     await reporter.store.hset(reporter.keys.load, reporter.worker_id, bytes(packed))
     chain = Chain((await reporter.row()).scheme, 16, blocks(1))
-    await reporter.fleet.decide(Ask(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
+    await reporter.fleet.decide(Question(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
 
 
 async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Redis, fleet: Fleet) -> None:

@@ -14,7 +14,7 @@ from tests.support.fleet.malformed_entries import BOMBS, NUMBERS, NUMBERS_TOO, W
 from tests.support.fleet.reporting_worker import ReportingWorker, blocks, held
 from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 
-from warmfleet.fleet import Ask, Fleet, Proof, connect
+from warmfleet.fleet import Fleet, Proof, Question, connect
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.command import Command
 
@@ -49,7 +49,7 @@ async def victim(fleet: Fleet) -> ReportingWorker:
     await fleet.redis.xadd(fleet.keys.server("v"), entry)
     await fleet.apply_server("v")
     await fleet.prove("v.0", "honest", Proof("proven", ""))
-    await fleet.decide(Ask("wf-victim", (), prompt_tokens=500, decode_tokens=600))
+    await fleet.decide(Question("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
         await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour
     return reporter

@@ -13,7 +13,7 @@ from tests.support.fleet.queue_model import LAG, SUFFIXES, CheckedQueue, Ticket
 from tests.support.polling import poll
 
 from warmfleet.errors import BadArgument, CancelledReservation
-from warmfleet.fleet import Ask, Decision, Flag, Place, Queued, QueueLimits, Standing
+from warmfleet.fleet import Decision, Flag, Question, Queued, QueueLimits, Standing
 from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
 from warmfleet.routing.pool_prices import turn_s
 from warmfleet_worker.load import REMEMBERED_WORK_SECONDS
@@ -172,7 +172,7 @@ async def test_classes_go_first_whatever_was_served(q: CheckedQueue) -> None:
     assert await turns(q, low, high) == ["high"]
     ask = q.keyspace.ask(prompt_tokens=10)
     for wild in (-(10**9), 10**9):
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(ask, Place(priority=wild)), Queued)
+        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, priority=wild)), Queued)
 
 
 async def test_who_cannot_be_served_holds_up_nobody(q: CheckedQueue) -> None:
@@ -268,7 +268,7 @@ async def test_who_may_not_wait_takes_nobodys_place(q: CheckedQueue) -> None:
     for one in many:
         await booked(q, one)
     refused = await q.keyspace.fleet.decide_in_turn(
-        q.keyspace.ask(extra_tokens=100), Place(b"other000", may_wait=False)
+        q.keyspace.ask(extra_tokens=100, tenant=b"other000", may_wait=False)
     )
     assert isinstance(refused, Queued)
     assert refused.outcome == "full"
@@ -284,7 +284,7 @@ async def test_who_displaces_nobody_waits_only_where_there_is_a_place(q: Checked
     answers = []
     for name in ("wf-1", "wf-2"):
         ask = q.keyspace.ask(reservation=name, extra_tokens=100)
-        answers.append(await q.keyspace.fleet.decide_in_turn(ask, Place(b"other000", displaces=False)))
+        answers.append(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=b"other000", displaces=False)))
     assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued", "full"]
     line = await q.keyspace.fleet.poll([one.reservation for one in many])
     assert [*line.standings.values()] == [Standing.WAITS] * 3
@@ -370,10 +370,10 @@ async def test_who_was_cancelled_gets_no_ticket(q: CheckedQueue) -> None:
     await q.gone()
 
 
-@pytest.mark.parametrize("place", [Place(b"short"), Place(b"more than 8 bytes")], ids=str)
-async def test_a_tenant_has_eight_bytes(q: CheckedQueue, place: Place) -> None:
+@pytest.mark.parametrize("tenant", [b"short", b"more than 8 bytes"])
+async def test_a_tenant_has_eight_bytes(q: CheckedQueue, tenant: bytes) -> None:
     with pytest.raises(BadArgument):
-        await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(), place)
+        await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(tenant=tenant))
 
 
 async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: CheckedQueue) -> None:
@@ -383,7 +383,7 @@ async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Checked
     for number in range(600):
         ask = q.keyspace.ask(reservation=f"wf-b{number}", prompt_tokens=100, decode_tokens=0, exclude=("w2.0",))
         tenant = number.to_bytes(8, "big")
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(ask, Place(tenant, barred=("w2.0",))), Queued)
+        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=tenant, barred=("w2.0",))), Queued)
     behind = [ticket("near", OWN), ticket("far", OTHER)]
     for one in behind:
         assert not await booked(q, one)
@@ -402,10 +402,10 @@ async def test_of_many_tenants_not_only_the_first_request_is_looked_at(q: Checke
     q.keyspace.fleet.limits = QueueLimits(0.1, 700)
     await q.keyspace.worker(2, **FULL)
     for number in range(140):
-        place = Place(number.to_bytes(8, "big"))
+        tenant = number.to_bytes(8, "big")
         for name, barred in (("first", ("w2.0",)), ("second", ())):
             ask = q.keyspace.ask(reservation=f"wf-{name}{number}", prompt_tokens=100, decode_tokens=0, exclude=barred)
-            assert isinstance(await q.keyspace.fleet.decide_in_turn(ask, replace(place, barred=barred)), Queued)
+            assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=tenant, barred=barred)), Queued)
     await q.keyspace.change(2, prefill_tokens=0, in_flight=0)
     assert any(name.startswith("wf-second") for name in (await q.keyspace.fleet.poll()).turns)
 
@@ -416,7 +416,7 @@ async def test_a_ticket_takes_the_room_that_it_will_use(q: CheckedQueue) -> None
     await q.keyspace.worker(2, prefill_tokens=200_000, in_flight=3)
     await q.keyspace.hold(2, held)
     large = q.keyspace.ask(held, reservation="wf-large", prompt_tokens=9_600, decode_tokens=0)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(large, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(large), Queued)
     assert not await booked(q, ticket("later", tokens=600))
     await q.keyspace.change(1, prefill_tokens=100)
     assert (await q.keyspace.fleet.poll()).turns == {"wf-large"}
@@ -473,7 +473,7 @@ async def test_any_patience_leaves_places_of_sixteen_digits(q: CheckedQueue) -> 
     assert await booked(q, large)
 
 
-async def holding(q: CheckedQueue, *numbers: int, blocks: int = 60) -> Ask:
+async def holding(q: CheckedQueue, *numbers: int, blocks: int = 60) -> Question:
     """A request of 960 tokens and one more, whose first 960 these workers hold; another worker has nothing to do."""
     chain = q.keyspace.chain(blocks)
     for number in numbers:
@@ -485,14 +485,14 @@ async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: CheckedQueue) -> N
     """To wait for 0.1 s is cheaper than to compute its prompt elsewhere; others do not wait for that."""
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
     line = await q.keyspace.fleet.poll([asks.reservation])
     assert line.standings == {asks.reservation: Standing.WAITS}
-    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(extra_tokens=50), Place(b"other000"))
+    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(extra_tokens=50, tenant=b"other000"))
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w2.0"
     await q.keyspace.change(1, prefill_tokens=990)
-    answer = await q.keyspace.fleet.decide_in_turn(asks, Place())
+    answer = await q.keyspace.fleet.decide_in_turn(asks)
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.matched_tokens) == ("w1.0", 9_600)
     await q.gone()
@@ -504,7 +504,7 @@ async def test_a_look_charges_what_is_to_be_computed(q: CheckedQueue) -> None:
     asks = await holding(q, 1, blocks=600)
     for number in range(6):
         cached = replace(asks, reservation=f"wf-c{number}")
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(cached, Place(b"cached00")), Queued)
+        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(cached, tenant=b"cached00")), Queued)
     for number in range(6):
         assert not await booked(q, ticket(f"n{number}", OTHER, 50))
     await q.keyspace.change(1, prefill_tokens=890)
@@ -515,7 +515,7 @@ async def test_a_look_charges_what_is_to_be_computed(q: CheckedQueue) -> None:
 async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: CheckedQueue) -> None:
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    answer = await q.keyspace.fleet.decide_in_turn(asks, Place(may_wait=False))
+    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, may_wait=False))
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
     await q.gone()
@@ -525,16 +525,16 @@ async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
     for name in ("wf-1", "wf-2", "wf-3"):
-        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=name), Place())
+        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=name))
         assert isinstance(answer, Queued), "to wait for the engine that holds its prompt is cheaper"
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-1"), Place(may_wait=False))
+    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-1", may_wait=False))
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-2"), Place(may_wait=False))
+    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-2", may_wait=False))
     assert isinstance(answer, Queued)
     assert (answer.outcome, answer.waiting) == ("full", 1), "that engine is busy by now"
     await q.keyspace.change(1, prefill_tokens=990)
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-3"), Place(may_wait=False))
+    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-3", may_wait=False))
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w1.0", "its turn has come in time"
     await q.gone()
@@ -546,10 +546,10 @@ async def test_who_was_displaced_takes_a_free_engine(q: CheckedQueue) -> None:
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
     for name, tenant in (("m0", b"many0000"), ("m1", b"many0000"), ("o", b"other000")):
-        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=f"wf-{name}"), Place(tenant))
+        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=f"wf-{name}", tenant=tenant))
         assert isinstance(answer, Queued)
         assert answer.outcome == "queued"
-    displaced = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-m1"), Place(b"many0000"))
+    displaced = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-m1", tenant=b"many0000"))
     assert isinstance(displaced, Decision)
     assert (displaced.worker_id, displaced.why) == ("w2.0", "room")
     line = await q.keyspace.fleet.poll(["wf-m0", "wf-o"])
@@ -559,7 +559,7 @@ async def test_who_was_displaced_takes_a_free_engine(q: CheckedQueue) -> None:
 async def test_a_prompt_that_becomes_cached_goes_ahead(q: CheckedQueue) -> None:
     q.keyspace.fleet.limits = QueueLimits(0.1, 8, 10.0)
     asks = await holding(q)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
     await booked(q, small := ticket("small", (8, 0)))
     chain = asks.chains[0].hashes
     await q.keyspace.change(1, prefill_tokens=999)
@@ -568,7 +568,7 @@ async def test_a_prompt_that_becomes_cached_goes_ahead(q: CheckedQueue) -> None:
     assert line.standings[asks.reservation] is Standing.WAITS, "its ticket is as it was when it came"
     assert line.work_s == pytest.approx(0.1061, abs=0.001), "as it is counted in the work of all"
     await q.keyspace.change(1, prefill_tokens=1_000)
-    await q.keyspace.fleet.decide_in_turn(asks, Place())
+    await q.keyspace.fleet.decide_in_turn(asks)
     await q.keyspace.change(1, prefill_tokens=999)
     line = await q.keyspace.fleet.poll([asks.reservation, small.reservation])
     assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]
@@ -580,12 +580,12 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: CheckedQueue) -> None:
     first = await q.decide(ticket("first", tokens=100))
     assert isinstance(first, Queued)
     assert first.turn_s == pytest.approx(turn_s(0.1, 0.01))
-    second = await q.keyspace.fleet.decide_in_turn(asks, Place())
+    second = await q.keyspace.fleet.decide_in_turn(asks)
     assert isinstance(second, Queued)
     assert second.turn_s == pytest.approx(0.05 + 0.005 + 0.0001)
     assert (first.matched_tokens, second.matched_tokens) == (0, 960)
     await q.keyspace.worker(2, **FULL | {"prefill_tokens": 2_000})
-    again = await q.keyspace.fleet.decide_in_turn(asks, Place())
+    again = await q.keyspace.fleet.decide_in_turn(asks)
     assert isinstance(again, Queued)
     assert again.turn_s == pytest.approx(0.05 + 0.005 / 2 + 0.0001), "two engines share the others' work"
     assert again.work_s == pytest.approx(0.006)
@@ -601,7 +601,7 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         since_ms = int(1_000 * (seconds - overdue_s - 0.2) + us / 1_000) % 2**32 if overdue_s else 0
         going = {"since_ms": since_ms, "under_way_tokens": 100 if overdue_s else 0}
         await q.keyspace.change(1, prefill_tokens=2_000, busy_share=share, **going)
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100), Place())
+        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
         assert isinstance(answer, Queued)
         ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
         assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
@@ -615,7 +615,7 @@ async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_e
     await q.keyspace.change(
         1, prefill_tokens=2_000, foreign_prefill_tokens=10_000, under_way_tokens=100, since_ms=begun
     )
-    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100), Place())
+    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
     assert isinstance(answer, Queued)
     assert answer.turn_s == pytest.approx(turn_s(1.19, 0.01), abs=1e-6)
 
@@ -640,11 +640,11 @@ async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Ch
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
     await q.keyspace.worker(2, speed_tps=100)
     head = q.keyspace.chain(60)
-    first = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)), Place())
+    first = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
     assert isinstance(first, Decision)
     line, spread = 0, None
     while not isinstance(spread, Decision) and line < 60:
-        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)), Place())
+        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
         line += isinstance(spread, Queued)
     assert isinstance(spread, Decision)
     assert spread.worker_id != first.worker_id
@@ -659,11 +659,11 @@ async def test_nobody_waits_longer_for_a_little_more_that_is_being_made(q: Check
     head = q.keyspace.chain(60)
     await q.keyspace.hold(1, head)
     newer = q.keyspace.chain(62, head)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(newer), Place()), Decision)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(newer)), Decision)
     await q.keyspace.change(1, prefill_tokens=960)
     line, spread = 0, None
     while not isinstance(spread, Decision) and line < 60:
-        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(64, newer)), Place())
+        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(64, newer)))
         line += isinstance(spread, Queued)
     assert isinstance(spread, Decision)
     assert spread.worker_id == "w2.0"
@@ -683,7 +683,7 @@ async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(
     served: list[Decision] = []
     line = 0
     while not served and line < 60:
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)), Place())
+        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
         served += [answer] if isinstance(answer, Decision) else []
         line += not served
     assert [one.worker_id for one in served] == ["w9.0"]
@@ -718,7 +718,7 @@ async def test_a_poll_foretells_when_an_engine_has_room(q: CheckedQueue) -> None
 async def test_a_look_at_the_queue_tells_who_is_first_and_what_for(q: CheckedQueue) -> None:
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    await q.keyspace.fleet.decide_in_turn(asks, Place())
+    await q.keyspace.fleet.decide_in_turn(asks)
     first = (await q.keyspace.fleet.poll()).next
     assert first is not None
     assert (first.reservation, first.prompt_tokens, first.tenants) == (asks.reservation, asks.prompt_tokens, 1)
@@ -758,7 +758,7 @@ async def test_the_first_is_told_by_the_engine_that_it_waits_for(q: CheckedQueue
     await q.keyspace.change(1, prefill_tokens=30_000, in_flight=5)
     await q.keyspace.worker(2, **FULL)
     asks = await holding(q, 1, blocks=600)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
     first = (await q.keyspace.fleet.poll()).next
     assert first is not None
     assert first.worker_id == "w2.0"
@@ -770,7 +770,7 @@ async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: 
     """It costs 3.8 ms less at w1, which holds 48 tokens of it and is busy: that counts as equal, and it is its turn."""
     await q.keyspace.worker(2, **FULL)
     asks = await holding(q, 1, blocks=3)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
     await q.keyspace.change(2, prefill_tokens=980)
     line = await q.keyspace.fleet.poll()
     assert line.turns == {asks.reservation}
@@ -786,7 +786,7 @@ async def test_a_long_line_for_one_engine_spreads_to_an_engine_that_is_free(q: C
     await q.keyspace.hold(1, head)
     served = []
     for _ in range(80):
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)), Place())
+        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
         served += [answer.worker_id] if isinstance(answer, Decision) else []
     assert served == ["w2.0"], "80 wait for 2.5 s at the one engine; the other takes one, and then holds the beginning"
     assert len(await q.zset("")) == 79
@@ -806,7 +806,7 @@ async def test_nobody_waits_for_an_engine_of_which_nobody_knows_when_it_goes_on(
     since_ms = (1_000 * (await q.keyspace.store.time())[0] - 60_000) % 2**32
     stands = {"prefill_tokens": 3_000, "under_way_tokens": 1_000, "since_ms": since_ms}
     await q.keyspace.change(1, **stands, decode_tokens=decode_tokens)
-    answer = await q.keyspace.fleet.decide_in_turn(asks, Place())
+    answer = await q.keyspace.fleet.decide_in_turn(asks)
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w2.0"
 
@@ -818,7 +818,7 @@ async def test_an_engine_is_not_overdue_because_the_clock_stepped_back(q: Checke
     seconds, us = await q.keyspace.store.time()
     since_ms = (1_000 * seconds + us // 1_000 + 3_600_000) % 2**32
     await q.keyspace.change(1, prefill_tokens=3_000, under_way_tokens=1_000, since_ms=since_ms)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks, Place()), Queued)
+    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
 
 
 async def test_tickets_of_older_routers_are_another_queue(q: CheckedQueue) -> None:

@@ -43,7 +43,7 @@ async def ask(q: CheckedQueue, ticket: Ticket, *, new: bool) -> None:
     victim = model.displaced_by(ticket.flow) if crowded else None
     room = workers.free(ticket.barred)
     alone = new and not model.tickets and bool(room)
-    foretold = await q.foretold(*q.question(ticket)) if new else None
+    foretold = await q.foretold(q.question(ticket)) if new else None
     answer = await q.decide(ticket)
     if foretold is not None:
         *told, price = foretold

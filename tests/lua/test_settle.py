@@ -10,7 +10,7 @@ from tests.support.fleet.keyspace import Keyspace
 from tests.support.redis.servers import PATIENT
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet import Ask, Fleet, Spans, Stage
+from warmfleet.fleet import Fleet, Question, Spans, Stage
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
@@ -21,7 +21,7 @@ async def load(keyspace: Keyspace, number: int = 1) -> tuple[int, int, int]:
     return row.prefill_tokens, row.decode_tokens, row.in_flight
 
 
-async def booked(keyspace: Keyspace, blocks: int = 100) -> Ask:
+async def booked(keyspace: Keyspace, blocks: int = 100) -> Question:
     """One request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
     ask = keyspace.ask(keyspace.chain(blocks), decode_tokens=2_000, exclude=("w2.0", "w3.0"))
     await keyspace.fleet.decide(ask)
@@ -70,7 +70,7 @@ async def test_what_finished_made_lingers_and_then_goes(store: aioredis.Redis, m
     assert lease.stage == Stage.LINGERING
     expiry = cast("float", await keyspace.store.zscore(keyspace.keys.leases, ask.reservation))
     assert expiry == pytest.approx(time.time() * 1000 + 20_000, abs=9_000)
-    _, rows = await keyspace.fleet.explain(Ask("wf-next", ask.chains, ask.prompt_tokens, 0))
+    _, rows = await keyspace.fleet.explain(Question("wf-next", ask.chains, ask.prompt_tokens, 0))
     assert {row.worker_id: row.matched_tokens for row in rows} == {"w1.0": 1_600, "w2.0": 0}
     assert (await keyspace.fleet.decide(ask)).outcome == "known"
     await keyspace.expire(ask.reservation)
@@ -97,7 +97,7 @@ async def test_an_expired_lease_is_given_back_once(keyspace: Keyspace, who: str)
         if who == "settle":
             await keyspace.fleet.settle("wf-nobody", "finished")
         else:
-            await keyspace.done(Ask(f"wf-other-{number}", (), 10, 10))
+            await keyspace.done(Question(f"wf-other-{number}", (), 10, 10))
         assert await load(keyspace) == (1_601, 2_000, 1)
     assert set(await keyspace.leases()) == {other.reservation}
 

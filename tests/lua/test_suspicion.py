@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.reporting_worker import SCHEME, ReportingWorker, block, blocks, digest_of
 
-from warmfleet.fleet import Ask, Flag, Fleet, Proof, Renewal, new_reservation
+from warmfleet.fleet import Flag, Fleet, Proof, Question, Renewal, new_reservation
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -48,7 +48,7 @@ async def request(
     fleet, name = worker.fleet, new_reservation(prompts, exact=exact)
     tokens = 16 * len(numbers) + 5
     chains = (Chain(SCHEME.scheme_id, 16, blocks(*numbers)),) if numbers else ()
-    await fleet.decide(Ask(name, chains, tokens, 10))
+    await fleet.decide(Question(name, chains, tokens, 10))
     if started:
         await fleet.settle(name, "started")
     await worker.send("progress", wire.dumps([[name, 16 * len(numbers), tokens + more]]))
@@ -117,7 +117,7 @@ async def test_only_the_first_word_on_a_request_counts(worker: ReportingWorker, 
     """A beam search goes on with longer prompts under the same id."""
     for started in (False, True):
         name = new_reservation(1)
-        await fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2)),), 40, 10))
+        await fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2)),), 40, 10))
         if started:
             await fleet.settle(name, "started")
         for step in range(20):
@@ -147,7 +147,7 @@ async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(
         await worker.heartbeat(digest_of(1, 2))
     for _ in range(3):
         name = new_reservation(1)
-        await worker.fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, next(ids))),), 40, 10))
+        await worker.fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, next(ids))),), 40, 10))
         await worker.send("progress", wire.dumps([[name, 0, 41]]))
         await worker.applied()
     record = await worker.record()
@@ -158,7 +158,7 @@ async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(
 async def test_shortfalls_say_nothing(worker: ReportingWorker, fleet: Fleet) -> None:
     for _ in range(200):
         name = new_reservation(1)
-        await fleet.decide(Ask(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
+        await fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
         await worker.send("progress", wire.dumps([[name, 0, 60]]))
         await fleet.apply("s.0")
         await fleet.settle(name, "finished")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.background.worker_gauges import set_worker_gauges
 from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Line, Memory, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.fleet import Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
@@ -21,7 +21,7 @@ from warmfleet.routing.pool_prices import HOMES, Offer, best, prices, turn_s
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from warmfleet.fleet import Place, ReplicaView
+    from warmfleet.fleet import ReplicaView
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -152,8 +152,18 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
     }
 
 
-async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
-    """Where ``request`` would go now, and the cost of every worker. Books nothing. Raises NoWorker.
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """A request that somebody asks about. flow, priority: of its place in the queue."""
+
+    request: Request
+    hints: Hints
+    flow: bytes
+    priority: int
+
+
+async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
+    """Where a request would go now, and the cost of every worker. Books nothing. Raises NoWorker.
 
     If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
@@ -161,25 +171,24 @@ async def explain(model: ServedModel, pool: Pool, request: Request, hints: Hints
 
     pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the offers of those that a
     router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
-    place: the request's in the queue, but for the workers that cannot serve it.
     """
     try:
-        return await _considered(model, pool, request, hints, place)
+        return await _considered(model, pool, inquiry)
     except NoWorker as error:
         raise NoWorker(nobody(model.pools, pool.name)) from error
     except FleetUnavailable:
         if not pool.contacted:
             raise
-        return await _by_last_reading(pool, request)
+        return await _by_last_reading(pool, inquiry.request)
 
 
-async def _considered(model: ServedModel, pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
+async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """As ``explain``, but for the words of NoWorker."""
     if len(model.pools) == 1:
-        return await _explained(pool, request, hints, place) | ALONE
-    prompt = await pool.identify(request)
-    homes = model.order_for(prompt, request.model, counted=False)
-    answers, failed = await _of_homes(homes, request, hints, place)
+        return await _explained(pool, inquiry) | ALONE
+    prompt = await pool.identify(inquiry.request)
+    homes = model.order_for(prompt, inquiry.request.model, counted=False)
+    answers, failed = await _of_homes(homes, inquiry)
     if not answers:
         raise next(iter(failed.values()))
     full = {one for one, answer in answers.items() if _refuses(answer)}
@@ -210,7 +219,7 @@ async def _considered(model: ServedModel, pool: Pool, request: Request, hints: H
 
 
 async def _of_homes(
-    homes: Sequence[Pool], request: Request, hints: Hints, place: Place
+    homes: Sequence[Pool], inquiry: Inquiry
 ) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
     """The answers of the pools that a router would ask, and the failures of the others."""
     reachable = [one for one in homes if one.degraded.asks_redis] or homes
@@ -220,7 +229,7 @@ async def _of_homes(
     while left and len(answers) < MOST_ASKED and all(map(_refuses, answers.values())):
         count = 1 if answers or failed else at_once(left)
         asked, left = left[:count], left[count:]
-        found = await asyncio.gather(*(_explained(one, request, hints, place) for one in asked), return_exceptions=True)
+        found = await asyncio.gather(*(_explained(one, inquiry) for one in asked), return_exceptions=True)
         for one, answer in zip(asked, found, strict=True):
             if isinstance(answer, WarmfleetError):
                 failed[one] = answer
@@ -311,13 +320,26 @@ def _told(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[
     }
 
 
-async def _explained(pool: Pool, request: Request, hints: Hints, place: Place) -> dict[str, Any]:
+async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """Where the request would go in this pool."""
+    request, hints = inquiry.request, inquiry.hints
     prompt = await pool.identify(request)
-    order = pool.policy.order(pool.view, request, hints.session)
-    reservation = new_reservation(prompt.prompt_count)
-    ask = pool.ask(prompt, reservation, prompt.unable_workers, hints.prefix_tokens, order)
-    chosen, why, seen = await pool.fleet.consider(ask, replace(place, barred=prompt.unable_workers))
+    pool.idle.wake()
+    question = Question(
+        new_reservation(prompt.prompt_count),
+        prompt.chains,
+        prompt.prompt_tokens,
+        prompt.decode_tokens,
+        pool.policy.name,
+        exclude=prompt.unable_workers,
+        prefix_tokens=hints.prefix_tokens,
+        order=pool.policy.order(pool.view, request, hints.session),
+        objective_s=pool.ttft.in_force_s,
+        tenant=inquiry.flow,
+        priority=inquiry.priority,
+        barred=prompt.unable_workers,
+    )
+    chosen, why, seen = await pool.fleet.consider(question)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates

@@ -14,7 +14,6 @@ from warmfleet.api.access.operators import without_requests
 from warmfleet.api.client_hints import operators_hints
 from warmfleet.api.model_listing import entries
 from warmfleet.errors import BadRequest
-from warmfleet.fleet import Place
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
@@ -159,8 +158,9 @@ class ServiceRoutes:
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
         flow = self._tenancy.flow(raw) if tenant is None else self._tenancy.flow_of(tenant.encode("utf-8", "replace"))
-        place = Place(flow, requests.priority(asked) if self._settings.queue_priority else 0)
-        return JSONResponse(await fleet_status.explain(model, pool, asked, operators_hints(raw), place))
+        priority = requests.priority(asked) if self._settings.queue_priority else 0
+        inquiry = fleet_status.Inquiry(asked, operators_hints(raw), flow, priority)
+        return JSONResponse(await fleet_status.explain(model, pool, inquiry))
 
     def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
         """The tenant that the operator named in the body, else the one that the request's headers name."""

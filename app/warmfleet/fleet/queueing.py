@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.codes import Mode, Standing
-from warmfleet.fleet.reservations import Place, Reservations, Seen
+from warmfleet.fleet.reservations import Reservations, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet.reservations import Ask, Candidate, Decision
+    from warmfleet.fleet.reservations import Candidate, Decision, Question
 
 POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes 512 at most
 
@@ -86,36 +86,35 @@ class Line:
 class Queue(Reservations):
     """``decide_in_turn`` gives a request a ticket where ``decide`` would overload; ``poll`` renews and ends tickets."""
 
-    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
+    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
         RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
         be a ticket that was asked about too late.
         """
-        command = self.decide_command(ask, Mode.TELL if tell else Mode.BOOK, place)
+        command = self.decide_command(question, Mode.TELL if tell else Mode.BOOK)
         answer = await self.call("decide", command, self.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             word, waiting, work_ms, turn_s, matched_tokens = answer
             return Queued(word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
-        if answer[0] == b"LIMITED" and ask.limits is not None:
-            raise ask.limits.refusal(answer, ask.prompt_tokens)
-        return self._decision(ask, answer)
+        if answer[0] == b"LIMITED" and question.limits is not None:
+            raise question.limits.refusal(answer, question.prompt_tokens)
+        return self._decision(question, answer)
 
-    async def consider(self, ask: Ask, place: Place | None = None) -> tuple[str, str, Seen]:
+    async def consider(self, question: Question) -> tuple[str, str, Seen]:
         """The worker that ``decide_in_turn`` would choose now, why, and what it would see. It books nothing.
 
         If the request would have to wait, that is told (``Seen.waits``), and the worker that it would choose with no
-        regard to that. It gets no ticket. place: of a request that comes now, unless given. Raises what ``decide``
-        raises.
+        regard to that. It gets no ticket. Raises what ``decide`` raises.
         """
-        command = self.decide_command(ask, Mode.DRY, place or Place())
+        command = self.decide_command(question, Mode.DRY)
         answer = await self.call("decide", command, self.timeouts.request_s)
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
-    async def explain(self, ask: Ask) -> tuple[str, list[Candidate]]:
+    async def explain(self, question: Question) -> tuple[str, list[Candidate]]:
         """The worker that ``decide_in_turn`` would choose now, and every candidate."""
-        worker_id, _, seen = await self.consider(ask)
+        worker_id, _, seen = await self.consider(question)
         return worker_id, seen.candidates
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:

@@ -65,15 +65,20 @@ def _random_rest() -> str:
     return b2a_base64(os.urandom(16)).translate(URL_SAFE)[:ID_CHARACTERS].decode()
 
 
-# Ask, Place and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
+# Question and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
 @dataclass(slots=True)
-class Ask:
-    """One request, as ``decide`` needs it.
+class Question:
+    """One request, as ``decide`` needs it, and from ``tenant`` on what decides its place in the queue.
 
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
     reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
     all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
     enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
+
+    tenant: 8 bytes. waited_ms: since the request came. barred: workers that can never serve it, kept with its ticket.
+    (A worker that is excluded from one decision because it failed a moment ago is not barred, or the ticket would be
+    passed over for as long as it waits.) may_wait: False if it gets no ticket and gives up one that it has. displaces:
+    in a full queue it may take the place of another, if that is fair.
     """
 
     reservation: str
@@ -87,29 +92,16 @@ class Ask:
     order: tuple[str, ...] = ()
     objective_s: float = 0.0
     limits: ClientLimits | None = None
-
-    @property
-    def tie_seed(self) -> int:
-        return self.seed or zlib.crc32(self.reservation.encode())
-
-
-@dataclass(slots=True)
-class Place:
-    """What decides a request's place in the queue.
-
-    tenant: 8 bytes; empty if the request does not use the queue. waited_ms: since the request came. barred: workers
-    that can never serve it, kept with its ticket. (A worker that is excluded from one decision because it failed a
-    moment ago is not barred, or the ticket would be passed over for as long as it waits.) may_wait: False if it
-    gets no ticket and gives up one that it has. displaces: in a full queue it may take the place of another, if that is
-    fair.
-    """
-
     tenant: bytes = NO_TENANT
     priority: int = 0
     waited_ms: int = 0
     barred: tuple[str, ...] = ()
     may_wait: bool = True
     displaces: bool = True
+
+    @property
+    def tie_seed(self) -> int:
+        return self.seed or zlib.crc32(self.reservation.encode())
 
     @property
     def priority_class(self) -> int:
@@ -122,9 +114,6 @@ class Place:
         if not self.may_wait:
             return 0
         return 1 if self.displaces else 2
-
-
-NO_PLACE = Place(tenant=b"")  # of a request that neither waits nor gives way to waiting requests
 
 
 @dataclass(slots=True)
@@ -160,7 +149,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that a choice saw besides its ``Ask``.
+    """All that a choice saw besides its ``Question``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
     speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: costs of
@@ -274,24 +263,24 @@ class Reservations(ScriptClient):
         self._outcomes: dict[Told, bytes] = {}  # what follows the reservation in a call of settle
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
-    async def decide(self, ask: Ask, *, tell: bool = False) -> Decision:
+    async def decide(self, question: Question, *, tell: bool = False) -> Decision:
         """Choose a worker and book the request there, whether or not others wait.
 
         The same reservation id again gets the same answer. tell: the decision has ``seen``, too, unless the id was
         known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        mode = Mode.TELL if tell else Mode.BOOK
-        return self._decision(ask, await self.call("decide", self.decide_command(ask, mode), self.timeouts.request_s))
+        command = self.decide_command(question, Mode.TELL if tell else Mode.BOOK, in_turn=False)
+        return self._decision(question, await self.call("decide", command, self.timeouts.request_s))
 
-    def _decision(self, ask: Ask, answer: list[Any]) -> Decision:
-        use = ClientUse(*answer.pop()) if ask.limits is not None and answer[0] == b"BOOKED" else None
+    def _decision(self, question: Question, answer: list[Any]) -> Decision:
+        use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
         ]
         worker_id = worker.decode()
         approximate = flags & APPROXIMATE != 0
         return Decision(
-            ask.reservation,
+            question.reservation,
             "booked" if outcome == b"BOOKED" else "known",
             worker_id,
             worker_id if approximate else worker_id.rpartition(".")[0],
@@ -388,37 +377,39 @@ class Reservations(ScriptClient):
             self._constants = (parts, record, pack(record))
         return self._constants
 
-    def decide_command(self, ask: Ask, mode: Mode = Mode.BOOK, place: Place = NO_PLACE) -> bytes:
+    def decide_command(self, question: Question, mode: Mode = Mode.BOOK, *, in_turn: bool = True) -> bytes:
         """The packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
+
+        in_turn: False for a request that neither waits nor gives way to waiting requests.
 
         Raises BadArgument for a reservation without an id.
         """
-        if not ask.reservation:
+        if not question.reservation:
             raise BadArgument("a reservation needs an id")
-        chains = ask.chains
+        chains = question.chains
         head = self._decide_heads.get(len(chains))
         if head is None:
             head = self._decide.head(DECIDE_ARGS + CHAIN_ARGS * len(chains)) + self._packed_prefix
             self._decide_heads[len(chains)] = head
         pieces = [
             head,
-            pack_text(ask.reservation),
+            pack_text(question.reservation),
             self._packed_constants()[2],
-            pack_text(ask.policy),
-            pack_int(ask.prompt_tokens),
-            pack_int(ask.decode_tokens),
+            pack_text(question.policy),
+            pack_int(question.prompt_tokens),
+            pack_int(question.decode_tokens),
             PACKED[mode],
-            pack_names(ask.exclude),
-            b"$10\r\n%010d\r\n" % ask.tie_seed,
-            pack_int(ask.prefix_tokens),
-            pack_names(ask.order),
-            pack(ask.objective_s) if ask.objective_s else NO_OBJECTIVE,
-            pack_bytes(place.tenant),
-            PACKED[place.priority_class],
-            pack_int(place.waited_ms),
-            PACKED[place.may_wait_code],
-            pack_names(place.barred),
-            ask.limits.packed if ask.limits is not None else NOTHING,
+            pack_names(question.exclude),
+            b"$10\r\n%010d\r\n" % question.tie_seed,
+            pack_int(question.prefix_tokens),
+            pack_names(question.order),
+            pack(question.objective_s) if question.objective_s else NO_OBJECTIVE,
+            pack_bytes(question.tenant) if in_turn else NOTHING,
+            PACKED[question.priority_class],
+            pack_int(question.waited_ms),
+            PACKED[question.may_wait_code],
+            pack_names(question.barred),
+            question.limits.packed if question.limits is not None else NOTHING,
         ]
         for chain in chains:
             pieces += (pack_int(chain.scheme_id), pack_int(chain.block_tokens), pack_bytes(chain.hashes))

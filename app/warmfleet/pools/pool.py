@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from warmfleet.fleet import Ask
 from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.fleet_view import View
@@ -24,7 +23,7 @@ from warmfleet.prompt.popular_prefixes import PopularPrefixes
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from warmfleet.fleet import ClientLimits, Fleet
+    from warmfleet.fleet import Fleet
     from warmfleet.pools.degraded import DegradedMode
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
@@ -153,28 +152,3 @@ class Pool:
     def identify(self, request: Request) -> Awaitable[IdentifiedPrompt]:
         """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
         return identify(request, lambda: self.view)
-
-    def ask(
-        self,
-        prompt: IdentifiedPrompt,
-        reservation: str,
-        exclude: tuple[str, ...],
-        prefix_tokens: int,
-        order: tuple[str, ...],
-        limits: ClientLimits | None = None,
-    ) -> Ask:
-        """The question of a decision under the policy and the TTFT objective in force; arguments as in ``Ask``."""
-        self.idle.wake()
-        return Ask(
-            reservation,
-            prompt.chains,
-            prompt.prompt_tokens,
-            prompt.decode_tokens,
-            self.policy.name,
-            exclude,
-            0,
-            prefix_tokens,
-            order,
-            self.ttft.in_force_s,
-            limits,
-        )

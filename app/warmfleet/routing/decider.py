@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
-from warmfleet.fleet import Decision, Place, Queued
+from warmfleet.fleet import Decision, Question, Queued
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.served_models import NOT_READ
 from warmfleet.pools.served_names import misnamed
@@ -17,7 +17,6 @@ from warmfleet.routing.explain_header import explanation
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from warmfleet.fleet import Ask
     from warmfleet.metrics import Counter, Histogram, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
@@ -88,10 +87,13 @@ class Decider:
             if alone:
                 return await self.without_redis(job, attempt, "open")
         attempt.asks()
-        ask, place, rings = _question(job, attempt, exclude, may_wait=may_wait, displaces=displaces)
+        pool.idle.wake()
+        question = _question(job, attempt, exclude, may_wait=may_wait, displaces=displaces)
+        # Those of this moment: the workers may be others once Redis has answered.
+        rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
         tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         try:
-            answer = await pool.fleet.decide_in_turn(ask, place, tell=tell)
+            answer = await pool.fleet.decide_in_turn(question, tell=tell)
         except WarmfleetError as error:
             reason = self._unanswered(job, attempt, error)
             if not reason:
@@ -107,9 +109,9 @@ class Decider:
             return answer
         attempt.booked(answer)
         if answer.seen is not None:
-            self._explain(job, attempt, ask, answer, rings)
+            self._explain(job, attempt, question, answer, rings)
         if alone:
-            self.keep(job, attempt, answer, ask.policy)
+            self.keep(job, attempt, answer, question.policy)
         return answer
 
     def _unanswered(self, job: Job, attempt: Attempt, error: WarmfleetError) -> str:
@@ -160,14 +162,19 @@ class Decider:
             attempt.noted.decided(decision, policy, attempt.asked_at, token_s, fallback)
 
     def _explain(
-        self, job: Job, attempt: Attempt, ask: Ask, decision: Decision, rings: Mapping[str, tuple[str, ...]] | None
+        self,
+        job: Job,
+        attempt: Attempt,
+        question: Question,
+        decision: Decision,
+        rings: Mapping[str, tuple[str, ...]] | None,
     ) -> None:
         """Give the attempt the record of a decision that belongs to the sample, and the explanation if it is wanted."""
         pool = job.pool
         if rings is not None:
-            attempt.record = record(pool.tag, ask, pool.fleet.weights, decision, rings)
+            attempt.record = record(pool.tag, question, pool.fleet.weights, decision, rings)
         if job.call.hints.explain:
-            attempt.explanation = explanation(ask, pool.fleet.weights, decision)
+            attempt.explanation = explanation(question, pool.fleet.weights, decision)
 
     async def without_redis(self, job: Job, attempt: Attempt, reason: str) -> Decision:
         """Choose among the workers of the last reading. reason: for the metrics, why Redis did not choose.
@@ -197,18 +204,28 @@ class Decider:
         return decision
 
 
-def _question(
-    job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool, displaces: bool
-) -> tuple[Ask, Place, Mapping[str, tuple[str, ...]] | None]:
-    """What Redis is asked, where the request may wait, and the hash rings for a decision that is logged."""
-    pool, call = job.pool, job.call
-    waited_ms = round(1_000 * (attempt.asked_at - call.received_at))
-    place = Place(call.flow, job.priority, waited_ms, attempt.never, may_wait=may_wait, displaces=displaces)
-    order = pool.policy.order(pool.view, job.request, call.hints.session)
-    rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-    limits = None if job.homes else call.limits  # of several pools one counts: routing/client_limits
-    ask = pool.ask(job.prompt, attempt.reservation, exclude, call.hints.prefix_tokens, order, limits)
-    return ask, place, rings
+def _question(job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool, displaces: bool) -> Question:
+    """The question under the policy and the TTFT objective in force."""
+    pool, call, prompt = job.pool, job.call, job.prompt
+    return Question(
+        attempt.reservation,
+        prompt.chains,
+        prompt.prompt_tokens,
+        prompt.decode_tokens,
+        pool.policy.name,
+        exclude,
+        0,
+        call.hints.prefix_tokens,
+        pool.policy.order(pool.view, job.request, call.hints.session),
+        pool.ttft.in_force_s,
+        None if job.homes else call.limits,  # of several pools one counts: routing/client_limits
+        call.flow,
+        job.priority,
+        round(1_000 * (attempt.asked_at - call.received_at)),
+        attempt.never,
+        may_wait,
+        displaces,
+    )
 
 
 def nobody(pools: Iterable[Pool], model: str, *, tells_names: bool = True) -> str:

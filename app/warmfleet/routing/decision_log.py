@@ -23,7 +23,7 @@ from warmfleet.routing.explain_header import cheapest, terms_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet import Ask, Decision, Weights
+    from warmfleet.fleet import Decision, Question, Weights
     from warmfleet.metrics import Metrics
 
 logger = logging.getLogger("warmfleet.routing.decision_log")
@@ -34,7 +34,7 @@ MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dr
 
 
 def record(
-    model: str, ask: Ask, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
+    model: str, question: Question, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """One line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
 
@@ -48,14 +48,14 @@ def record(
     return {
         "at": round(time.time(), 3),
         "model": model,
-        "reservation": ask.reservation,
-        "policy": ask.policy,
-        "prompt_tokens": ask.prompt_tokens,
-        "seed": ask.tie_seed,
+        "reservation": question.reservation,
+        "policy": question.policy,
+        "prompt_tokens": question.prompt_tokens,
+        "seed": question.tie_seed,
         "weights": asdict(weights),
-        "prefix_tokens": ask.prefix_tokens,
-        "order": list(ask.order),
-        "objective_s": ask.objective_s,
+        "prefix_tokens": question.prefix_tokens,
+        "order": list(question.order),
+        "objective_s": question.objective_s,
         "rings": {policy: list(order) for policy, order in rings.items()},
         "median_tps": median,
         "block_tokens": block_tokens,

@@ -10,7 +10,7 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from warmfleet.fleet import Ask, Candidate, Decision, Weights
+    from warmfleet.fleet import Candidate, Decision, Question, Weights
     from warmfleet.routing.attempt import Attempt
 
 EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
@@ -36,7 +36,7 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
     return headers
 
 
-def explanation(ask: Ask, weights: Weights, decision: Decision) -> bytes:
+def explanation(question: Question, weights: Weights, decision: Decision) -> bytes:
     """Compact JSON: the policy, the rule that chose, the weights, and the candidates with the figures of the choice.
 
     ``terms`` are those of the cost that are not 0, in seconds.
@@ -54,7 +54,12 @@ def explanation(ask: Ask, weights: Weights, decision: Decision) -> bytes:
         }
         for row in rows
     ]
-    head = {"policy": ask.policy, "why": decision.why, "prompt": ask.prompt_tokens, "weights": asdict(weights)}
+    head = {
+        "policy": question.policy,
+        "why": decision.why,
+        "prompt": question.prompt_tokens,
+        "weights": asdict(weights),
+    }
     return orjson.dumps(head | {"of": len(decision.seen.rows) if decision.seen else 0, "candidates": candidates})
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from warmfleet.api import fleet_status
-from warmfleet.api.fleet_status import _offer, explain
+from warmfleet.api.fleet_status import Inquiry, _offer, explain
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Place, Weights
+from warmfleet.fleet import Weights
+from warmfleet.routing.call import NO_HINTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -89,8 +90,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
         for one in pools:
             one.view, one.name = view, "m"
-        given, request = cast("Any", None), cast("Any", SimpleNamespace(model="m"))
-        return await explain(cast("Any", model), pools[0], request, given, Place())
+        inquiry = Inquiry(cast("Any", SimpleNamespace(model="m")), NO_HINTS, b"", 0)
+        return await explain(cast("Any", model), pools[0], inquiry)
 
     async def identify(*_: object, **__: object) -> None:
         return None

@@ -17,7 +17,7 @@ from tests.support.replicas.stepped import SteppedReplica, stepped_replica
 from warmfleet import main
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet
+from warmfleet.fleet import Fleet, Question
 from warmfleet.fleet.views import BadArtifact
 from warmfleet.metrics import Metrics
 from warmfleet.pools import idle
@@ -101,7 +101,7 @@ async def test_a_decision_after_redis_came_back_matches_before_the_next_reading(
 
 
 async def decided(fleet: Fleet, known: IdentifiedPrompt) -> Decision:
-    return await fleet.decide(Ask("wf-1", known.chains, known.prompt_tokens, known.decode_tokens))
+    return await fleet.decide(Question("wf-1", known.chains, known.prompt_tokens, known.decode_tokens))
 
 
 async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Redis, fleet: Fleet) -> None:

@@ -18,7 +18,7 @@ from tests.support.replicas.doctor import guarded
 
 from warmfleet.__main__ import main
 from warmfleet.cli.pools import command
-from warmfleet.fleet import Ask, Fleet, Proof, RedisConnections, connect
+from warmfleet.fleet import Fleet, Proof, Question, RedisConnections, connect
 from warmfleet.fleet.connection.pool_masters import master_of, next_tag
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.prompt.block_hashes import Chain
@@ -102,7 +102,7 @@ def booked(url: str, tag: str, worker_id: str) -> None:
             [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
             assert await fleet.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
             chain = Chain(SCHEME.scheme_id, 16, b"".join(BLOCKS[:8]) + b"\xff" * 64)
-            assert (await fleet.decide(Ask("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))).worker_id == worker_id
+            assert (await fleet.decide(Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))).worker_id == worker_id
         finally:
             await fleet.close()
 

@@ -20,7 +20,7 @@ from tests.support.replicas.replica import replica
 from warmfleet.cli.acl import lines, rules_of
 from warmfleet.cli.parser import build_parser
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet, Proof, Renewal, connect
+from warmfleet.fleet import Fleet, Proof, Question, Renewal, connect
 from warmfleet.fleet.inspection.acl import ROUTER_COMMANDS, SCRIPT_COMMANDS, WORKER_COMMANDS, user, worker_rules
 from warmfleet.fleet.pool_registry import PoolRegistry, clear
 from warmfleet.prompt.block_hashes import Chain
@@ -350,7 +350,7 @@ async def poll_workers(fleet: Fleet, tracker: Tracker) -> list[Any]:
 
 
 async def _requests(fleet: Fleet, block: bytes) -> None:
-    ask = Ask("wf-0aaaaaaaaaaaaaaaaaaaaa", (Chain(SCHEME.scheme_id, 16, block),), 32, 64)
+    ask = Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (Chain(SCHEME.scheme_id, 16, block),), 32, 64)
     decision = await fleet.decide(ask)
     assert decision.matched_tokens == 16
     assert (await fleet.explain(ask))[0] == "w2.0"

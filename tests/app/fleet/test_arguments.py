@@ -16,12 +16,11 @@ from warmfleet.errors import BadArgument
 from warmfleet.fleet import (
     SCRIPT_ARGS,
     SCRIPT_KEYS,
-    Ask,
     Check,
     ClientLimits,
     Fleet,
-    Place,
     Proof,
+    Question,
     QueueLimits,
     Renewal,
     Shortfall,
@@ -98,8 +97,8 @@ def recorder(store: aioredis.Redis, model: str) -> Recorder:
 def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
     limits = ClientLimits("team-a", 47, 48)
-    ask = Ask("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits)
-    place = Place(b"8 bytes.", -3, 46, ("e",), may_wait=False)
+    place: Any = (b"8 bytes.", -3, 46, ("e",), False)
+    question = Question("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits, *place)
     rest: list[int | bytes] = [5, 16, b"12345678"]
     asked: dict[str, Any] = {
         "prefix": fleet.keys.prefix.encode(),
@@ -121,9 +120,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "barred": "e",
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
     }
-    assert fleet.decide_command(ask, Mode.TELL, place) == sent_by_redis_py(
-        fleet, "decide", argv("decide", rest, **asked)
-    )
+    assert fleet.decide_command(question, Mode.TELL) == sent_by_redis_py(fleet, "decide", argv("decide", rest, **asked))
 
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 2 * SMALL)
@@ -133,37 +130,41 @@ CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    ask=st.builds(
-        Ask, st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)
+    question=st.builds(
+        Question,
+        *(st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)),
+        *(st.none(), st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
     ),
-    place=st.builds(Place, st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
     mode=st.sampled_from(Mode),
+    in_turn=st.booleans(),
 )
-def test_a_packed_decision_is_what_redis_py_would_send(fleet: Fleet, ask: Ask, place: Place, mode: Mode) -> None:
-    rest = [part for chain in ask.chains for part in (chain.scheme_id, chain.block_tokens, chain.hashes)]
+def test_a_packed_decision_is_what_redis_py_would_send(
+    fleet: Fleet, question: Question, mode: Mode, in_turn: bool
+) -> None:
+    rest = [part for chain in question.chains for part in (chain.scheme_id, chain.block_tokens, chain.hashes)]
     asked = argv(
         "decide",
         rest,
         prefix=fleet.keys.prefix,
-        id=ask.reservation,
+        id=question.reservation,
         constants=fleet.constants(),
-        policy=ask.policy,
-        prompt_tokens=ask.prompt_tokens,
-        decode_tokens=ask.decode_tokens,
+        policy=question.policy,
+        prompt_tokens=question.prompt_tokens,
+        decode_tokens=question.decode_tokens,
         mode=int(mode),
-        exclude=",".join(ask.exclude),
-        seed=f"{ask.tie_seed:010d}",
-        prefix_tokens=ask.prefix_tokens,
-        order=",".join(ask.order),
-        objective_s=ask.objective_s,
-        tenant=place.tenant,
-        priority=place.priority_class,
-        waited_ms=place.waited_ms,
-        may_wait=(1 if place.displaces else 2) if place.may_wait else 0,
-        barred=",".join(place.barred),
+        exclude=",".join(question.exclude),
+        seed=f"{question.tie_seed:010d}",
+        prefix_tokens=question.prefix_tokens,
+        order=",".join(question.order),
+        objective_s=question.objective_s,
+        tenant=question.tenant if in_turn else b"",
+        priority=question.priority_class,
+        waited_ms=question.waited_ms,
+        may_wait=(1 if question.displaces else 2) if question.may_wait else 0,
+        barred=",".join(question.barred),
         limits=b"",
     )
-    assert fleet.decide_command(ask, mode, place) == sent_by_redis_py(fleet, "decide", asked)
+    assert fleet.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 
 
 @pytest.mark.parametrize("outcome", get_args(Outcome))

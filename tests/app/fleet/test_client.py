@@ -12,7 +12,7 @@ from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadArgument, CancelledReservation, FleetUnavailable, NoWorker
-from warmfleet.fleet import Ask, Fleet, Timeouts, connect
+from warmfleet.fleet import Fleet, Question, Timeouts, connect
 from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.connection.cancellable import CancellableTCP, CancellableTLS, CancellableUnix
 from warmfleet.fleet.script_loader import script_source
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 from typing import Any, cast
 
-ASK = Ask("wf-1", (), 10, 20)
+ASK = Question("wf-1", (), 10, 20)
 
 
 async def test_nobody_listens(tmp_path: Path, model: str) -> None:

@@ -24,7 +24,7 @@ from warmfleet.background import upkeep
 from warmfleet.background.clock import Clock
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Ask, Fleet, Proof, Spans, connect
+from warmfleet.fleet import Fleet, Proof, Question, Spans, connect
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -105,7 +105,7 @@ class Living:
     async def ask(self, one: LossyReplica) -> None:
         self.number += 1
         chains = (Chain(SCHEME.scheme_id, 16, os.urandom(8 * 20)),)
-        await one.decide(Ask(f"wf-0{self.number}", chains, 321, 500))
+        await one.decide(Question(f"wf-0{self.number}", chains, 321, 500))
 
     async def hold(self) -> None:
         """Every replica gets half of its share; every second one begins to answer."""

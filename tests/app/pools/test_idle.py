@@ -10,16 +10,16 @@ from tests.support.fleet.keyspace import Keyspace
 from tests.support.fleet.reporting_worker import ReportingWorker, blocks, digest_of, held
 from tests.support.polling import poll
 from tests.support.redis.servers import PATIENT
+from tests.support.replicas.lossy import LossyReplica
 
 from warmfleet.background import upkeep
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet, Question, connect
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.idle import Idle
 from warmfleet.pools.pool import Pool
 
@@ -123,15 +123,15 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
 ) -> None:
     monkeypatch.setattr(idle, "AFTER_S", 0.0)
     async with connect(redis_url) as client:
-        fleet = Fleet(client, model, timeouts=PATIENT)
+        router = LossyReplica(client, model, "cost", [])
+        pool, fleet = router.pool, router.fleet
         fleet.pace = Pace(rest_gap_ms=0)
         await Keyspace(store, fleet).workers(1)
-        pool = Pool(model, fleet, DegradedMode(1.0))
         rounds = asyncio.create_task(_rounds(pool))
         try:
             await poll(lambda: pool.idle._waiting is not None, LONG_S / 2, "a round waits")
             before = await store.get(fleet.keys.tick)
-            pool.ask(IdentifiedPrompt((), 1, 1, "load"), "wf-1", (), 0, ())
+            await router.decide(Question("wf-1", (), 1, 1))
             await poll(lambda: _ticked_since(store, fleet, before), LONG_S / 2, "the request ended the wait")
         finally:
             rounds.cancel()

@@ -24,7 +24,7 @@ from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable
-from warmfleet.fleet import Ask, Decision, Fleet, Line, Spans, Standing, connect
+from warmfleet.fleet import Decision, Fleet, Line, Question, Spans, Standing, connect
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.pool import Pool
@@ -69,7 +69,7 @@ async def tickets(router: Replica) -> int:
 @asynccontextmanager
 async def no_room(router: Replica) -> AsyncIterator[None]:
     """Until the block ends, the engine is given no request: a load is booked there that only this test gives back."""
-    decision = await router.fleet.decide(Ask("wf-0busy", (), 10_000_000, 1, "cost"))
+    decision = await router.fleet.decide(Question("wf-0busy", (), 10_000_000, 1, "cost"))
     assert decision.reservation == "wf-0busy"
     try:
         yield
@@ -189,7 +189,7 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
     avoided = ["idle.0"]
     monkeypatch.setattr(Pool, "avoided", lambda _: tuple(avoided))
     async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model, workers=2) as router:
-        await router.fleet.decide(Ask("wf-0busy", (), 10_000_000, 1, "cost", ("idle.0",)))
+        await router.fleet.decide(Question("wf-0busy", (), 10_000_000, 1, "cost", ("idle.0",)))
         sent = asyncio.create_task(router.post(body(1), **{"X-Request-Timeout-Ms": "20000"}))
         await some_wait(router, 1)
         avoided.clear()
@@ -272,7 +272,7 @@ async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(
     decide_in_turn, asked = Fleet.decide_in_turn, Counter[str]()
     late: list[str] = []
 
-    async def decide(fleet: Fleet, ask: Ask, *place: Any, **more: Any) -> Any:
+    async def decide(fleet: Fleet, ask: Question, *place: Any, **more: Any) -> Any:
         answer = await decide_in_turn(fleet, ask, *place, **more)
         asked[ask.reservation] += 1
         if not late and asked[ask.reservation] > 1 and isinstance(answer, Decision):

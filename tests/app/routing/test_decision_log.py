@@ -19,7 +19,7 @@ from warmfleet.__main__ import main
 from warmfleet.api import client_hints as hints
 from warmfleet.cli.replay import read
 from warmfleet.errors import BadArgument, Unauthorized
-from warmfleet.fleet import Ask, Decision, Flag, Fleet, Place, QueueLimits, Weights, connect
+from warmfleet.fleet import Decision, Flag, Fleet, Question, QueueLimits, Weights, connect
 from warmfleet.fleet.replays import Choice, Replays
 from warmfleet.metrics import Metrics
 from warmfleet.routing.decision_log import DecisionLog, record
@@ -93,10 +93,10 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
     return found
 
 
-async def decided(keyspace: Keyspace, ask: Ask, *, in_turn: bool) -> Decision:
+async def decided(keyspace: Keyspace, ask: Question, *, in_turn: bool) -> Decision:
     """in_turn: only workers with room are chosen, if there are any."""
     keyspace.fleet.limits = QueueLimits(0.001)
-    answer = await keyspace.fleet.decide_in_turn(ask, Place(may_wait=False), tell=True) if in_turn else None
+    answer = await keyspace.fleet.decide_in_turn(replace(ask, may_wait=False), tell=True) if in_turn else None
     return answer if isinstance(answer, Decision) else await keyspace.fleet.decide(ask, tell=True)
 
 

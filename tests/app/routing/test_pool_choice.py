@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from tests.support.replicas.replica import Replica
 
-    from warmfleet.fleet import Ask, Place, WorkerView
+    from warmfleet.fleet import Question, WorkerView
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.prompt.block_hashes import Hasher
@@ -99,16 +99,16 @@ class Store:
         self.spans = SimpleNamespace(lease_ms=30_000)
         self.weights = Weights()
 
-    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
+    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
         self.asked += 1
-        self.may_wait = place.may_wait
-        name = ask.reservation
-        if place.displaces and name in self.full:  # the same question once more
+        self.may_wait = question.may_wait
+        name = question.reservation
+        if question.displaces and name in self.full:  # the same question once more
             word = "queue" if self.crowded else "full"
             self.displaced += self.crowded
         else:
             word = self.words.pop(0) if self.words else "book"
-        if word == "queue" and not place.may_wait:
+        if word == "queue" and not question.may_wait:
             word = "full"
         if word in ("book", "late"):
             self.booked.add(name)

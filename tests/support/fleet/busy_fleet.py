@@ -15,10 +15,10 @@ from tests.support.polling import poll
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import (
-    Ask,
     Decision,
     Fleet,
     Proof,
+    Question,
     RedisConnections,
     Renewal,
     Spans,
@@ -115,8 +115,8 @@ class BusyFleet:
         finally:
             self.unsettled.append(one)  # a decision that seemed to fail may have been booked
 
-    def ask(self, reservation: str) -> Ask:
-        return Ask(reservation, (Chain(SCHEME.scheme_id, 16, next(iter(self.tracker.table))),), 320, 640)
+    def ask(self, reservation: str) -> Question:
+        return Question(reservation, (Chain(SCHEME.scheme_id, 16, next(iter(self.tracker.table))),), 320, 640)
 
     async def hold(self) -> None:
         """Take reservations that stay open and are renewed."""

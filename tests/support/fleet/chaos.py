@@ -11,7 +11,7 @@ from tests.support.fleet.reporting_worker import SCHEME, block
 from tests.support.fleet.stepped_publisher import SteppedPublisher
 
 from warmfleet.errors import CancelledReservation, NoWorker
-from warmfleet.fleet import Ask, Fleet, Proof, Renewal
+from warmfleet.fleet import Fleet, Proof, Question, Renewal
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
@@ -131,7 +131,7 @@ class ChaosFleet:
 
     async def decide(self, name: str, a: int, b: int) -> None:
         reservation, hashes = f"wf-{b % RESERVATIONS}", b"".join(block(number) for number in range(a))
-        ask = Ask(reservation, (Chain(SCHEME.scheme_id, 16, hashes),), len(hashes) * 2 + 1, 100)
+        ask = Question(reservation, (Chain(SCHEME.scheme_id, 16, hashes),), len(hashes) * 2 + 1, 100)
         try:
             await self.fleets[a % 2].decide(ask)
         except CancelledReservation:

@@ -12,7 +12,7 @@ from tests.support.fleet.chaos import FOREIGN_SLOT, NAMES, NUMBERS
 from tests.support.fleet.reporting_worker import block
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Ask, Lease, LoadRow, Stage
+from warmfleet.fleet import Lease, LoadRow, Question, Stage
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ async def check_the_gone(chaos: ChaosFleet) -> None:
         chaos.store.zadd(chaos.keys.alive, {name: now - 700_000}, xx=True)
     chaos.store.set(chaos.keys.tick, f"{now} 0 0 0")
     try:
-        _, candidates = await chaos.fleets[0].explain(Ask("wf-look", (), 10, 10))
+        _, candidates = await chaos.fleets[0].explain(Question("wf-look", (), 10, 10))
     except NoWorker:
         candidates = []
     assert not {one.worker_id for one in candidates} & set(gone)

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.fleet import Ask, Flag, Fleet, Lease, LoadRow
+from warmfleet.fleet import Flag, Fleet, Lease, LoadRow, Question
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
@@ -77,7 +77,7 @@ class Keyspace:
             pipe.sadd(self.keys.slot(slot), *blocks)
         await pipe.execute()
 
-    async def done(self, ask: Ask) -> None:
+    async def done(self, ask: Question) -> None:
         """A request from its decision to its end; its lease does not linger afterwards."""
         await self.fleet.decide(ask)
         await self.fleet.settle(ask.reservation, "finished")
@@ -105,9 +105,9 @@ class Keyspace:
         """Packed hashes of a new chain of ``blocks`` that starts with ``head``."""
         return head + self.rng.randbytes(8 * blocks - len(head))
 
-    def ask(self, hashes: bytes = b"", extra_tokens: int = 1, **fields: Any) -> Ask:
+    def ask(self, hashes: bytes = b"", extra_tokens: int = 1, **fields: Any) -> Question:
         """A request for a chain and some tokens beyond its full blocks."""
         prompt = len(hashes) // 8 * BLOCK + extra_tokens
         chains: Sequence[Chain] = (Chain(SCHEME, BLOCK, hashes),) if hashes else ()
         defaults: dict[str, Any] = {"reservation": f"wf-{next(self._ids)}", "chains": tuple(chains)}
-        return Ask(**({**defaults, "prompt_tokens": prompt, "decode_tokens": prompt + 100} | fields))
+        return Question(**({**defaults, "prompt_tokens": prompt, "decode_tokens": prompt + 100} | fields))

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.fleet import Decision, Place, Queued, QueueLimits, Standing
+from warmfleet.fleet import Decision, Queued, QueueLimits, Standing
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
 
-    from warmfleet.fleet import Ask
+    from warmfleet.fleet import Question
 
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
@@ -139,9 +139,9 @@ class CheckedQueue:
         return Workers(booked)
 
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
-        ask, place = self.question(ticket, waited_ms)
+        question = self.question(ticket, waited_ms)
         seconds, us = await self.keyspace.store.time()
-        answer = await self.keyspace.fleet.decide_in_turn(ask, place)
+        answer = await self.keyspace.fleet.decide_in_turn(question)
         if not ticket.arrival_us:
             record = await cast(
                 "Any", self.keyspace.store.hget(self.keyspace.keys.queue2 + ":tickets", ticket.reservation)
@@ -149,17 +149,23 @@ class CheckedQueue:
             ticket.arrival_us = int(record[TICKET_ARRIVAL]) if record else 1_000_000 * seconds + us
         return answer
 
-    def question(self, ticket: Ticket, waited_ms: int = 0) -> tuple[Ask, Place]:
+    def question(self, ticket: Ticket, waited_ms: int = 0) -> Question:
         level, tenant = ticket.flow
-        ask = self.keyspace.ask(
-            reservation=ticket.reservation, prompt_tokens=ticket.tokens, decode_tokens=0, exclude=ticket.barred
+        return self.keyspace.ask(
+            reservation=ticket.reservation,
+            prompt_tokens=ticket.tokens,
+            decode_tokens=0,
+            exclude=ticket.barred,
+            tenant=bytes([65 + tenant]) * 8,
+            priority=level - 8,
+            waited_ms=waited_ms,
+            barred=ticket.barred,
         )
-        return ask, Place(bytes([65 + tenant]) * 8, level - 8, waited_ms, ticket.barred)
 
-    async def foretold(self, ask: Ask, place: Place) -> tuple[str, bool, float]:
+    async def foretold(self, question: Question) -> tuple[str, bool, float]:
         """As ``came_true`` tells a decision, told before it. Asserts that nothing was written."""
         before = await self.written()
-        worker_id, _, seen = await self.keyspace.fleet.consider(ask, place)
+        worker_id, _, seen = await self.keyspace.fleet.consider(question)
         assert await self.written() == before
         return "" if seen.waits else worker_id, seen.waits, seen.turn_s
 

@@ -34,7 +34,7 @@ from warmfleet.tracing.request_record import RequestRecord
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet import Ask, Decision, Place, Queued
+    from warmfleet.fleet import Decision, Question, Queued
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.reservations import Told
     from warmfleet.pools.fleet_view import View
@@ -56,18 +56,18 @@ class LossyFleet(Fleet):
     fates: deque[str]
     late: Late
     tasks: set[asyncio.Task[None]]
-    asked: dict[str, Ask]
+    asked: dict[str, Question]
     foretold: dict[str, str]
     foretells = True
 
-    async def decide_in_turn(self, ask: Ask, place: Place, *, tell: bool = False) -> Decision | Queued:
-        self.asked[ask.reservation] = ask
+    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
+        self.asked[question.reservation] = question
         if self.foretells:
             fates, self.fates = self.fates, deque()
             with suppress(NoWorker):
-                self.foretold[ask.reservation], _ = await self.explain(ask)
+                self.foretold[question.reservation], _ = await self.explain(question)
             self.fates = fates
-        return await super().decide_in_turn(ask, place, tell=tell)
+        return await super().decide_in_turn(question, tell=tell)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         return await self._fated(name, partial(super().run, name, *args))
@@ -135,7 +135,7 @@ class LossyReplica:
         self.decider = Decider(DecisionLog("", self.metrics), self.metrics)
         self.attempts: list[Attempt] = []
 
-    async def decide(self, ask: Ask) -> Attempt:
+    async def decide(self, ask: Question) -> Attempt:
         attempt = Attempt(self.begun, self.pool, ask.reservation, ask.exclude)
         self.policy.given = ask.order
         try:
@@ -150,7 +150,7 @@ class LossyReplica:
         await self.begun.drained()
         return attempt
 
-    def _job(self, ask: Ask) -> Job:
+    def _job(self, ask: Question) -> Job:
         """A request whose decision asks for ``ask``, under a policy that gives its order."""
         request = from_dict("completions", {"prompt": "x"})
         prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")

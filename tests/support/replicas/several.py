@@ -18,7 +18,7 @@ from tests.support.redis.servers import PATIENT
 from tests.support.replicas.lossy import FATES, HOUR_MS, SPANS, Late, LossyReplica, order_of
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Ask, Check, Fleet, Lease, LoadRow, Stage
+from warmfleet.fleet import Check, Fleet, Lease, LoadRow, Question, Stage
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.routing.attempt import AttemptState
 
@@ -47,13 +47,15 @@ class SeveralReplicas:
 
     # ------------------------------------------------ requests
 
-    def _ask(self, a: int, b: int) -> Ask:
+    def _ask(self, a: int, b: int) -> Question:
         self.number += 1
         hashes = self.chains[a % 4]
         exclude = (WORKERS[b % 4],) if b % 7 == 0 else ()
         chains = (Chain(SCHEME.scheme_id, 16, hashes),)
         order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # of a ring: for the policies that look at one
-        return Ask(f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude, order=order)
+        return Question(
+            f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude, order=order
+        )
 
     def _fated(self, who: int, *fates: int) -> LossyReplica:
         """The replica, whose next commands will have these fates."""
@@ -205,7 +207,7 @@ class SeveralReplicas:
             attempt.reservation: attempt.decision if attempt.state is AttemptState.BOOKED else None
             for attempt in attempts
         }
-        asked: dict[str, Ask] = {}
+        asked: dict[str, Question] = {}
         for one in self.replicas:
             one.fleet.foretells, one.fleet.weights = True, weights
             asked |= one.fleet.asked

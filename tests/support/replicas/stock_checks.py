@@ -8,7 +8,7 @@ from warmfleet.background.stock.checks import StockEngines
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
-from warmfleet.fleet import Ask, Fleet, connect, new_reservation
+from warmfleet.fleet import Fleet, Question, connect, new_reservation
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
@@ -63,6 +63,6 @@ async def sent(checks: Checks, url: str, text: bytes = b"word " * 400) -> int:
     return decision.matched_tokens // TEXT_SCHEME.block_tokens
 
 
-def asked(text: bytes) -> Ask:
+def asked(text: bytes) -> Question:
     chain = text_chain(text)
-    return Ask(new_reservation(1), (chain,), 16 * len(chain.hashes) // 8 + 1, 600)
+    return Question(new_reservation(1), (chain,), 16 * len(chain.hashes) // 8 + 1, 600)
