@@ -79,6 +79,7 @@ from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
 from warmfleet.protocol.wire import WireError, model_tag
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.engine_tokenizer import EngineTokenizer
+from warmfleet.routing.gateway import Gateway
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import PREFIX, Settings, policies, unknown_variables
@@ -229,7 +230,8 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
     router, keys, certificates = replica.router, replica.keys, replica.certificates
     paths = EnginePaths(settings.passed_paths)
     service = ServiceRoutes(router, keys, settings, metrics, health, replica.may_ask)
-    gateways = GatewayRoutes(router, paths, keys, settings, replica.may_ask, replica.last)
+    gateway = Gateway(router, settings)
+    gateways = GatewayRoutes(gateway, router.tenancy, paths, keys, settings, replica.may_ask, replica.last)
     asked_why = WhyRoutes(replica.last, replica.place.name, replica.may_ask)
     for_operators = [*service.for_operators(), *asked_why.routes(), *gateways.routes(), *replica.page.routes()]
     apart = bool(settings.admin_port)

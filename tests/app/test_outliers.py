@@ -26,7 +26,7 @@ from tests.support.replicas.replica import Replica, replica
 from warmfleet.fleet import Flag, views
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.recovery import retry_budget
+from warmfleet.routing.recovery import retries
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -170,7 +170,7 @@ async def test_a_worker_that_cuts_its_streams_is_ejected(valkey_url: str, model:
 
 
 async def test_further_tries_have_a_budget(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "BUDGET_MOST", 3.0)
+    monkeypatch.setattr(retries, "BUDGET_MOST", 3.0)
     async with fleet_of(valkey_url, model, *[failing("503")] * 4) as (router, engines):
         for _ in range(20):
             status, _, answer = await router.post({"model": model, **BODY})

@@ -27,12 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.identity_plain import Plain
 
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.identified_prompt import identify
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.chat_template import ChatTemplate
@@ -184,14 +185,15 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
     """Return the µs of the steps of each kind of request."""
     out: dict[str, dict[str, float]] = {}
     for name, make in step_requests(per_token).items():
-        view, least = View(identity=ours.new(), hashers=(ours.hasher,)), [1e9] * 3
+        pool: Any = SimpleNamespace(view=View(identity=ours.new(), hashers=(ours.hasher,)))
+        least = [1e9] * 3
         for seed in range(rounds):
             before, body = make(seed)
             for one in (*before, body):
                 times = [time.process_time_ns()]
                 request = prompt.parse("chat", one)
                 times.append(time.process_time_ns())
-                found = await identify(request, lambda view=view: view)  # type: ignore[misc]
+                found = await identify_here(request, pool)
                 times.append(time.process_time_ns())
                 assert spliced("chat", one, [given.json() for given in found.prompts])
                 times.append(time.process_time_ns())

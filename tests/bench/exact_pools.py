@@ -25,7 +25,7 @@ import numpy as np
 from warmfleet.fleet import Weights
 from warmfleet.pools.home_pools import Beginnings, in_order
 from warmfleet.prompt.block_hashes import Chain
-from warmfleet.routing.pool_prices import HOMES, Offer, prices, turn_s
+from warmfleet.routing.pool_choice import HOMES, Offer, prices, turn_s
 from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, DECODE_S
 
 if TYPE_CHECKING:

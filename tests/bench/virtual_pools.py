@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.fleet import Decision, Queued
 from warmfleet.pools.home_pools import Beginnings, in_order
-from warmfleet.routing.pool_prices import HOMES, Offer, best, turn_s
+from warmfleet.routing.pool_choice import HOMES, Offer, best, turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

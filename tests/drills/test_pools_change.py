@@ -18,7 +18,7 @@ from tests.drills.spread_fleet import ENGINES, START_S, Spread, spread
 from tests.drills.test_masters import right, unbooked
 from tests.support.polling import poll
 
-from warmfleet.routing.pool_prices import HOMES
+from warmfleet.routing.pool_choice import HOMES
 from warmfleet_loadtest.stacks.processes import free_ports
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tests.support.polling import poll
 from warmfleet.errors import BadArgument, CancelledReservation
 from warmfleet.fleet import Decision, Flag, Question, Queued, QueueLimits, Standing
 from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
-from warmfleet.routing.pool_prices import turn_s
+from warmfleet.routing.pool_choice import turn_s
 from warmfleet_worker.load import REMEMBERED_WORK_SECONDS
 
 pytestmark = pytest.mark.in_turn

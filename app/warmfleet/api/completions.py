@@ -179,7 +179,7 @@ class CompletionsProxy:
             request.received_at,
             read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._explain_key),
             self._methods[request.method],
-            query.decode(),
+            f"{self._path.path}?{query.decode()}" if query else self._path.path,
             client.models,
             client.limits,
             passed_on[b"content-type"][1],

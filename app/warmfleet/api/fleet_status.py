@@ -12,11 +12,11 @@ from warmfleet.background.worker_gauges import set_worker_gauges
 from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
-from warmfleet.routing.pool_choice import MOST_ASKED, at_once
-from warmfleet.routing.pool_prices import HOMES, Offer, best, prices, turn_s
+from warmfleet.routing.pool_choice import HOMES, MOST_ASKED, Offer, at_once, best, prices, turn_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,9 +184,9 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
 
 async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """As ``explain``, but for the words of NoWorker."""
-    if len(model.pools) == 1:
+    if not model.several:
         return await _explained(pool, inquiry) | ALONE
-    prompt = await pool.identify(inquiry.request)
+    prompt = await identify_here(inquiry.request, pool)
     homes = model.order_for(prompt, inquiry.request.model, counted=False)
     answers, failed = await _of_homes(homes, inquiry)
     if not answers:
@@ -276,7 +276,7 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
 
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
-    prompt = await pool.identify(request)
+    prompt = await identify_here(request, pool)
     able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in prompt.unable_workers]
     chosen = pool.degraded.choose(able, prompt.beginning, pool.avoided()) or pool.degraded.choose(
         able, prompt.beginning
@@ -323,7 +323,7 @@ def _told(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[
 async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """Where the request would go in this pool."""
     request, hints = inquiry.request, inquiry.hints
-    prompt = await pool.identify(request)
+    prompt = await identify_here(request, pool)
     pool.idle.wake()
     question = Question(
         new_reservation(prompt.prompt_count),

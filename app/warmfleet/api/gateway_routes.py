@@ -16,7 +16,8 @@ from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.wire import CLIENT_TAG_LENGTH, RESERVATION_PREFIX
-from warmfleet.routing.call import Call, Ending, Handover
+from warmfleet.routing.call import Call
+from warmfleet.routing.gateway import Ending, Handover
 from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from warmfleet.api.access.client_keys import ClientKeys
     from warmfleet.api.access.operators import Operators
     from warmfleet.prompt.engine_paths import EnginePath, EnginePaths
-    from warmfleet.routing.call import Placement
-    from warmfleet.routing.router import Router
+    from warmfleet.routing.gateway import Gateway, Placement
+    from warmfleet.routing.tenants import Tenancy
     from warmfleet.settings import Settings
     from warmfleet.tracing.last_requests import LastRequests
 
@@ -48,14 +49,16 @@ class GatewayRoutes:
 
     def __init__(
         self,
-        router: Router,
+        gateway: Gateway,
+        tenancy: Tenancy,
         paths: EnginePaths,
         keys: ClientKeys,
         settings: Settings,
         operators: Operators,
         last: LastRequests,
     ) -> None:
-        self._router = router
+        self._gateway = gateway
+        self._tenancy = tenancy
         self._last = last
         self._keys = keys
         self._paths = paths
@@ -79,7 +82,7 @@ class GatewayRoutes:
         client = given.get(TENANT, b"").decode("latin-1") if self._keys_required else ""
         if TENANT in given:
             raw = [*(field for field in raw if field[0] != self._tenant_header), (self._tenant_header, given[TENANT])]
-        key, tenancy = given.get(KEY, b""), self._router.tenancy
+        key, tenancy = given.get(KEY, b""), self._tenancy
         if len(key) > MAX_KEY_BYTES:
             raise BadRequest(f"Idempotency-Key may have {MAX_KEY_BYTES} bytes.", "Idempotency-Key")
         tenant = tenancy.name(raw, client)
@@ -106,7 +109,7 @@ class GatewayRoutes:
         self._last.begun(record)
         record.placed = True
         try:
-            return await self._router.place(call, handover)
+            return await self._gateway.place(call, handover)
         except WarmfleetError as error:
             record.refused(error)
             raise
@@ -117,12 +120,12 @@ class GatewayRoutes:
     async def settle(self, request: HTTPRequest) -> Response:
         """Take the outcome of a reservation; the call is safe to repeat."""
         model, reservation, data = await self._reservation(request)
-        return JSONResponse({"result": await self._router.settle(model, reservation, _ending(data))})
+        return JSONResponse({"result": await self._gateway.settle(model, reservation, _ending(data))})
 
     async def renew(self, request: HTTPRequest) -> Response:
         """Let a reservation live on while its answer runs."""
         model, reservation, _ = await self._reservation(request)
-        return JSONResponse({"expires_in_s": await self._router.renew(model, reservation)})
+        return JSONResponse({"expires_in_s": await self._gateway.renew(model, reservation)})
 
     async def _reservation(self, request: HTTPRequest) -> tuple[str, str, dict[str, Any]]:
         """The model, the reservation and the whole body. Raises BadRequest, Unauthorized, Forbidden."""

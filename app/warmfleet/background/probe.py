@@ -22,6 +22,7 @@ import orjson
 
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.protocol.wire import HASH_BYTES, UNMATCHED, Scheme, WireError
@@ -140,7 +141,7 @@ class Probe:
             body: dict[str, Any] = {"model": worker.models[0]}
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
-            known = await pool.identify(request)
+            known = await identify_here(request, pool)
             chain = next((one for one in known.chains if one.scheme_id == worker.load.scheme), None)
             if known.kind != "exact" or chain is None:
                 return None

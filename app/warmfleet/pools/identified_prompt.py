@@ -18,9 +18,8 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, canonical_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from warmfleet.pools.fleet_view import View
+    from warmfleet.pools.pool import Pool
     from warmfleet.prompt.block_hashes import Chain, Lora
     from warmfleet.prompt.prefix_trie import Prompt
     from warmfleet.prompt.request import Request
@@ -68,19 +67,19 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify(request: Request, newest_view: Callable[[], View]) -> IdentifiedPrompt:
-    """Identify the prompt with what this replica has of the model. Never fails.
+async def identify_here(request: Request, pool: Pool) -> IdentifiedPrompt:
+    """Identify the prompt with what this replica has of the model, without asking an engine. Never fails.
 
-    newest_view: asked again at the end, for the workers that cannot serve the request: identifying may take seconds.
+    The workers that cannot serve the request are those of the pool's last reading at the end: it may take seconds.
     """
-    view = newest_view()
+    view = pool.view
     try:
         found = await _reproduced(request, view)
     except NotReproducible as why:
         found = await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
         found = _unknown(request, error)
-    return _identified(found, request, newest_view())
+    return _identified(found, request, pool.view)
 
 
 def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: str) -> IdentifiedPrompt:

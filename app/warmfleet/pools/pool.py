@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.identified_prompt import identify
 from warmfleet.pools.idle import Idle
 from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
@@ -21,12 +20,8 @@ from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from warmfleet.fleet import Fleet
     from warmfleet.pools.degraded import DegradedMode
-    from warmfleet.pools.identified_prompt import IdentifiedPrompt
-    from warmfleet.prompt.request import Request
 
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
@@ -148,7 +143,3 @@ class Pool:
     def servers_of(self, model: str) -> int:
         """How many workers serve this name; the workers that were known last, if none does now."""
         return self.view.names.counts.get(model) or self.last_known.names.get(model, 0)
-
-    def identify(self, request: Request) -> Awaitable[IdentifiedPrompt]:
-        """Identify the request's prompt without asking an engine. Never fails; see ``identified_prompt``."""
-        return identify(request, lambda: self.view)

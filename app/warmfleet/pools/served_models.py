@@ -35,9 +35,9 @@ RANDOM_BYTES = 8  # stand for the beginning of a prompt that is not known
 
 
 class ServedModel:
-    """The pools of one name. ``pools``: at least one. ``only``: the pool if there is one, None if there are several.
-    ``draining``: tags of those that get no new request while another pool can serve it. ``moving``: tags of those whose
-    workers move to other pools; they serve with those they have.
+    """The pools of one name. ``pools``: at least one. ``several``: more than one. ``draining``: tags of those that get
+    no new request while another pool can serve it. ``moving``: tags of those whose workers move to other pools; they
+    serve with those they have.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.pools = tuple(pools)
-        self.only = self.pools[0] if len(self.pools) == 1 else None
+        self.several = len(self.pools) > 1
         self.drain(draining, moving)
         self._beginnings = Beginnings()
 
@@ -81,7 +81,11 @@ class ServedModel:
     @property
     def reference(self) -> Pool:
         """The pool by whose workers prompts are identified first: one that is usable, if there is any."""
-        return next((pool for pool in self.pools if pool.usable), self.pools[0])
+        *others, last = self.pools
+        for pool in others:
+            if pool.usable:
+                return pool
+        return last
 
     @property
     def names(self) -> set[str]:
@@ -233,7 +237,7 @@ class Pools:
             await self._first_reading()
         served = self.served.get(model)
         if served is not None:  # a name that the operator gave goes to no other model, whatever workers announce
-            return served.only or served.reference
+            return served.reference
         if not model:
             if len(self.served) == 1:
                 return next(iter(self.served.values())).reference

@@ -36,16 +36,17 @@ OF_BYTES = (
 )
 
 
-class Decide(Protocol):
-    """Asks for a decision. may_wait: this replica has room for the request's body while the request waits."""
+class Chooser(Protocol):
+    """Chooses a worker, or takes a ticket. may_wait: this replica has room for the body while the request waits."""
 
-    async def __call__(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued: ...
+    async def choose(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued: ...
 
 
 class AdmissionQueue:
     """The requests of all models that wait in this replica, and how many bytes their bodies take."""
 
-    def __init__(self, tickets: Tickets, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, chooser: Chooser, tickets: Tickets, settings: Settings, metrics: Metrics) -> None:
+        self._chooser = chooser
         self._tickets = tickets
         self._settings = settings
         self._metrics = metrics
@@ -53,51 +54,51 @@ class AdmissionQueue:
         self._max_bytes = BODIES * settings.body_max_bytes
         self._tenant_bytes: dict[bytes, int] = {}
 
-    async def admit(self, job: Job, attempt: Attempt, decide: Decide) -> Decision:
+    async def admit(self, job: Job, attempt: Attempt) -> Decision:
         """Decide where the job goes; if the worker that suits it has no room, wait for its turn.
 
-        Raises Overloaded, QueueTimeout, and what ``decide`` raises.
+        Raises Overloaded, QueueTimeout, and what the chooser raises.
         """
         flow, size = job.call.flow, len(job.body)
         # Taken before the decision: a ticket for a request whose body finds no room would take another request's place.
         may_wait = self._take_room(flow, size)
         try:
-            answer = await decide(job, attempt, may_wait=may_wait)
+            answer = await self._chooser.choose(job, attempt, may_wait=may_wait)
             if isinstance(answer, Decision):
                 return answer
-            return await self._wait(job, attempt, decide, answer, may_wait=may_wait)
+            return await self._wait(job, attempt, answer, may_wait=may_wait)
         finally:
             if may_wait:
                 self._give_room_back(flow, size)
 
-    async def _wait(
-        self, job: Job, attempt: Attempt, decide: Decide, answer: Decision | Queued, *, may_wait: bool
-    ) -> Decision:
+    async def _wait(self, job: Job, attempt: Attempt, answer: Decision | Queued, *, may_wait: bool) -> Decision:
         left_s = job.call.patience_s - (time.perf_counter() - job.call.received_at)
         deadline = asyncio.get_running_loop().time() + min(left_s, self._settings.queue_timeout_s)
-        self._check_ticket(attempt.pool, answer, may_wait=may_wait)
-        pool, began = attempt.pool, time.perf_counter()
+        self._check_ticket(attempt, answer, may_wait=may_wait)
+        pool, began = attempt.chosen.pool, time.perf_counter()
         try:
             while isinstance(answer, Queued):
-                pool = attempt.pool  # where the ticket is now: a decision may have left one pool's line for another's
+                pool = attempt.chosen.pool  # a decision may have left one pool's line for another's
                 with self._metrics.queued.labels(pool.tag).track_inprogress():
                     standing = await self._turn(pool, attempt, deadline)
                     if standing is None:
-                        return await self._last_look(pool, job, attempt, decide)
-                    answer = await decide(job, attempt, may_wait=may_wait)
+                        return await self._last_look(pool, job, attempt)
+                    answer = await self._chooser.choose(job, attempt, may_wait=may_wait)
                     displaced = standing is Standing.DISPLACED
-                    self._check_ticket(attempt.pool, answer, may_wait=may_wait, displaced=displaced)
-                    if isinstance(answer, Queued) and attempt.avoided:
+                    self._check_ticket(attempt, answer, may_wait=may_wait, displaced=displaced)
+                    if isinstance(answer, Queued) and attempt.chosen.avoided:
                         await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
         finally:
             self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer
 
-    def _check_ticket(self, pool: Pool, answer: Decision | Queued, *, may_wait: bool, displaced: bool = False) -> None:
+    def _check_ticket(
+        self, attempt: Attempt, answer: Decision | Queued, *, may_wait: bool, displaced: bool = False
+    ) -> None:
         """Raises Overloaded if the request must wait but got no ticket. displaced: it had one."""
         if isinstance(answer, Queued) and answer.outcome != "queued":
             reason = "displaced" if displaced else answer.outcome
-            raise self._refusal(pool, reason if may_wait else "bytes", answer.work_s)
+            raise self._refusal(attempt.chosen.pool, reason if may_wait else "bytes", answer.work_s)
 
     def _take_room(self, flow: bytes, size: int) -> bool:
         """Take room for a body of ``size`` bytes; False if there is not enough.
@@ -127,16 +128,16 @@ class AdmissionQueue:
         """
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._tickets.wait(pool, attempt.reservation, elsewhere=attempt.several)
+                return await self._tickets.wait(pool, attempt.reservation, elsewhere=attempt.comparison is not None)
         except TimeoutError:
             return None
 
-    async def _last_look(self, pool: Pool, job: Job, attempt: Attempt, decide: Decide) -> Decision:
+    async def _last_look(self, pool: Pool, job: Job, attempt: Attempt) -> Decision:
         """Any worker with room, now that the request may wait no longer for the one that suits it.
 
         Raises QueueTimeout if there is none.
         """
-        answer = await decide(job, attempt, may_wait=False)
+        answer = await self._chooser.choose(job, attempt, may_wait=False)
         if isinstance(answer, Queued):
             raise self._refusal(pool, "deadline", self._tickets.work_s(pool) or answer.work_s)
         return answer

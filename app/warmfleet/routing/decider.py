@@ -15,11 +15,12 @@ from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from warmfleet.metrics import Counter, Histogram, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.booking import Booking
     from warmfleet.routing.call import Job
     from warmfleet.routing.decision_log import DecisionLog
 
@@ -40,6 +41,7 @@ OTHER_NAMES = (
 )
 #: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
+NO_WORKER = "no_worker"  # the reason for which a worker is chosen without Redis though that answers
 
 
 class _OfModel(NamedTuple):
@@ -57,7 +59,7 @@ class _OfModel(NamedTuple):
 
 
 class Decider:
-    """Tells an attempt which worker it gets. Redis chooses and books in one call; without Redis nothing is booked."""
+    """Asks Redis, which chooses and books in one call, for a worker of a pool; without Redis nothing is booked."""
 
     def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
         self._log = log
@@ -65,167 +67,179 @@ class Decider:
         self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
         self._of_model = cache(partial(_OfModel.of, metrics))
 
-    async def decide(
-        self, job: Job, attempt: Attempt, *, may_wait: bool, displaces: bool = True, alone: bool = True
-    ) -> Decision | Queued:
-        """Choose a worker, or take a ticket if that has no room yet.
+    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
+        """Choose a worker of the chosen pool, or take a ticket if that has no room yet.
 
-        may_wait: the queue has room for the body. displaces: in a full queue the ticket may take the place of another.
-
-        A request that waits goes on waiting over a short silence of Redis, and is decided without Redis after that.
-
-        alone: False if another pool may serve the job. Then nothing is chosen without Redis, the error is raised
-        instead, and the caller tells by ``keep`` that the decision stands.
-
-        Raises NoWorker, CancelledReservation, RateLimited, and FleetUnavailable if the fleet was never read.
+        may_wait: the queue has room for the body. A request that waits goes on waiting over a short silence of Redis,
+        and is decided without Redis after that. Raises NoWorker, CancelledReservation, RateLimited, and
+        FleetUnavailable if the fleet was never read.
         """
-        pool, call = job.pool, job.call
-        exclude = attempt.excluded()
+        booking = attempt.chosen
+        pool = booking.pool
         if not pool.degraded.asks_redis:
-            if attempt.keeps_place:
-                return STILL_QUEUED
-            if alone:
-                return await self.without_redis(job, attempt, "open")
-        attempt.asks()
-        pool.idle.wake()
-        question = _question(job, attempt, exclude, may_wait=may_wait, displaces=displaces)
-        # Those of this moment: the workers may be others once Redis has answered.
-        rings = pool.policy.orders(pool.view, job.request, call.hints.session) if job.logged else None
-        tell, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
+            return STILL_QUEUED if booking.keeps_place else await self.without_redis(job, attempt, booking, "open")
+        question, explain = self._question(job, booking, may_wait=may_wait, displaces=True)
         try:
-            answer = await pool.fleet.decide_in_turn(question, tell=tell)
+            answer = await pool.fleet.decide_in_turn(question, tell=explain)
         except WarmfleetError as error:
-            reason = self._unanswered(job, attempt, error)
-            if not reason:
+            if self._goes_on_waiting(job, booking, error):
                 return STILL_QUEUED
-            if not alone:
+            if isinstance(error, CancelledReservation | RateLimited):  # about the request: Redis is well
                 raise
-            return await self.without_redis(job, attempt, reason)
+            return await self.without_redis(job, attempt, booking, reason_of(error))
         finally:
-            self._of_model(pool.tag).seconds.observe(time.perf_counter() - attempt.asked_at)
-        pool.degraded.succeeded()
-        if isinstance(answer, Queued):
-            attempt.queued(answer) if answer.outcome == "queued" else attempt.refused()
-            return answer
-        attempt.booked(answer)
-        if answer.seen is not None:
-            self._explain(job, attempt, question, answer, rings)
-        if alone:
-            self.keep(job, attempt, answer, question.policy)
+            self._of_model(pool.tag).seconds.observe(time.perf_counter() - booking.asked_at)
+        self._answered(job, booking, answer)
+        if isinstance(answer, Decision):
+            self.keep(job, attempt, answer)
+        elif answer.outcome == "queued":
+            attempt.record.queued(answer.waiting, answer.work_s)
         return answer
 
-    def _unanswered(self, job: Job, attempt: Attempt, error: WarmfleetError) -> str:
-        """Why a worker is to be chosen without Redis; empty if the request goes on waiting.
+    async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
+        """Ask one of several pools. The answer, or the error, is the booking's then.
 
-        Raises the error if it is about the request: CancelledReservation, RateLimited.
+        may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Nothing is chosen
+        without Redis. Whoever compares the answers tells by ``keep`` which decision stands.
         """
-        pool = job.pool
-        if isinstance(error, NoWorker):  # Redis may have come back empty
-            attempt.not_booked()
-            return "no_worker"
-        if isinstance(error, CancelledReservation):  # only under a gateway's key: Redis is well, and books nothing
-            attempt.not_booked()
-            raise error
+        pool, booking.answer, booking.error = booking.pool, None, None
+        if booking.keeps_place and not pool.degraded.asks_redis:
+            booking.answer = STILL_QUEUED
+            return
+        question, explain = self._question(job, booking, may_wait=may_wait, displaces=displaces)
+        try:
+            booking.answer = await pool.fleet.decide_in_turn(question, tell=explain)
+        except WarmfleetError as error:
+            if self._goes_on_waiting(job, booking, error):
+                booking.answer = STILL_QUEUED
+            else:
+                booking.error = error
+        else:
+            self._answered(job, booking, booking.answer)
+        finally:
+            self._of_model(pool.tag).seconds.observe(time.perf_counter() - booking.asked_at)
+
+    def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
+        """The question under the policy and the TTFT objective in force, and whether the answer is to explain itself.
+
+        From now on the booking is in doubt.
+        """
+        pool, prompt, call = booking.pool, booking.prompt, job.call
+        exclude = booking.excluded()
+        booking.asks()
+        pool.idle.wake()
+        question = booking.question = Question(
+            booking.reservation,
+            prompt.chains,
+            prompt.prompt_tokens,
+            prompt.decode_tokens,
+            pool.policy.name,
+            exclude,
+            0,
+            call.hints.prefix_tokens,
+            pool.policy.order(pool.view, job.request, call.hints.session),
+            pool.ttft.in_force_s,
+            job.limits,
+            call.flow,
+            job.priority,
+            round(1_000 * (booking.asked_at - call.received_at)),
+            booking.never,
+            may_wait,
+            displaces,
+        )
+        if job.logged:
+            booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)
+        explain, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
+        return question, explain
+
+    def _answered(self, job: Job, booking: Booking, answer: Decision | Queued) -> None:
+        """Redis has answered."""
+        booking.pool.degraded.succeeded()
+        if isinstance(answer, Queued):
+            booking.queued(answer)
+            return
+        booking.booked(answer)
+        if answer.seen is not None:
+            self._explain(job, booking, answer)
+
+    def _explain(self, job: Job, booking: Booking, decision: Decision) -> None:
+        """Give the booking its line of the decision log if it belongs to the sample, and the explanation if wanted."""
+        pool, question = booking.pool, booking.question
+        if booking.rings is not None:
+            booking.log_line = record(pool.tag, question, pool.fleet.weights, decision, booking.rings)
+        if job.call.hints.explain:
+            booking.explanation = explanation(question, pool.fleet.weights, decision)
+
+    def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
+        """Note what an error leaves of the booking. True if the request goes on waiting, as Redis is silent for a
+        moment only.
+        """
+        pool = booking.pool
+        if isinstance(error, NoWorker | CancelledReservation):
+            booking.not_booked()
+            return False
         if isinstance(error, RateLimited):
             pool.degraded.succeeded()
-            attempt.limited()
-            if job.call.limits is not None:
-                self._metrics.client_limits.labels(job.call.limits.name, error.type).inc()
-            raise error
+            booking.limited()
+            if job.limits is not None:
+                self._metrics.client_limits.labels(job.limits.name, error.type).inc()
+            return False
         # Redis is away or slow, or a script refuses: no reason to fail a request.
         pool.degraded.failed(f"{error.code}: {error}")
-        away = isinstance(error, FleetUnavailable)
-        if attempt.waits and away and not pool.degraded.silent:
-            return ""
-        attempt.unanswered()
-        return "away" if away else error.code
+        if booking.waits and isinstance(error, FleetUnavailable) and not pool.degraded.silent:
+            return True
+        booking.unanswered()
+        return False
 
-    def keep(self, job: Job, attempt: Attempt, decision: Decision, policy: str) -> None:
+    def keep(self, job: Job, attempt: Attempt, decision: Decision) -> None:
         """Count a decision of Redis that stands, and keep it for people who look."""
-        pool, call, prompt = job.pool, job.call, job.prompt
-        counted = self._of_model(pool.tag)
-        if attempt.record is not None:
-            self._log.note(attempt.record)
-        self.noted(attempt, decision, policy)
-        counted.prompt_tokens.inc(decision.prompt_tokens)
-        counted.matched_tokens.inc(decision.matched_tokens)
+        booking, call = attempt.chosen, job.call
+        pool, prompt, policy = booking.pool, booking.prompt, booking.question.policy
+        if booking.log_line is not None:
+            self._log.note(booking.log_line)
+        attempt.record.decided(decision, policy, booking.asked_at, pool.view.token_s_of(decision.worker_id))
+        of_model = self._of_model(pool.tag)
+        of_model.prompt_tokens.inc(decision.prompt_tokens)
+        of_model.matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()
-        pool.recent.note(call.request_id, call.path.name, prompt.kind, policy, decision)
+        pool.recent.note(call.record.request_id, call.path.name, prompt.kind, policy, decision)
         if len(prompt.prompts) == 1:
             pool.uses.note(prompt.prompts[0], prompt.identity_key)
 
-    @staticmethod
-    def noted(attempt: Attempt, decision: Decision, policy: str, fallback: str = "") -> None:
-        """Note in the record of the attempt, where it has one, which worker was chosen."""
-        if attempt.noted is not None:
-            token_s = attempt.pool.view.token_s_of(decision.worker_id)
-            attempt.noted.decided(decision, policy, attempt.asked_at, token_s, fallback)
+    async def without_redis(self, job: Job, attempt: Attempt, booking: Booking, reason: str) -> Decision:
+        """Choose among the workers of the pool's last reading; the booking is the chosen one then.
 
-    def _explain(
-        self,
-        job: Job,
-        attempt: Attempt,
-        question: Question,
-        decision: Decision,
-        rings: Mapping[str, tuple[str, ...]] | None,
-    ) -> None:
-        """Give the attempt the record of a decision that belongs to the sample, and the explanation if it is wanted."""
-        pool = job.pool
-        if rings is not None:
-            attempt.record = record(pool.tag, question, pool.fleet.weights, decision, rings)
-        if job.call.hints.explain:
-            attempt.explanation = explanation(question, pool.fleet.weights, decision)
-
-    async def without_redis(self, job: Job, attempt: Attempt, reason: str) -> Decision:
-        """Choose among the workers of the last reading. reason: for the metrics, why Redis did not choose.
-
-        Raises NoWorker, and FleetUnavailable if the fleet was never read.
+        reason: for the metrics, why Redis did not choose. Raises NoWorker, and FleetUnavailable if the fleet was never
+        read.
         """
-        pool, exclude = job.pool, attempt.excluded()
-        key = job.prompt.beginning or attempt.reservation.encode()
-        if reason == "no_worker":
+        pool, call, exclude = booking.pool, job.call, booking.excluded()
+        key = booking.prompt.beginning or booking.reservation.encode()
+        if reason == NO_WORKER:
             await pool.last_known.look()  # the operator may have drained the last worker since the last reading
         worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
-        if worker is None and reason != "no_worker" and not attempt.avoided:
+        if worker is None and reason != NO_WORKER and not booking.avoided:
             await pool.last_known.look()  # a worker may have joined since the last reading, while decisions were slow
             worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            told = nobody(job.homes or (pool,), pool.name, tells_names=job.call.models is None)
-            raise NoWorker(told)
+            raise NoWorker(nobody(job.pools, pool.name, tells_names=call.models is None))
         self._metrics.fallback.labels(reason, pool.tag).inc()
-        if job.call.limits is not None and not job.homes:
-            self._metrics.client_limits.labels(job.call.limits.name, "unchecked").inc()
-        decision = unbooked(attempt.reservation, worker, job.prompt.prompt_tokens)
-        attempt.chose_without_redis(decision)
-        self.noted(attempt, decision, "", reason)
-        pool.recent.note(job.call.request_id, job.call.path.name, job.prompt.kind, "", decision, reason)
+        if job.limits is not None:
+            self._metrics.client_limits.labels(job.limits.name, "unchecked").inc()
+        decision = unbooked(booking.reservation, worker, booking.prompt.prompt_tokens)
+        booking.chose_without_redis(decision)
+        attempt.choose(booking)
+        attempt.record.decided(decision, "", booking.asked_at, pool.view.token_s_of(worker.worker_id), reason)
+        pool.recent.note(call.record.request_id, call.path.name, booking.prompt.kind, "", decision, reason)
         return decision
 
 
-def _question(job: Job, attempt: Attempt, exclude: tuple[str, ...], *, may_wait: bool, displaces: bool) -> Question:
-    """The question under the policy and the TTFT objective in force."""
-    pool, call, prompt = job.pool, job.call, job.prompt
-    return Question(
-        attempt.reservation,
-        prompt.chains,
-        prompt.prompt_tokens,
-        prompt.decode_tokens,
-        pool.policy.name,
-        exclude,
-        0,
-        call.hints.prefix_tokens,
-        pool.policy.order(pool.view, job.request, call.hints.session),
-        pool.ttft.in_force_s,
-        None if job.homes else call.limits,  # of several pools one counts: routing/client_limits
-        call.flow,
-        job.priority,
-        round(1_000 * (attempt.asked_at - call.received_at)),
-        attempt.never,
-        may_wait,
-        displaces,
-    )
+def reason_of(error: WarmfleetError) -> str:
+    """Why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
+    if isinstance(error, NoWorker):
+        return NO_WORKER
+    return "away" if isinstance(error, FleetUnavailable) else error.code
 
 
 def nobody(pools: Iterable[Pool], model: str, *, tells_names: bool = True) -> str:

@@ -22,17 +22,17 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
     The explanation is added in either case if the client asked for one.
     """
     headers = [(b"x-request-id", request_id.encode())]
-    if attempt.explanation:
-        headers.append((b"x-warmfleet-explain", attempt.explanation))
+    if attempt.chosen.explanation:
+        headers.append((b"x-warmfleet-explain", attempt.chosen.explanation))
     if which != "request_id":
         headers += (
             (b"x-warmfleet-worker", decision.worker_id.encode()),
             (b"x-warmfleet-matched-tokens", b"%d" % decision.matched_tokens),
             (b"x-warmfleet-prompt-tokens", b"%d" % decision.prompt_tokens),
-            (b"x-warmfleet-reservation", attempt.reservation_word.encode()),
+            (b"x-warmfleet-reservation", attempt.chosen.reservation_word.encode()),
         )
-        if attempt.several:
-            headers.append((b"x-warmfleet-pool", attempt.pool.tag.encode()))
+        if attempt.record.pool:
+            headers.append((b"x-warmfleet-pool", attempt.record.pool.encode()))
     return headers
 
 

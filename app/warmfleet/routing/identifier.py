@@ -6,7 +6,7 @@ import logging
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from warmfleet.pools.identified_prompt import identify_ids
+from warmfleet.pools.identified_prompt import identify_here, identify_ids
 
 if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
@@ -44,7 +44,7 @@ class Identifier:
 
         body and headers: the request as an engine gets it when it is asked for the token ids.
         """
-        prompt = await pool.identify(request)
+        prompt = await identify_here(request, pool)
         if prompt.reason in ENGINE_CAN_TELL:
             prompt = await self._from_elsewhere(pool, request, prompt, body, headers)
         self._count(pool, prompt)
@@ -64,9 +64,9 @@ class Identifier:
         self._kinds(prompt.kind, pool.tag).inc()
         if prompt.prompts:
             known, new = self._tokens(pool.tag)
-            for one in prompt.prompts:
-                known.inc(one.known_tokens)
-                new.inc(one.tokens - one.known_tokens)
+            for each in prompt.prompts:
+                known.inc(each.known_tokens)
+                new.inc(each.tokens - each.known_tokens)
         if prompt.kind == "load":
             self._metrics.load_only.labels(prompt.reason, pool.tag).inc()
             if (pool.tag, prompt.reason) not in self._logged:

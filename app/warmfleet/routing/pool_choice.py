@@ -1,13 +1,21 @@
-"""Chooses the pool of a job whose model has several of them.
+"""Chooses the pool of a job, and in it the worker.
 
-The two home pools of the prompt are asked at once. Each decides exactly, among its own workers, and books; the cheaper
-booking stands, the other one is cancelled before the request is sent. Pools that are away or without a worker are
-passed over; if both home pools are full, one more pool is asked. A worker is chosen without Redis if no pool can be
-asked, or if all that can be are full: the workers of a pool that is away may have nothing to do meanwhile. A request
-takes the place of another in a full queue only if all pools that were asked are full.
+A model's only pool is asked. Of several pools the two home pools of the prompt are asked at once. Each decides exactly,
+among its own workers, and books; the cheaper booking stands, the other one is cancelled before the request is sent.
+Pools that are away or without a worker are passed over; if both home pools are full, one more pool is asked. A worker
+is chosen without Redis if no pool can be asked, or if all that can be are full: the workers of a pool that is away may
+have nothing to do meanwhile. A request takes the place of another in a full queue only if all pools that were asked are
+full.
 
-A pool may let the request wait for the worker that holds its beginning: what counts is the price of each answer, the
-wait included (``routing/pool_prices``). While it waits, its other home pool is asked again now and then.
+The price of a request in each pool that has answered is in seconds. While no pool lets the request wait, it is the
+predicted time to first token. Inside a pool decide charges a session that moves for what it leaves behind (the price
+``stay``). Between pools nobody sees both sides but the router, so it charges here.
+
+If a pool lets the request wait for the worker that holds its beginning, the price is what is to compute, how long its
+engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its engines are
+(lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for that: it
+waits because that worker is cheaper, busy as it is, than the free ones are. While it waits, its other home pool is
+asked again now and then.
 """
 
 from __future__ import annotations
@@ -15,24 +23,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import Decision, Queued
 from warmfleet.pools.identified_prompt import same_in
 from warmfleet.pools.late_pools import LatePool, late
-from warmfleet.routing.attempt import AttemptState
+from warmfleet.routing.booking import BookingState
+from warmfleet.routing.decider import NO_WORKER
 from warmfleet.routing.explain_header import with_pools
-from warmfleet.routing.pool_prices import HOMES, Offer, best, turn_s
-from warmfleet.routing.token_handoff import offer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
-    from warmfleet.routing.admission_queue import AdmissionQueue
     from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.booking import Booking
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_limits import Counted, Counting
     from warmfleet.routing.decider import Decider
@@ -40,149 +48,137 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.pool_choice")
 
+HOMES = 2  # pools that are asked at once
 MOST_ASKED = 3  # pools that may be full before the request is refused
 LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
 ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
+TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
+WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/decide/wait_turn.lua
+
+
+class Offer(NamedTuple):
+    """A pool's answer. cost_s: of its best worker, with the wait for it; None if the request would wait for its turn.
+
+    turn_s: price of the worker that it gets or waits for, see ``turn_s``. matched_tokens: that this worker holds.
+    token_s: seconds of prefill of one token there.
+    """
+
+    cost_s: float | None
+    turn_s: float
+    matched_tokens: int
+    token_s: float
+
+
+def turn_s(wait_s: float, compute_s: float) -> float:
+    """The price of a turn. wait_s: until the worker begins. compute_s: that it needs."""
+    return WAIT_PRICE * wait_s + compute_s
+
+
+def prices(offers: Sequence[Offer], stay: float) -> list[float]:
+    """The price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
+    most = max(offer.matched_tokens for offer in offers)
+    found: list[float] = []
+    for offer in offers:
+        if offer.cost_s is None:
+            return [each.turn_s for each in offers]
+        found.append(offer.cost_s + (stay - 1) * (most - offer.matched_tokens) * offer.token_s)
+    return found
+
+
+def best(offers: Sequence[Offer], stay: float) -> int:
+    """The number of the cheapest; of those that cost the same one that holds more of the prompt, then one with room."""
+    priced = prices(offers, stay)
+    lowest = min(priced)
+    tied = [number for number, price in enumerate(priced) if price <= lowest + TIE_S]
+    return max(tied, key=lambda number: (offers[number].matched_tokens, offers[number].cost_s is not None))
 
 
 class PoolChoice:
-    """Admits the jobs of one replica to a worker of whichever pool is best."""
+    """Chooses the pools and workers of one replica's jobs."""
 
-    def __init__(
-        self, queue: AdmissionQueue, decider: Decider, identifier: Identifier, counting: Counting, metrics: Metrics
-    ) -> None:
-        self._queue = queue
+    def __init__(self, decider: Decider, identifier: Identifier, counting: Counting, metrics: Metrics) -> None:
         self.decider = decider
         self.identifier = identifier
         self.counting = counting
         self.passed_over = cache(metrics.passed_over.labels)
 
-    async def admit(self, job: Job, attempt: Attempt) -> tuple[Job, Decision]:
-        """As ``AdmissionQueue.admit``; the job is then that of the chosen pool, and so is the attempt."""
-        if not job.homes:
-            return job, await self._queue.admit(job, attempt, self.decider.decide)
-        choosing = _Choosing(self, job)
-        decision = await self._queue.admit(job, attempt, choosing.decide)
-        if attempt.noted is not None:
-            attempt.noted.pool = attempt.pool.tag
-        return choosing.job, decision
+    def choose(
+        self, job: Job, attempt: Attempt, *, may_wait: bool, must: bool = True
+    ) -> Coroutine[Any, Any, Decision | Queued]:
+        """A worker of the best pool, or a place in its line; ``attempt.chosen`` tells the pool then.
 
-    async def decide(self, job: Job, attempt: Attempt) -> tuple[Job, Decision | Queued]:
-        """As ``admit``, for a job that does not wait. Raises what ``Decider.decide`` raises."""
-        if not job.homes:
-            return job, await self.decider.decide(job, attempt, may_wait=False)
-        choosing = _Choosing(self, job, must=False)
-        answer = await choosing.decide(job, attempt, may_wait=False)
-        if attempt.noted is not None:
-            attempt.noted.pool = attempt.pool.tag
-        return choosing.job, answer
+        may_wait: see ``Decider.decide``, which tells what is raised. must: the request fails unless it gets a worker.
+        """
+        if not job.several:
+            return self.decider.decide(job, attempt, may_wait=may_wait)
+        if attempt.comparison is None:
+            attempt.comparison = _Comparison(self, job, attempt, must=must)
+        return attempt.comparison.choose(may_wait=may_wait)
 
 
-class _Asked:
-    """A pool that is asked, and its answer. ``error``: why it gave no answer, None while it has not failed."""
+class _Comparison:
+    """The choice of a pool for one attempt, as long as it may wait."""
 
-    __slots__ = ("answer", "attempt", "error", "job")
-
-    def __init__(self, job: Job, attempt: Attempt) -> None:
-        self.job = job
-        self.attempt = attempt
-        self.answer: Decision | Queued | None = None
-        self.error: WarmfleetError | None = None
-
-    async def ask(self, decider: Decider, *, may_wait: bool, displaces: bool = False) -> None:
-        self.answer = None
-        try:
-            self.answer = await decider.decide(
-                self.job, self.attempt, may_wait=may_wait, displaces=displaces, alone=False
-            )
-        except WarmfleetError as error:
-            self.error = error
-
-    @property
-    def line(self) -> Queued | None:
-        """The line in which the request has a ticket."""
-        return self.answer if isinstance(self.answer, Queued) and self.answer.outcome == "queued" else None
-
-    @property
-    def offer(self) -> Offer | None:
-        """What it costs here; None if the request got neither a worker nor a ticket."""
-        answer, view = self.answer, self.job.pool.view
-        if isinstance(answer, Decision):
-            token_s = view.token_s_of(answer.worker_id)
-            turn = turn_s(token_s * answer.wait_tokens, token_s * answer.prefill_tokens)
-            return Offer(answer.cost_s, turn, answer.matched_tokens, view.token_s)
-        line = self.line
-        return None if line is None else Offer(None, line.turn_s, line.matched_tokens, view.token_s)
-
-
-class _Choosing:
-    """The choice of a pool for one attempt. ``job``: in the pool that was chosen last."""
-
-    def __init__(self, choice: PoolChoice, job: Job, *, must: bool = True) -> None:
-        """must: the request fails unless it gets a worker."""
-        self.job = self._first = job
+    def __init__(self, choice: PoolChoice, job: Job, attempt: Attempt, *, must: bool) -> None:
         self._choice = choice
+        self._job = job
+        self._attempt = attempt
         self._must = must
         #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
-        self._jobs = {job.pool: job}  # as the workers of each pool that was asked have the job
+        self._prompts = {job.pool: job.prompt}  # as the workers of each pool that was asked have it
         self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
 
-    async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:  # noqa: ARG002
-        """A worker of the best pool, or a place in its line. Raises as ``Decider.decide``.
-
-        job: as it was before a pool was chosen.
-        """
-        attempt.several = True
-        if attempt.state is not AttemptState.NEW:
-            answer = await self._in_line(attempt, may_wait=may_wait)
+    async def choose(self, *, may_wait: bool) -> Decision | Queued:
+        """See ``PoolChoice.choose``."""
+        if self._attempt.chosen.state is not BookingState.NEW:
+            answer = await self._in_line(may_wait=may_wait)
             if answer is not None:
                 return answer
-        counted = await self._counted(attempt)
-        asked: list[_Asked] = []
+        counted = await self._counted()
+        asked: list[Booking] = []
         left = self._candidates()
         while left:
             count = 1 if asked else at_once(left)
-            asked += await self._ask(attempt, left[:count], may_wait=may_wait)
+            asked += await self._ask(left[:count], may_wait=may_wait)
             if counted is not None:
                 await counted.check()
             left = left[count:]
             _raise_refusal(asked)
-            offers = [(one, offer) for one in asked if (offer := one.offer) is not None]
-            if offers:
-                chosen = _best(offers, self.job.pool.fleet.weights.stay)
-                line = chosen.line
-                idle = None if line is None else await self._worker_of_pool_away(attempt, chosen.job.pool, line)
-                return idle or self._take(attempt, chosen, asked)
-            if sum(one.answer is not None for one in asked) >= MOST_ASKED:
+            cheapest = self._cheapest(asked)
+            if cheapest is not None:
+                line = _line(cheapest)
+                idle = None if line is None else await self._worker_of_pool_away(cheapest.pool, line)
+                return idle or self._take(cheapest, asked)
+            if sum(booking.answer is not None for booking in asked) >= MOST_ASKED:
                 break
-        if any(isinstance(one.answer, Queued) for one in asked):
-            return await self._all_full(attempt, asked, may_wait=may_wait)
-        return await self._without_redis(attempt, asked)
+        if any(isinstance(booking.answer, Queued) for booking in asked):
+            return await self._all_full(asked, may_wait=may_wait)
+        return await self._without_redis(asked)
 
-    async def _all_full(self, attempt: Attempt, asked: Sequence[_Asked], *, may_wait: bool) -> Decision | Queued:
+    async def _all_full(self, asked: Sequence[Booking], *, may_wait: bool) -> Decision | Queued:
         """A worker of a pool that is away, or a place that another request leaves to this one, or else a refusal.
 
         Only now may the request displace another: before, a pool may have had a worker or a place for it.
         """
-        full = [(one, one.answer) for one in asked if isinstance(one.answer, Queued)]
-        idle = await self._worker_of_pool_away(attempt, full[0][0].job.pool, None)
+        full = [(booking, booking.answer) for booking in asked if isinstance(booking.answer, Queued)]
+        refusing, refusal = full[0]
+        idle = await self._worker_of_pool_away(refusing.pool, None)
         if idle is not None:
             return idle
-        for one, _ in full if may_wait else ():
-            await one.ask(self._choice.decider, may_wait=True, displaces=True)
-            self._pass_over_failed([one])
-            _raise_refusal([one])
-            if one.offer is not None:
-                return self._take(attempt, one, asked)
-        refusing, refusal = full[0]
-        attempt.take_over(refusing.attempt)  # so the log and the metrics name the pool that refuses the request
+        for booking, _ in full if may_wait else ():
+            await self._choice.decider.ask(self._job, booking, may_wait=True, displaces=True)
+            self._pass_over_failed([booking])
+            _raise_refusal([booking])
+            if _offer(booking) is not None:
+                return self._take(booking, asked)
+        self._attempt.choose(refusing)  # so the log and the metrics name the pool that refuses the request
         return refusal
 
-    async def _counted(self, attempt: Attempt) -> Counted | None:
+    async def _counted(self) -> Counted | None:
         """Have the request counted for its client; None if that has no limits."""
-        job = self._first
+        job, attempt = self._job, self._attempt
         if job.call.limits is not None and attempt.counted is None:
             begun = self._choice.counting.begin(
                 job.pool.name, attempt.reservation, job.call.limits, job.prompt.prompt_tokens
@@ -192,40 +188,41 @@ class _Choosing:
                 await begun.check_first()
         return attempt.counted
 
-    async def _in_line(self, attempt: Attempt, *, may_wait: bool) -> Decision | Queued | None:
+    async def _in_line(self, *, may_wait: bool) -> Decision | Queued | None:
         """Ask again in the pool where the attempt has a ticket.
 
         None if its pool is away, or has no place left: the ticket was displaced, or expired and found the queue full.
         Then the request is decided as if it came now.
         """
-        own = _Asked(self.job, attempt)
-        if attempt.pool.degraded.asks_redis or attempt.keeps_place:
-            await own.ask(self._choice.decider, may_wait=may_wait)
+        own = self._attempt.chosen
+        own.answer = own.error = None
+        if own.pool.degraded.asks_redis or own.keeps_place:
+            await self._choice.decider.ask(self._job, own, may_wait=may_wait)
         if isinstance(own.answer, Decision):
-            return self._stands(attempt, own.answer)
-        if own.line is None:
+            return self._stands(own.answer)
+        line = _line(own)
+        if line is None:
             _raise_refusal([own])
             if own.answer is None:
-                self._pass_over(attempt.pool, own.error)
-            attempt.withdraw()
+                self._pass_over(own.pool, own.error)
             return None
-        others = [pool for pool in self._candidates()[:HOMES] if pool is not attempt.pool and not pool.draining]
-        for other in await self._ask(attempt, others[:1], may_wait=False):
-            offers = [(one, offer) for one in (own, other) if (offer := one.offer) is not None]
-            if _best(offers, attempt.pool.fleet.weights.stay) is other:
-                return self._take(attempt, other, (own, other))
-        attempt.withdraw_others()
-        return await self._worker_of_pool_away(attempt, attempt.pool, own.line) or own.line
+        others = [pool for pool in self._candidates()[:HOMES] if pool is not own.pool and not pool.draining]
+        asked = [own, *await self._ask(others[:1], may_wait=False)]
+        cheapest = self._cheapest(asked)
+        if cheapest is not None and cheapest is not own:
+            return self._take(cheapest, asked)
+        self._attempt.choose(own)
+        return await self._worker_of_pool_away(own.pool, line) or line
 
     def _candidates(self) -> list[Pool]:
         """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
-        reachable = [pool for pool in self._first.homes if pool.tag not in self._failed]
+        reachable = [pool for pool in self._job.pools if pool.tag not in self._failed]
         reachable = [pool for pool in reachable if pool.degraded.asks_redis or self._note(pool, "away")]
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
 
     def _note(self, pool: Pool, reason: str) -> bool:
         """Count once that a home pool is passed over by this request; returns False."""
-        if pool in self._first.homes[:HOMES] and pool.tag not in self._counted_over:
+        if pool in self._job.pools[:HOMES] and pool.tag not in self._counted_over:
             self._counted_over.add(pool.tag)
             self._choice.passed_over(reason, pool.tag).inc()
             level = logging.INFO if reason == "empty" else logging.WARNING  # of an empty pool the readings tell
@@ -234,132 +231,126 @@ class _Choosing:
 
     def _pass_over(self, pool: Pool, error: WarmfleetError | None) -> None:
         """Ask this pool no more for this attempt. error: why; None: it is known to be away."""
-        reason = "no_worker" if isinstance(error, NoWorker) else "late" if isinstance(error, LatePool) else "away"
+        reason = NO_WORKER if isinstance(error, NoWorker) else "late" if isinstance(error, LatePool) else "away"
         self._failed[pool.tag] = reason
         self._note(pool, reason)
 
-    async def _ask(self, attempt: Attempt, pools: Sequence[Pool], *, may_wait: bool) -> list[_Asked]:
+    async def _ask(self, pools: Sequence[Pool], *, may_wait: bool) -> list[Booking]:
         """Ask these pools at once. In a full queue the request takes nobody's place: others may have room for it."""
-        asked = []
-        for pool in pools:
-            job = await self._at(pool)
-            asked.append(_Asked(job, attempt.beside(pool, job.prompt.unable_workers)))
+        asked = [self._attempt.book(pool, await self._prompt_in(pool)) for pool in pools]
         if len(asked) == 1:
-            await asked[0].ask(self._choice.decider, may_wait=may_wait)
+            await self._choice.decider.ask(self._job, asked[0], may_wait=may_wait)
         elif asked:
             await self._at_once(asked, may_wait=may_wait)
         self._pass_over_failed(asked)
         return asked
 
-    def _pass_over_failed(self, asked: Sequence[_Asked]) -> None:
-        for one in asked:
-            if one.error is not None and not isinstance(one.error, CancelledReservation):
-                self._pass_over(one.job.pool, one.error)
+    def _pass_over_failed(self, asked: Sequence[Booking]) -> None:
+        for booking in asked:
+            if booking.error is not None and not isinstance(booking.error, CancelledReservation):
+                self._pass_over(booking.pool, booking.error)
 
-    async def _at_once(self, asked: Sequence[_Asked], *, may_wait: bool) -> None:
+    async def _at_once(self, asked: Sequence[Booking], *, may_wait: bool) -> None:
         """Ask them together. Once one has answered, the others may be late."""
-        tasks = {asyncio.create_task(one.ask(self._choice.decider, may_wait=may_wait)): one for one in asked}
+        ask = self._choice.decider.ask
+        tasks = {asyncio.create_task(ask(self._job, booking, may_wait=may_wait)): booking for booking in asked}
         waiting = set(tasks)
         try:
-            while waiting and all(one.answer is None for one in asked):
+            while waiting and all(booking.answer is None for booking in asked):
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             waiting = await late(waiting)
         finally:
             for task in waiting:
                 task.cancel()
-        for task, one in tasks.items():
+        for task, booking in tasks.items():
             if task in waiting:
-                one.error = LatePool()
-                one.job.pool.degraded.failed(str(one.error))
+                booking.error = LatePool()
+                booking.pool.degraded.failed(str(booking.error))
             else:
                 task.result()  # raises a bug of ours
 
-    async def _at(self, pool: Pool) -> Job:
-        """The job as the workers of this pool have it. It is identified once, however long it waits."""
-        known, first = self._jobs.get(pool), self._first
-        if known is not None:
-            return known
-        prompt = same_in(first.prompt, first.request, first.pool.view, pool.view)
-        if prompt is not None:
-            job = first._replace(pool=pool, prompt=prompt)
-        else:
-            identify = self._choice.identifier.identify
-            prompt = await identify(pool, first.request, first.body, first.call.headers)
-            job = first._replace(pool=pool, prompt=prompt, offer=offer(first.request, prompt))
-        self._jobs[pool] = job
-        return job
+    async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
+        """The prompt as the workers of this pool have it. It is identified once, however long it waits."""
+        prompt, job = self._prompts.get(pool), self._job
+        if prompt is None:
+            prompt = same_in(job.prompt, job.request, job.pool.view, pool.view)
+        if prompt is None:
+            prompt = await self._choice.identifier.identify(pool, job.request, job.body, job.call.headers)
+        self._prompts[pool] = prompt
+        return prompt
 
-    def _take(self, attempt: Attempt, best: _Asked, asked: Sequence[_Asked]) -> Decision | Queued:
+    def _cheapest(self, asked: Sequence[Booking]) -> Booking | None:
+        """The best offer, but a reservation that was decided before stays where it is; None if there is no offer."""
+        offers = {booking: offer for booking in asked if (offer := _offer(booking)) is not None}
+        for booking in offers:
+            if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":
+                return booking
+        stay = self._attempt.chosen.pool.fleet.weights.stay
+        return [*offers][best([*offers.values()], stay)] if offers else None
+
+    def _take(self, cheapest: Booking, asked: Sequence[Booking]) -> Decision | Queued:
         """Let the best answer stand, and cancel what the other pools booked."""
-        attempt.take_over(best.attempt)
-        self.job = best.job
-        if attempt.explanation:
-            attempt.explanation = with_pools(attempt.explanation, attempt.pool.tag, map(_told, asked))
-        if isinstance(best.answer, Decision):
-            return self._stands(attempt, best.answer)
-        ticket = cast("Queued", best.answer)
-        if attempt.noted is not None:
-            attempt.noted.queued(ticket.waiting, ticket.work_s)
-        return ticket
+        self._attempt.choose(cheapest)
+        if cheapest.explanation:
+            cheapest.explanation = with_pools(cheapest.explanation, cheapest.pool.tag, map(_in_words, asked))
+        if isinstance(cheapest.answer, Decision):
+            return self._stands(cheapest.answer)
+        line = cast("Queued", cheapest.answer)
+        self._attempt.record.queued(line.waiting, line.work_s)
+        return line
 
-    def _stands(self, attempt: Attempt, decision: Decision) -> Decision:
+    def _stands(self, decision: Decision) -> Decision:
+        self._choice.decider.keep(self._job, self._attempt, decision)
+        return self._served(decision)
+
+    def _served(self, decision: Decision) -> Decision:
+        attempt = self._attempt
+        attempt.record.pool = attempt.chosen.pool.tag
         if attempt.counted is not None:
             decision.use = attempt.counted.use
-        self._choice.decider.keep(self.job, attempt, decision, self.job.pool.policy.name)
         return decision
 
-    async def _without_redis(self, attempt: Attempt, asked: Sequence[_Asked]) -> Decision:
+    async def _without_redis(self, asked: Sequence[Booking]) -> Decision:
         """Choose among the workers of the last readings, of the first pool that has any.
 
         Raises NoWorker, and FleetUnavailable if no pool was ever read.
         """
-        avoided = [worker for one in asked for worker in one.attempt.avoided]
-        attempt.withdraw_others()
-        if attempt.counted is not None:
-            await attempt.counted.check()
+        for booking in asked:
+            booking.release("unsent")
+        if self._attempt.counted is not None:
+            await self._attempt.counted.check()
         failure: WarmfleetError | None = None
-        for pool in self._first.homes:
-            answer = await self._known_last(attempt, pool)
+        for pool in self._job.pools:
+            answer = await self._known_last(pool)
             if isinstance(answer, Decision):
                 return answer
-            failure = answer.error if failure is None or isinstance(answer.error, NoWorker) else failure
-            avoided += answer.attempt.avoided
-        attempt.withdraw_others()
-        attempt.avoided = tuple(dict.fromkeys(avoided))
-        raise failure or NoWorker(f"`{self._first.pool.name}` has no pool.")
+            failure = answer if failure is None or isinstance(answer, NoWorker) else failure
+        raise failure or NoWorker(f"`{self._job.pool.name}` has no pool.")
 
-    async def _known_last(self, attempt: Attempt, pool: Pool) -> Decision | _Asked:
+    async def _known_last(self, pool: Pool) -> Decision | WarmfleetError:
         """A worker of the last reading of this pool, else why there is none."""
-        job = await self._at(pool)
-        one = _Asked(job, attempt.beside(pool, job.prompt.unable_workers))
-        reason = self._failed.get(pool.tag, "open")
+        booking, reason = self._attempt.book(pool, await self._prompt_in(pool)), self._failed.get(pool.tag, "open")
         try:
-            decision = await self._choice.decider.without_redis(job, one.attempt, reason)
+            decision = await self._choice.decider.without_redis(self._job, self._attempt, booking, reason)
         except (NoWorker, FleetUnavailable) as error:
-            one.error = error
-            return one
-        attempt.take_over(one.attempt)
-        self.job = job
-        if attempt.counted is not None:
-            decision.use = attempt.counted.use
-        self._choice.decider.noted(attempt, decision, "", reason)
-        return decision
+            return error
+        return self._served(decision)
 
-    async def _worker_of_pool_away(self, attempt: Attempt, busy: Pool, line: Queued | None) -> Decision | None:
+    async def _worker_of_pool_away(self, busy: Pool, line: Queued | None) -> Decision | None:
         """A worker of a pool that is away, for a request that would be refused or wait for long; None if there is none.
 
         busy: a pool that is full. line: where the request would wait, None if it is refused.
         """
-        homes = self._first.homes
+        homes, never = self._job.pools, self._attempt.chosen.never
         pools = homes if line is None else [pool for pool in homes[:HOMES] if not pool.draining]
         for pool in pools:
             has_failed = pool.degraded.failing and self._failed.get(pool.tag) in ("away", "late")
             if not self._must or (pool.degraded.asks_redis and not has_failed):
                 continue
-            if line is not None and line.turn_s < LONG_S + self._first.prompt.prompt_tokens * pool.view.token_s:
+            if line is not None and line.turn_s < LONG_S + self._job.prompt.prompt_tokens * pool.view.token_s:
                 continue
-            if _in_flight(pool, attempt.never) < max(ENOUGH, _in_flight(busy, ())):
-                answer = await self._known_last(attempt, pool)
+            if _in_flight(pool, never) < max(ENOUGH, _in_flight(busy, ())):
+                answer = await self._known_last(pool)
                 if isinstance(answer, Decision):
                     return answer
         return None
@@ -372,34 +363,42 @@ def at_once(pools: Sequence[Pool]) -> int:
 
 def _in_flight(pool: Pool, never: Sequence[str]) -> float:
     """Requests of this replica at each worker that may be chosen, as of the last reading; infinite without one."""
-    workers = [one for one in pool.last_known.workers if one.routable and one.worker_id not in never]
+    workers = [worker for worker in pool.last_known.workers if worker.routable and worker.worker_id not in never]
     return pool.degraded.in_flight.total() / len(workers) if workers else float("inf")
 
 
-def _raise_refusal(asked: Sequence[_Asked]) -> None:
+def _raise_refusal(asked: Sequence[Booking]) -> None:
     """Raise CancelledReservation if a pool did, unless the reservation was decided before in another."""
-    if not any(isinstance(one.answer, Decision) and one.answer.outcome == "known" for one in asked):
-        for one in asked:
-            if isinstance(one.error, CancelledReservation):
-                raise one.error
+    if not any(isinstance(booking.answer, Decision) and booking.answer.outcome == "known" for booking in asked):
+        for booking in asked:
+            if isinstance(booking.error, CancelledReservation):
+                raise booking.error
 
 
-def _best(offers: Sequence[tuple[_Asked, Offer]], stay: float) -> _Asked:
-    """The best offer, but a reservation that was decided before stays where it is."""
-    for one, _ in offers:
-        if isinstance(one.answer, Decision) and one.answer.outcome == "known":
-            return one
-    return offers[best([offer for _, offer in offers], stay)][0]
+def _line(booking: Booking) -> Queued | None:
+    """The line in which the request has a ticket."""
+    return booking.answer if isinstance(booking.answer, Queued) and booking.answer.outcome == "queued" else None
 
 
-def _told(asked: _Asked) -> dict[str, object]:
-    """One pool's answer, for people."""
-    told: dict[str, object] = {"pool": asked.job.pool.tag}
-    answer = asked.answer
+def _offer(booking: Booking) -> Offer | None:
+    """What the request costs there; None if it got neither a worker nor a ticket."""
+    answer, view = booking.answer, booking.pool.view
     if isinstance(answer, Decision):
-        told |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
+        token_s = view.token_s_of(answer.worker_id)
+        turn = turn_s(token_s * answer.wait_tokens, token_s * answer.prefill_tokens)
+        return Offer(answer.cost_s, turn, answer.matched_tokens, view.token_s)
+    line = _line(booking)
+    return None if line is None else Offer(None, line.turn_s, line.matched_tokens, view.token_s)
+
+
+def _in_words(booking: Booking) -> dict[str, object]:
+    """One pool's answer, for people."""
+    words: dict[str, object] = {"pool": booking.pool.tag}
+    answer = booking.answer
+    if isinstance(answer, Decision):
+        words |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
     elif answer is not None:
-        told |= {"answer": answer.outcome, "matched": answer.matched_tokens, "turn": answer.turn_s}
-    elif asked.error is not None:
-        told["answer"] = asked.error.code
-    return told
+        words |= {"answer": answer.outcome, "matched": answer.matched_tokens, "turn": answer.turn_s}
+    elif booking.error is not None:
+        words["answer"] = booking.error.code
+    return words

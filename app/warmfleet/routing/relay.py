@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
@@ -78,7 +79,9 @@ class Relay:
         tried_elsewhere: statuses that count as a failure of the worker. Raises UpstreamGone if the worker failed, and
         UpstreamError if its answer cannot be used. Another worker may be tried unless ``answer.started``.
         """
-        with_ids = self._handoff.body(job.offer, job.request.endpoint, job.body, job.pool.view, decision.worker_id)
+        booking = attempt.chosen
+        view, worker_id = booking.pool.view, decision.worker_id
+        with_ids = self._handoff.body(job.request, booking.prompt, job.body, view, worker_id)
         response = self._start(job, attempt, decision, with_ids or job.body)
         try:
             await _head(response)
@@ -88,7 +91,7 @@ class Relay:
                 response = self._start(job, attempt, decision, job.body)
                 await _head(response)
                 if response.status < 400:
-                    self._handoff.refused(decision.worker_id, refused.status)
+                    self._handoff.refused(worker_id, refused.status)
             if response.status == 500 and engine_death.told_in(await _seen_piece(response)):
                 raise UpstreamGone("The worker says that its engine has died.")
             if response.status in tried_elsewhere:
@@ -96,37 +99,31 @@ class Relay:
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
             ended = await self._relay(job, attempt, decision, response, answer, tried_elsewhere)
             if attempt.tail is not None:
-                attempt.shortfall = self._shortfall(job, decision, attempt.tail)
+                attempt.shortfall = self._shortfall(job, attempt, decision, attempt.tail)
             return ended  # noqa: TRY300  an else would part the steps
         except UpstreamError as error:
-            attempt.failed(error)
+            attempt.record.failed(error)
             raise
         finally:
-            if attempt.noted is not None:
-                attempt.noted.came(response)
+            attempt.record.came(response)
             response.close()  # gives up what has not come: the engine stops its work at once
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
-        call, view = job.call, job.pool.view
+        call, booking, record = job.call, attempt.chosen, attempt.record
+        view, request_id = booking.pool.view, call.id_at_engine(booking.owner)
+        record.sent(request_id, with_ids=body is not job.body)
+        headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), record.headers)
         rank = view.ranks.get(decision.worker_id)
-        request_id = call.id_at_engine(attempt.owner)
-        headers = call.headers + f"X-Request-Id: {request_id}\r\n".encode()
-        if (noted := attempt.noted) is not None:
-            noted.sent_at, noted.engine_request_id = time.perf_counter(), request_id
-            noted.sent_ids = body is not job.body
-            headers += noted.headers
-            if noted.tell is not None:
-                noted.tell_sent(noted.tell)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
-        if self._sends_priority and (number := job.engine_priority(decision)) is not None:
+        if self._sends_priority and (number := job.engine_priority(booking.pool, decision)) is not None:
             headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
         response = self._upstream.start(call.method, decision.url, call.target, body, headers)
-        attempt.sent(decision.worker_id, response, call.received_at)
+        booking.sent(decision.worker_id, response, call.received_at)
         if decision.worker_id in view.unreported and not job.request.stream:
             token_s = view.token_s_of(decision.worker_id) or UNKNOWN_TOKEN_S
-            attempt.prefill_due_in(token_s * (decision.wait_tokens + decision.prefill_tokens))
+            booking.prefill_due_in(token_s * (decision.wait_tokens + decision.prefill_tokens))
         return response
 
     async def _relay(
@@ -151,10 +148,10 @@ class Relay:
         else:
             piece = await _first_piece(response)
             whole = response.at_eof
-        _check(job, decision, response, piece, whole=whole)
+        _check(job, attempt, decision, response, piece, whole=whole)
         self._first_byte(job, attempt, decision, response, piece if whole else None)
         headers = _passed_back(response, whole=whole)
-        headers += answer_headers(job.call.request_id, attempt, decision, self._answer_headers)
+        headers += answer_headers(job.call.record.request_id, attempt, decision, self._answer_headers)
         if job.call.limits is not None:
             headers += job.call.limits.headers(decision.use)
             attempt.output = OutputTokens(piece if whole else b"")
@@ -175,20 +172,20 @@ class Relay:
     ) -> Ended:
         """Pass on an answer from its first ``piece`` as it comes; returns how it ended."""
         errors = ErrorEvents(job.call.path.form) if response.content_type == EVENTS else None
-        followed = None
+        pool, followed = attempt.chosen.pool, None
         if job.continuable is not None and errors is not None and response.status == 200:
-            able = job.pool.view.handoff.get(decision.worker_id)
+            able = pool.view.handoff.get(decision.worker_id)
             followed = job.continuable.follow(client, able.identity_key if able else "")
         watched = _watched(attempt, followed or client)
         try:
             await _stream(response, watched if errors is None else errors.watching(watched), piece)
         except UpstreamError as error:
-            attempt.failed(error)
+            attempt.record.failed(error)
             if not isinstance(error, EngineTimeout):
-                job.pool.outliers.failed(decision)
+                pool.outliers.failed(decision)
             if followed is not None:
                 raise StreamCut(followed, error, decision.worker_id) from error
-            self._metrics.stream_errors.labels(job.pool.tag).inc()
+            self._metrics.stream_errors.labels(pool.tag).inc()
             if errors is None:
                 raise  # closing the connection tells the client that its answer is cut off
             await errors.end(client, error, job.call.record)
@@ -202,9 +199,9 @@ class Relay:
                 followed.close()
         return "finished" if response.status < 400 else "failed"
 
-    def _shortfall(self, job: Job, decision: Decision, tail: AnswerTail) -> Shortfall | None:
+    def _shortfall(self, job: Job, attempt: Attempt, decision: Decision, tail: AnswerTail) -> Shortfall | None:
         """What an approximate worker lacked of the prompt, by its answer; None if it lacked nothing that is known."""
-        held = self._cache_reports.held_blocks(job.pool.view, job.prompt, decision, tail.usage())
+        held = self._cache_reports.held_blocks(attempt.chosen.pool.view, attempt.chosen.prompt, decision, tail.usage())
         return None if held is None else Shortfall(held, time.perf_counter() - job.call.received_at)
 
     async def go_on(self, job: Job, attempt: Attempt, decision: Decision, continued: ContinuedStream) -> Ended:
@@ -215,20 +212,18 @@ class Relay:
             if response.status != 200 or response.content_type != EVENTS:
                 raise UpstreamGone(f"Another worker answered {response.status}.", answered=True)
             piece = await _first_piece(response)
-            if attempt.noted is not None:
-                attempt.noted.first_byte(response.status, time.perf_counter())
-            attempt.prefill_done()
+            attempt.record.first_byte(response.status, time.perf_counter())
+            attempt.chosen.prefill_done()
             if job.call.limits is not None:
                 attempt.output = OutputTokens()
             await _stream(response, _watched(attempt, continued), piece)
         except UpstreamError as error:
-            attempt.failed(error)
+            attempt.record.failed(error)
             if isinstance(error, UpstreamGone) and not error.answered:  # a refusal of what it was sent is not its fault
-                job.pool.outliers.failed(decision)
+                attempt.chosen.pool.outliers.failed(decision)
             raise
         finally:
-            if attempt.noted is not None:
-                attempt.noted.came(response)
+            attempt.record.came(response)
             response.close()
         return "finished"
 
@@ -241,23 +236,23 @@ class Relay:
             attempt.tail = AnswerTail(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
-        pool, now = job.pool, time.perf_counter()
+        booking, now = attempt.chosen, time.perf_counter()
+        pool, prompts = booking.pool, booking.prompt.prompt_count
         waited_s = now - job.call.received_at
-        if attempt.noted is not None:
-            attempt.noted.first_byte(status, now)
+        attempt.record.first_byte(status, now)
         self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
         if streams:  # the first byte of a plain answer comes with its last token
             pool.ttft.observe(waited_s)
-        word = attempt.reservation_word
-        if streams and word == "booked" and job.prompt.prompt_count == 1:
-            took_s = now - attempt.asked_at
+        word = booking.reservation_word
+        if streams and word == "booked" and prompts == 1:
+            took_s = now - booking.asked_at
             pool.lead_time.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
         self._requests(job.call.path.name, status, word, pool.tag).inc()
         if whole is not None:
             return
         # With several prompts in a request, only the engine knows when the prefill of each is done.
-        if job.prompt.prompt_count == 1 or decision.approximate or decision.worker_id in pool.view.unreported:
-            attempt.prefill_done()
+        if prompts == 1 or decision.approximate or decision.worker_id in pool.view.unreported:
+            booking.prefill_done()
 
 
 async def _head(response: EngineResponse) -> None:
@@ -307,23 +302,23 @@ def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, 
     return headers
 
 
-def _check_name(job: Job, worker_id: str, answer: bytes) -> None:
+def _check_name(job: Job, pool: Pool, worker_id: str, answer: bytes) -> None:
     """Raise NameRefused if the worker says that it has no such model, and another worker serves that name.
 
     From then on requests for the name pass this worker over (``Pool.refused``).
     """
-    model, pools = job.request.model, job.homes or (job.pool,)
-    if not model or not any(pool.view.names.others(model, worker_id) for pool in pools):
+    model = job.request.model
+    if not model or not any(other.view.names.others(model, worker_id) for other in job.pools):
         return
     if _names_model(answer, model):
-        raise NameRefused(model, counts=job.pool.refused(worker_id, model))
+        raise NameRefused(model, counts=pool.refused(worker_id, model))
 
 
 def _names_model(answer: bytes, model: str) -> bool:
     """Whether an engine's answer of 404 is about the model, and not about a path or an object."""
     try:
-        told = orjson.loads(answer)
-        error = told.get("error") or told
+        whole = orjson.loads(answer)
+        error = whole.get("error") or whole
         if isinstance(error, str):
             error = {"message": error}
         message, param = str(error.get("message") or error.get("detail")), error.get("param")
@@ -332,14 +327,16 @@ def _names_model(answer: bytes, model: str) -> bool:
     return param == "model" or (model in message and "model" in message.replace(model, "").lower())
 
 
-def _check(job: Job, decision: Decision, response: EngineResponse, piece: bytes, *, whole: bool) -> None:
+def _check(
+    job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, piece: bytes, *, whole: bool
+) -> None:
     """Raise UpstreamGone if an answer shows that another worker should be tried.
 
     That is NameRefused, or the engine is out of order: its answer lacks the object that it must be. piece: its first,
     or all of it if it is ``whole``.
     """
     if response.status == NOT_FOUND:
-        _check_name(job, decision.worker_id, piece)
+        _check_name(job, attempt.chosen.pool, decision.worker_id, piece)
     if response.status != 200 or job.call.path.answer != "object":
         return
     if whole and piece[:1] == b"{" and piece[-1:] == b"}":

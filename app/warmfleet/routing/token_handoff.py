@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
-    from warmfleet.prompt.prefix_trie import Prompt
-    from warmfleet.prompt.request import Endpoint, Request
+    from warmfleet.prompt.request import Request
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
@@ -35,37 +33,6 @@ MAX_VIEW_AGE_S = 5.0  # after an older reading the worker may be another process
 MAX_WORKERS = 4_096
 
 
-@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
-class Offer:
-    """The token ids of one request that a worker may get.
-
-    identity_key: the tokenizer and template that made them. reason: why no ids may be handed off; empty if they may.
-    characters: the length of the prompt if it is a single text, as a completion may have it.
-    """
-
-    prompts: tuple[Prompt, ...] = ()
-    identity_key: str = ""
-    reason: str = ""
-    characters: int = 0
-
-
-NOTHING = Offer(reason="unknown")
-FOR_TEXT = Offer(reason="text")
-OF_IDS = Offer(reason="ids")  # an engine may refuse texts and ids in one request
-
-
-def offer(request: Request, prompt: IdentifiedPrompt) -> Offer:
-    """The token ids of this request, or the reason why no worker may get them."""
-    if request.text_only:
-        return FOR_TEXT
-    given, made = request.prompts, prompt.prompts
-    if given and list in map(type, given):
-        return OF_IDS
-    if not made or not prompt.identity_key or 0 in [one.tokens for one in made]:
-        return NOTHING
-    return Offer(made, prompt.identity_key, "", len(given[0]) if len(given) == 1 else 0)
-
-
 class Handoff:
     """Decides for one replica which requests go out with token ids, and remembers the workers that refused them."""
 
@@ -75,12 +42,15 @@ class Handoff:
         self._requests: dict[str, int] = {}
         self._paused_until: dict[str, float] = {}
 
-    def body(self, given: Offer, endpoint: Endpoint, raw: bytes, view: View, worker_id: str) -> bytes | None:
+    def body(self, request: Request, prompt: IdentifiedPrompt, raw: bytes, view: View, worker_id: str) -> bytes | None:
         """``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
         if not self._enabled:
             return None
-        reason = given.reason or self._against(given, endpoint, view, worker_id)
-        made = None if reason else spliced(endpoint, raw, [one.json() for one in given.prompts], given.characters)
+        reason, made = self._against(request, prompt, view, worker_id), None
+        if not reason:
+            given, ids = request.prompts, [each.json() for each in prompt.prompts]
+            # The length of the prompt if it is a single text, as a completion may have it.
+            made = spliced(request.endpoint, raw, ids, len(given[0]) if len(given) == 1 else 0)
         self._results(reason or ("body" if made is None else "used")).inc()
         return made
 
@@ -93,17 +63,24 @@ class Handoff:
         text = "worker %s answered %d to token ids, but takes the text: no hand-off to it for %d s"
         logger.warning(text, worker_id, status, PAUSE_S)
 
-    def _against(self, given: Offer, endpoint: Endpoint, view: View, worker_id: str) -> str:
+    def _against(self, request: Request, prompt: IdentifiedPrompt, view: View, worker_id: str) -> str:
         """Why this worker gets no ids; empty if it does."""
+        if request.text_only:
+            return "text"
+        if list in map(type, request.prompts):
+            return "ids"  # an engine may refuse texts and ids in one request
+        tokens = [each.tokens for each in prompt.prompts]
+        if not tokens or not prompt.identity_key or 0 in tokens:
+            return "unknown"
         able = view.handoff.get(worker_id)
-        if able is None or able.identity_key != given.identity_key or endpoint not in able.endpoints:
+        if able is None or able.identity_key != prompt.identity_key or request.endpoint not in able.endpoints:
             return "worker"
         now = time.monotonic()
         if now - view.read_at > MAX_VIEW_AGE_S:
             return "stale"
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
-        if max([one.tokens for one in given.prompts]) >= able.limit_tokens:
+        if max(tokens) >= able.limit_tokens:
             return "length"  # too long: the engine's refusal names what it was given, and the client sent text
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()

@@ -110,9 +110,11 @@ class TryRecord:
             held = f"{decision.matched_tokens} of {decision.prompt_tokens} tokens held"
             self.tell(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
 
-    def tell_sent(self, tell: Tell) -> None:
-        """The request was sent to the worker."""
-        tell(f"sent as {self.engine_request_id}" + (", with token ids" if self.sent_ids else ""))
+    def sent(self, engine_request_id: str, *, with_ids: bool) -> None:
+        """The request is sent to the worker. with_ids: with token ids in place of the text."""
+        self.sent_at, self.engine_request_id, self.sent_ids = time.perf_counter(), engine_request_id, with_ids
+        if self.tell is not None:
+            self.tell(f"sent as {engine_request_id}" + (", with token ids" if with_ids else ""))
 
     def first_byte(self, status: int, at: float) -> None:
         """The first byte of the worker's answer came, and will be passed on."""

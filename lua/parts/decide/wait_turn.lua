@@ -20,7 +20,7 @@ than the choice if that has no room), and a function to call when the request is
 makes. The price of the turn is of the worker that the ticket finds (shared/turns): what remains to compute, how long
 that worker is overdue, and half of the wait for it and for this request's share of the work that is served before its
 ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
-(WAIT_PRICE in app/warmfleet/routing/pool_prices.py).
+(WAIT_PRICE in app/warmfleet/routing/pool_choice.py).
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"

@@ -65,7 +65,6 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         for number, one in enumerate(pools, 1):
             one.tag, one.usable, one.draining, one.contacted = f"m#{number}", True, False, False
             one.degraded = SimpleNamespace(asks_redis=True)
-            one.identify = identify
             for name, numbers in states.items():
                 if number in numbers:
                     setattr(one if hasattr(one, name) else one.degraded, name, name == "draining")
@@ -86,14 +85,15 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
             return pools
 
         monkeypatch.setattr(fleet_status, "_explained", explained)
-        model = SimpleNamespace(pools=pools, order_for=order_for)
+        monkeypatch.setattr(fleet_status, "identify_here", identified)
+        model = SimpleNamespace(pools=pools, several=len(pools) > 1, order_for=order_for)
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
         for one in pools:
             one.view, one.name = view, "m"
         inquiry = Inquiry(cast("Any", SimpleNamespace(model="m")), NO_HINTS, b"", 0)
         return await explain(cast("Any", model), pools[0], inquiry)
 
-    async def identify(*_: object, **__: object) -> None:
+    async def identified(*_: object) -> None:
         return None
 
     return asked

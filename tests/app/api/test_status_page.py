@@ -310,7 +310,7 @@ async def test_every_decision_without_redis_has_a_sentence(
         pool = _pool(router)
         for error in (*errors, None):
 
-            async def refuse(_ask: object, _place: object, *, tell: bool, error: WarmfleetError | None = error) -> None:
+            async def refuse(_question: object, *, tell: bool, error: WarmfleetError | None = error) -> None:
                 assert error is not None, f"Redis failed twice, so it is not asked (tell={tell})"
                 raise error
 

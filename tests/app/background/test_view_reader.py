@@ -22,6 +22,7 @@ from warmfleet.fleet.views import BadArtifact
 from warmfleet.metrics import Metrics
 from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.prompt import request as prompt
@@ -46,7 +47,7 @@ def redis_url(valkey_url: str) -> str:
 
 async def identified(replica: SteppedReplica, model: str) -> IdentifiedPrompt:
     body = {"model": model, "prompt": "a prompt that fills several blocks of tokens " * 9}
-    return await replica.pool.identify(prompt.from_dict("completions", body))
+    return await identify_here(prompt.from_dict("completions", body), replica.pool)
 
 
 async def old_dump(keyspace: Keyspace) -> None:

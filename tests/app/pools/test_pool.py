@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import pytest
 
 from warmfleet.errors import ModelNotFound
-from warmfleet.fleet import Decision, Flag, LoadRow, WorkerState, WorkerView
+from warmfleet.fleet import Decision, Flag, LoadRow, Question, WorkerState, WorkerView
 from warmfleet.metrics import Metrics
 from warmfleet.pools import served_models
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.pools.served_names import ServedNames
@@ -25,13 +26,14 @@ from warmfleet.prompt.prefix_trie import Prompt
 from warmfleet.prompt.request import parse
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.tracing.request_record import TryRecord
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.prompt.request import Request
     from warmfleet.routing.attempt import Attempt
-    from warmfleet.routing.call import Call, Job
+    from warmfleet.routing.call import Job
 
 
 def worker(routable: bool) -> WorkerView:
@@ -172,7 +174,7 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
     (only,) = pools().all
     only.show(View((worker(True),), cast("Identity", Broken()), (), text=False, read_at=time.monotonic()))
     request = parse("chat", b'{"messages": [{"role": "user", "content": "four characters a token"}]}')
-    prompt = await only.identify(request)
+    prompt = await identify_here(request, only)
     assert (prompt.kind, prompt.reason, prompt.prompt_tokens, prompt.chains) == ("load", "error", 5, ())
     assert "a prompt is not known" in caplog.text
     assert "secret" not in caplog.text
@@ -191,7 +193,9 @@ async def test_workers_that_cannot_serve_are_those_of_the_newest_reading() -> No
 
     known = cast("Identity", Slow())
     only.show(view_of([serving("a", {"one": "/x"})], known, (), text=False))
-    prompt = await only.identify(parse("chat", b'{"model": "one", "messages": [{"role": "user", "content": "x"}]}'))
+    prompt = await identify_here(
+        parse("chat", b'{"model": "one", "messages": [{"role": "user", "content": "x"}]}'), only
+    )
     assert prompt.unable_workers == ("b",)
 
 
@@ -212,7 +216,7 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
     only.show(View((worker(True),), cast("Identity", known), (), text=True, read_at=time.monotonic()))
     for count, text in (100, "中" * 1_000), (1_000, "中" * 1_000), (5, "x" * 1_000):
         known.ids = list(range(count))
-        prompt = await only.identify(parse("completions", json.dumps({"prompt": text}).encode()))
+        prompt = await identify_here(parse("completions", json.dumps({"prompt": text}).encode()), only)
         (chain,) = prompt.chains
         held = len(chain.hashes) // 8 * chain.block_tokens
         assert held <= max(count, len(chain.hashes) // 8)
@@ -235,13 +239,14 @@ async def test_a_prompt_counts_as_a_use_of_its_prefix_when_it_is_decided_and_not
             return [Prompt((array("I", [1, 2]),), 2, ())]
 
     only.show(View((worker(True),), cast("Identity", Known()), (), read_at=time.monotonic()))
-    prompt = await only.identify(parse("completions", b'{"prompt": "x"}'))
+    prompt = await identify_here(parse("completions", b'{"prompt": "x"}'), only)
     assert noted == []
     metrics = Metrics()
     decider = Decider(DecisionLog("", metrics), metrics)
-    call = cast("Call", SimpleNamespace(request_id="r", path=SimpleNamespace(name="completions")))
-    job = cast("Job", SimpleNamespace(pool=only, call=call, prompt=prompt))
-    attempt = cast("Attempt", SimpleNamespace(record=None, noted=None))
+    call = SimpleNamespace(record=SimpleNamespace(request_id="r"), path=SimpleNamespace(name="completions"))
+    booking = SimpleNamespace(pool=only, prompt=prompt, log_line=None, asked_at=0.0)
+    booking.question = Question("wf-0", (), 2, 3)
+    attempt = cast("Attempt", SimpleNamespace(chosen=booking, record=TryRecord()))
     decision = Decision("wf-0", "booked", "w.0", "w", "http://w", 0, 2, False, False, 0.1, 0, False, 2, 3)
-    decider.keep(job, attempt, decision, "cost")
+    decider.keep(cast("Job", SimpleNamespace(call=call)), attempt, decision)
     assert noted == [prompt.prompts[0]]

@@ -18,12 +18,12 @@ from warmfleet.errors import FleetUnavailable, RateLimited, WarmfleetError
 from warmfleet.fleet import ClientLimits, ClientUse, Fleet, connect
 from warmfleet.pools import late_pools
 from warmfleet.routing import client_limits
-from warmfleet.routing.attempt import AttemptState
-from warmfleet.routing.call import Ending
-from warmfleet.routing.router import Router
+from warmfleet.routing.booking import BookingState
+from warmfleet.routing.gateway import Ending, Gateway
+from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from warmfleet.fleet import Decision
     from warmfleet.fleet.connection.multiplexed import OnAnswer
@@ -69,10 +69,9 @@ async def keys(url: str, model: str) -> dict[str, list[str]]:
 
 async def begin(replica: Fixture, limits: ClientLimits = LIMITS) -> tuple[Attempt, Decision]:
     """An attempt with its decision; nothing is left of it if it is refused."""
-    job = replica.job(limits=limits)
-    attempt = replica.attempts.begin(job, (), avoids_failing=True)
+    job, attempt = replica.attempt(replica.job(limits=limits))
     try:
-        _, decision = await replica.choice.admit(job, attempt)
+        decision = await replica.queue.admit(job, attempt)
     except BaseException:
         attempt.release("failed")
         raise
@@ -215,10 +214,9 @@ async def test_what_waited_in_vain_costs_nothing(replicas: Any) -> None:
     (replica,) = replicas(1)
     for store in replica.stores.values():
         store.words = ["queue"] * 1_000
-    job = replica.job(limits=LIMITS, patience_s=0.05)
-    attempt = replica.attempts.begin(job, (), avoids_failing=True)
+    job, attempt = replica.attempt(replica.job(limits=LIMITS, patience_s=0.05))
     with pytest.raises(WarmfleetError):
-        await replica.choice.admit(job, attempt)
+        await replica.queue.admit(job, attempt)
     attempt.release("failed")
     for store in replica.stores.values():
         store.words = []
@@ -262,7 +260,7 @@ async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
     for store in replica.stores.values():
         monkeypatch.setattr(store, "admit", lambda *given: late.append(given[-1]))
     attempt, decision = await begin(replica)
-    assert (attempt.state, decision.use) == (AttemptState.BOOKED, None)
+    assert (attempt.chosen.state, decision.use) == (BookingState.BOOKED, None)
     assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 1
     while late:
         late.pop()([1, 100], None)
@@ -295,14 +293,13 @@ def loses(replica: Fixture, *, answers: bool = True) -> Pool:
     return pool
 
 
-async def as_many_as_pass(replica: Fixture, homes: tuple[Pool, ...] = ()) -> list[Attempt]:
+async def as_many_as_pass(replica: Fixture, homes: Sequence[Pool] | None = None) -> list[Attempt]:
     """Requests in flight, begun one after another until one is refused; 12 at most."""
     held: list[Attempt] = []
     for _ in range(12):
-        job = replica.job(limits=LIMITS)
-        attempt = replica.attempts.begin(job._replace(homes=homes or job.homes), (), avoids_failing=True)
+        job, attempt = replica.attempt(replica.job(homes, limits=LIMITS))
         try:
-            await replica.choice.admit(job._replace(homes=homes or job.homes), attempt)
+            await replica.queue.admit(job, attempt)
         except RateLimited:
             attempt.release("failed")
             break
@@ -613,15 +610,16 @@ async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
     assert await keys(valkey_url, model) == {}
 
 
-def as_router(replica: Fixture, attempt: Attempt) -> Router:
-    """The parts of a router that its ``settle`` and ``renew`` need, for the reservation of this attempt."""
+def gateway(replica: Fixture, attempt: Attempt) -> Gateway:
+    """The parts of a gateway that its ``settle`` and ``renew`` need, for the reservation of this attempt."""
 
     async def booked(_model: str, _reservation: str) -> tuple[Pool, str]:
-        return attempt.pool, attempt.reservation
+        return attempt.chosen.pool, attempt.reservation
 
-    attempts = SimpleNamespace(gateway_settled=lambda *_: None)
-    made = SimpleNamespace(_booked=booked, counting=replica.counting, _attempts=attempts)
-    return cast("Router", made)
+    made: Any = Gateway(cast("Any", SimpleNamespace(pools=None)), Settings())
+    settlements = SimpleNamespace(gateway_settled=lambda *_: None)
+    made._booked, made._router = booked, SimpleNamespace(counting=replica.counting, settlements=settlements)
+    return cast("Gateway", made)
 
 
 @pytest.mark.parametrize(("outcome", "used"), [("unsent", 0), ("failed", 0), ("cancelled", 100), ("finished", 100)])
@@ -638,12 +636,12 @@ async def test_a_gateways_outcome_costs_the_client_what_it_would_cost_here(
         return SimpleNamespace(worker_id="w", prompt_tokens=100)
 
     async def settle(*_given: object) -> str:
-        replica.stores[attempt.pool.tag].booked.discard(attempt.reservation)
+        replica.stores[attempt.chosen.pool.tag].booked.discard(attempt.reservation)
         return "SAME"
 
-    store: Any = replica.stores[attempt.pool.tag]
+    store: Any = replica.stores[attempt.chosen.pool.tag]
     store.lease, store.settle = lease, settle
-    await Router.settle(as_router(replica, attempt), attempt.pool.tag, name, Ending(outcome))
+    await gateway(replica, attempt).settle(attempt.chosen.pool.tag, name, Ending(outcome))
     await replica.counting.drained()
     after, decision = await begin(replica, slow)
     assert decision.use is not None
@@ -665,12 +663,12 @@ async def test_a_gateways_renewal_that_redis_took_fails_for_no_pool_that_counts(
     async def renew(_renewals: object) -> tuple[int, int, int]:
         return 1, 0, 0
 
-    store: Any = replica.stores[attempt.pool.tag]
+    store: Any = replica.stores[attempt.chosen.pool.tag]
     store.renew = renew
     loses(replica)
     while all_away and replica.counting.pool_of("m", LIMITS.tag) is not None:
         for _ in range(2):
             loses(replica).degraded.failed("away")
-    assert await Router.renew(as_router(replica, attempt), attempt.pool.tag, name) == 30.0
+    assert await gateway(replica, attempt).renew(attempt.chosen.pool.tag, name) == 30.0
     assert len(await keys(valkey_url, model)) == (1 if all_away else 2), f"{before} keeps it until it expires"
     store.booked.discard(attempt.reservation)

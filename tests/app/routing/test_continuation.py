@@ -26,7 +26,7 @@ from warmfleet.engines import followed_stream
 from warmfleet.engines.followed_stream import FollowedStream, KeptIds
 from warmfleet.errors import UpstreamGone
 from warmfleet.pools import outliers
-from warmfleet.routing.recovery import continuation, retry_budget
+from warmfleet.routing.recovery import continuation, retries
 from warmfleet.routing.recovery.continuation import continuable, takes
 from warmfleet_worker.tracker import Tracker
 
@@ -424,7 +424,7 @@ def test_a_worker_with_another_tokenizer_does_not_go_on() -> None:
 
 
 async def test_a_budget_bounds_continuations(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "BUDGET_MOST", 1.0)
+    monkeypatch.setattr(retries, "BUDGET_MOST", 1.0)
     async with pair(valkey_url, model) as (router, plan):
         errors = []
         for _ in range(3):

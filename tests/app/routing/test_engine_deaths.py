@@ -21,7 +21,7 @@ from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.pools import fleet_view as view
 from warmfleet.prompt.request import TOKEN_BYTES
-from warmfleet.routing.recovery.retry_budget import BUDGET_MOST
+from warmfleet.routing.recovery.retries import BUDGET_MOST
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -16,7 +16,7 @@ from tests.support.requests.client_keys import line
 
 from warmfleet.errors import NameRefused, UpstreamGone
 from warmfleet.pools.pool import Pool
-from warmfleet.routing.recovery import hedging, retry_budget
+from warmfleet.routing.recovery import hedging, retries
 from warmfleet.routing.recovery.hedging import Hedging, Race
 
 if TYPE_CHECKING:
@@ -128,9 +128,10 @@ async def test_the_first_worker_may_still_win(valkey_url: str, model: str) -> No
 async def test_nothing_is_left_of_a_second_worker_that_two_pools_name_in_the_turn_of_the_first_byte() -> None:
     """Each pool is asked in a task of its own, which may take a worker until the race is over for it."""
     fixture, answer = Fixture(), cast("Any", None)
-    job, relay = fixture.job(), cast("Any", None)
-    first, second = (fixture.attempts.begin(job, (), avoids_failing=True) for _ in range(2))
-    asks = Hedging(0.1, relay, fixture.attempts, fixture.choice, retry_budget.RetryBudget(), fixture.metrics)
+    relay = cast("Any", None)
+    job, first = fixture.attempt()
+    _, second = fixture.attempt(job)
+    asks = Hedging(0.1, relay, fixture.settlements, fixture.choice, retries.RetryBudget(), fixture.metrics)
     race = Race(job, answer)
 
     async def answers() -> Outcome:
@@ -254,7 +255,7 @@ async def test_what_may_not_be_doubled(
 
 
 async def test_a_budget_bounds_second_askings(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "BUDGET_MOST", 1.0)
+    monkeypatch.setattr(retries, "BUDGET_MOST", 1.0)
     async with pair(valkey_url, model, "waits", "", "waits") as (router, plan):
         assert (await router.post(STREAM))[0] == 200
         asked = asyncio.create_task(router.post(STREAM))

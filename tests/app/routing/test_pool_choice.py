@@ -42,19 +42,20 @@ from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing import pool_choice
 from warmfleet.routing.admission_queue import AdmissionQueue
-from warmfleet.routing.attempt import Attempts, AttemptState
+from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.booking import BookingState
 from warmfleet.routing.call import Call, Hints, Job
 from warmfleet.routing.client_limits import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.gateway import Gateway
 from warmfleet.routing.pool_choice import PoolChoice
-from warmfleet.routing.recovery.retry_budget import RetryBudget
-from warmfleet.routing.router import Router, _holder
+from warmfleet.routing.recovery.retries import RetryBudget
+from warmfleet.routing.router import Router
+from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tickets import Tickets
-from warmfleet.routing.token_handoff import Offer
 from warmfleet.settings import Settings
 from warmfleet.tracing.request_record import RequestRecord
-from warmfleet.tracing.spans import TrySpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,14 +183,16 @@ class Fixture:
         for pool in self.pools:
             pool.show(View((worker(pool.tag),), read_at=1.0, ids=(f"{pool.tag}.w",)))
         self.metrics = Metrics()
-        self.attempts = Attempts(Tickets(), self.metrics)
+        self.settlements = Settlements(Tickets(), self.metrics)
         settings = Settings(models=TAGS)
-        queue = AdmissionQueue(self.attempts.tickets, settings, self.metrics)
         decider = Decider(DecisionLog("", self.metrics), self.metrics)
         self.counting = Counting(Pools(self.pools), self.metrics)
-        self.choice = PoolChoice(queue, decider, cast("Identifier", None), self.counting, self.metrics)
+        self.choice = PoolChoice(decider, cast("Identifier", None), self.counting, self.metrics)
+        self.queue = AdmissionQueue(self.choice, self.settlements.tickets, settings, self.metrics)
 
-    def job(self, **more: Any) -> Job:
+    def job(self, pools: Sequence[Pool] | None = None, **more: Any) -> Job:
+        """pools: the home pools first; an only pool is that of the model."""
+        pools = self.pools if pools is None else pools
         call = Call(
             KNOWN["/v1/completions"],
             b"{}",
@@ -200,24 +203,28 @@ class Fixture:
         )
         request = bodies.parse(call.path, b'{"model":"m","prompt":"text"}')
         prompt = IdentifiedPrompt((), 100, 110, "exact")
-        return Job(call, request, b"{}", self.pools[0], prompt, Offer(), homes=tuple(self.pools))
+        several = len(pools) > 1
+        return Job(call, request, b"{}", self.pools[0], prompt, pools, several, None if several else call.limits)
+
+    def attempt(self, job: Job | None = None) -> tuple[Job, Attempt]:
+        job = job or self.job()
+        return job, Attempt(self.settlements, job)
 
     async def admit(self, job: Job | None = None) -> tuple[str, Decision]:
         """The tag of the chosen pool, and its decision; everything is given back then."""
-        job = job or self.job()
-        attempt = self.attempts.begin(job, (), avoids_failing=True)
+        job, attempt = self.attempt(job)
         try:
-            job, decision = await self.choice.admit(job, attempt)
-            assert job.pool is attempt.pool
+            decision = await self.queue.admit(job, attempt)
             held = [tag for tag, store in self.stores.items() if attempt.reservation in store.booked]
-            assert attempt.pool.tag in held or attempt.state is not AttemptState.BOOKED
-            return attempt.pool.tag, decision
+            chosen = attempt.chosen
+            assert chosen.pool.tag in held or chosen.state is not BookingState.BOOKED
+            return chosen.pool.tag, decision
         finally:
             attempt.release("finished")
             await self.nothing_left()
 
     async def nothing_left(self) -> None:
-        await self.attempts.drained()
+        await self.settlements.drained()
         assert {tag: (store.booked, store.tickets) for tag, store in self.stores.items()} == dict.fromkeys(
             TAGS, (set(), set())
         )
@@ -249,9 +256,9 @@ async def test_the_cheaper_of_two_bookings_stands_and_the_other_one_is_cancelled
 
 async def test_the_way_to_an_engine_counts_from_the_decision_that_stands() -> None:
     fixture, began = Fixture(), time.perf_counter()
-    attempt = fixture.attempts.begin(fixture.job(), (), avoids_failing=True)
-    await fixture.choice.admit(fixture.job(), attempt)
-    assert began < attempt.asked_at < time.perf_counter(), "the replica learns from it how far engines are"
+    job, attempt = fixture.attempt()
+    await fixture.queue.admit(job, attempt)
+    assert began < attempt.chosen.asked_at < time.perf_counter(), "the replica learns from it how far engines are"
     attempt.release("finished")
     await fixture.nothing_left()
 
@@ -347,8 +354,8 @@ async def test_a_request_displaces_another_only_if_every_pool_that_was_asked_is_
     assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
     second.crowded = first.crowded = True
     fixture.script("full", "full", "full", "book")
-    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-    _, answer = await fixture.choice.decide(job, attempt)
+    job, attempt = fixture.attempt()
+    answer = await fixture.choice.choose(job, attempt, may_wait=False, must=False)
     assert isinstance(answer, Queued), "a request that may not wait takes nobody's place"
     assert [store.displaced for store in fixture.stores.values()] == [0, 1, 0, 0]
     attempt.release("failed")
@@ -375,10 +382,10 @@ async def test_a_request_that_loses_its_place_in_the_only_pool_is_decided_once_m
     fixture = Fixture()
     fixture.stores["m#1"].standing = Standing.DISPLACED
     fixture.script("queue book")
-    assert (await fixture.admit(fixture.job()._replace(homes=())))[0] == "m#1"
+    assert (await fixture.admit(fixture.job(fixture.pools[:1])))[0] == "m#1"
     fixture.script("queue full")
     with pytest.raises(Overloaded):
-        await fixture.admit(fixture.job()._replace(homes=()))
+        await fixture.admit(fixture.job(fixture.pools[:1]))
     assert fixture.metrics.queue_rejections.labels("displaced", "m#1")._value.get() == 1
 
 
@@ -394,12 +401,12 @@ async def test_the_end_of_a_booking_that_was_given_up_ends_no_later_one_of_the_s
         await poll(lambda: bool(pool.reservations.outcomes()), 10, "a booking of the second pool was given up")
         first.turn_s, second.answers_no_tell = 9.0, False
 
-    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-    await asyncio.gather(fixture.choice.admit(job, attempt), becomes_dear())
-    assert attempt.pool is pool
+    job, attempt = fixture.attempt()
+    await asyncio.gather(fixture.queue.admit(job, attempt), becomes_dear())
+    assert attempt.chosen.pool is pool
     if told == "after that":
-        fixture.attempts._telling += 1
-        fixture.attempts._told(pool, attempt.reservation, "unsent", None, FleetUnavailable("no answer"))
+        fixture.settlements._under_way += 1
+        fixture.settlements._answered(pool, attempt.reservation, "unsent", None, FleetUnavailable("no answer"))
     assert pool.reservations.outcomes() == []
     await upkeep.tell_again(Pools(fixture.pools))
     assert attempt.reservation in second.booked
@@ -424,14 +431,14 @@ async def test_no_end_is_told_of_a_request_that_is_booked_anew_during_the_round(
     assert told == ["wf-1"]
 
 
-@pytest.mark.parametrize("pools", [0, 2])
+@pytest.mark.parametrize("pools", [1, 2])
 async def test_at_its_deadline_a_request_takes_whatever_worker_has_room(pools: int) -> None:
     fixture = Fixture()
     first, second = fixture.stores["m#1"], fixture.stores["m#2"]
     first.standing, second.turn_s = Standing.WAITS, 9.0
 
     def job() -> Job:
-        return fixture.job(patience_s=0.05)._replace(homes=tuple(fixture.pools[:pools]))
+        return fixture.job(fixture.pools[:pools], patience_s=0.05)
 
     fixture.script("queue book", "queue full")
     assert (await fixture.admit(job()))[0] == "m#1"
@@ -440,7 +447,7 @@ async def test_at_its_deadline_a_request_takes_whatever_worker_has_room(pools: i
     with pytest.raises(QueueTimeout):
         await fixture.admit(job())
     assert fixture.metrics.queue_rejections.labels("deadline", "m#1")._value.get() == 1
-    if pools:
+    if pools > 1:
         fixture.script("queue full full", "queue book")
         assert (await fixture.admit(job()))[0] == "m#2"
 
@@ -450,7 +457,7 @@ async def test_a_client_that_leaves_at_the_deadline_of_its_request_leaves_nothin
     store = fixture.stores["m#1"]
     store.standing, store.slow_s = Standing.WAITS, 0.2
     fixture.script("queue book")
-    task = asyncio.create_task(fixture.admit(fixture.job(patience_s=0.05)._replace(homes=())))
+    task = asyncio.create_task(fixture.admit(fixture.job(fixture.pools[:1], patience_s=0.05)))
     await poll(lambda: not store.may_wait, 10, "it is decided for the last time")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -462,7 +469,7 @@ async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_a
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fixture = Fixture()
-    job = fixture.job()._replace(homes=tuple(fixture.pools[1:]))
+    job = fixture.job(fixture.pools[1:])
     fixture.script("", "full", "full", "full")
 
     async def prepare(_call: Call) -> Job:
@@ -470,10 +477,10 @@ async def test_the_pool_that_refuses_is_named_and_not_the_one_by_which_prompts_a
 
     router: Any = SimpleNamespace(
         _continuation=SimpleNamespace(prepared=lambda job: job),
-        _prepare=prepare,
+        prepare=prepare,
         _retry_budget=RetryBudget(),
-        _attempts=fixture.attempts,
-        _choice=fixture.choice,
+        settlements=fixture.settlements,
+        queue=fixture.queue,
     )
     answer: Any = SimpleNamespace(model="", started=False)
     with pytest.raises(Overloaded):
@@ -529,18 +536,18 @@ async def test_engines_of_a_pool_that_is_away_serve_what_full_pools_refuse() -> 
         store.words = ["full"] * 100
     held = []
     for _ in range(pool_choice.ENOUGH):
-        attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-        _, decision = await fixture.choice.admit(job, attempt)
-        assert (decision.worker_id, attempt.state) == ("m#1.w", AttemptState.NEW)
+        job, attempt = fixture.attempt()
+        decision = await fixture.queue.admit(job, attempt)
+        assert (decision.worker_id, attempt.chosen.state) == ("m#1.w", BookingState.NEW)
         held.append(attempt)
     assert fixture.metrics.fallback.labels("open", "m#1")._value.get() == pool_choice.ENOUGH
-    held.append(fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True))
+    job, attempt = fixture.attempt()
     with pytest.raises(Overloaded):
-        await fixture.choice.admit(job, held[-1])
-    for attempt in held:
-        attempt.release("finished")
-    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-    _, answer = await fixture.choice.decide(job, attempt)
+        await fixture.queue.admit(job, attempt)
+    for each in (*held, attempt):
+        each.release("finished")
+    job, attempt = fixture.attempt()
+    answer = await fixture.choice.choose(job, attempt, may_wait=False, must=False)
     assert isinstance(answer, Queued), "a second worker has room, or there is none"
     attempt.release("failed")
     is_away(fixture.pools[1])
@@ -626,10 +633,9 @@ async def test_a_request_counts_once_for_a_pool_that_it_passes_over_however_long
 async def test_the_span_of_a_second_worker_tells_its_pool() -> None:
     fixture = Fixture()
     fixture.stores["m#1"].cost_s = 9.0
-    attempt = fixture.attempts.begin(job := fixture.job(), (), avoids_failing=True)
-    attempt.noted = TrySpan("trace")
-    await fixture.choice.decide(job, attempt)
-    assert attempt.noted.pool == "m#2"
+    job, attempt = fixture.attempt()
+    await fixture.choice.choose(job, attempt, may_wait=False, must=False)
+    assert attempt.record.pool == "m#2"
     attempt.release("finished")
 
 
@@ -646,11 +652,11 @@ async def test_a_pool_with_another_scheme_or_tokenizer_identifies_the_prompt_by_
     other = cast("Hasher", SimpleNamespace(scheme=SimpleNamespace(scheme_id=2, block_tokens=32)))
     fixture.pools[1].show(replace(fixture.pools[1].view, hashers=(other,), text=True, read_at=2.0))
     fixture.stores["m#2"].cost_s = 0.1
-    job = fixture.job()
-    attempt = fixture.attempts.begin(job, (), avoids_failing=True)
-    job, _ = await fixture.choice.admit(job, attempt)
+    job, attempt = fixture.attempt()
+    await fixture.queue.admit(job, attempt)
     attempt.release("finished")
-    assert (asked, job.pool.tag, job.prompt.prompt_tokens) == (["m#2"], "m#2", 99)
+    chosen = attempt.chosen
+    assert (asked, chosen.pool.tag, chosen.prompt.prompt_tokens) == (["m#2"], "m#2", 99)
     fixture.stores["m#2"].turn_s = 9.0
     fixture.script("queue queue queue book", "queue full full full")
     assert (await fixture.admit())[0] == "m#1"
@@ -801,10 +807,10 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
     tags = ("m", "m#1", "m#2")
     pools = Pools([Pool(tag, cast("Fleet", Booked(f"wf-{tag}")), DegradedMode(1.0)) for tag in tags])
     pools.change(ServedModel("m", [pools.all[0], pools.all[1]]))  # the third leaves
-    router = cast("Any", SimpleNamespace(pools=pools))
+    gateway = Gateway(cast("Router", SimpleNamespace(pools=pools)), Settings())
 
     async def tag_of(model: str, reservation: str) -> str:
-        return (await Router._pool_of(router, model, reservation)).tag
+        return (await gateway._pool_of(model, reservation)).tag
 
     assert [await tag_of("m", f"wf-{tag}") for tag in tags] == [*tags]
     assert await tag_of("m#1", "wf-m#2") == "m#1", "a tag with # says it all: no pool is asked"
@@ -910,7 +916,8 @@ async def test_a_reservation_is_found_where_it_is_booked_whatever_other_pools_kn
 
         fleets = [SimpleNamespace(lease=lambda _, told=told: lease(told)) for told in leases]
         pools = [Pool(tag, cast("Fleet", one), DegradedMode(1.0)) for tag, one in zip(TAGS, fleets, strict=False)]
-        pool = await _holder(pools, "wf-1")
+        gateway = Gateway(cast("Router", SimpleNamespace(pools=Pools(pools))), Settings())
+        pool = await gateway._holder("m", "wf-1")
         return None if pool is None else pool.tag
 
     away = FleetUnavailable("away")

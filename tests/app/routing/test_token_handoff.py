@@ -22,14 +22,14 @@ from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.prompt import json_splice as splice
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Prompt
-from warmfleet.routing.token_handoff import CHECK_EVERY, NOTHING, Handoff, Offer, offer
+from warmfleet.routing.token_handoff import CHECK_EVERY, Handoff
 from warmfleet_worker.tracker import Tracker
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from warmfleet.prompt.request import Endpoint
+    from warmfleet.prompt.request import Endpoint, Request
 
 FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector": False, "max_model_len": 4_096}
 
@@ -48,6 +48,12 @@ def made(*prompts: list[int]) -> tuple[Prompt, ...]:
     return tuple(Prompt((array("I", ids[:1]), array("I", ids[1:])), len(ids), ()) for ids in prompts)
 
 
+def asked() -> tuple[Request, IdentifiedPrompt, bytes]:
+    raw = b'{"prompt":"a"}'
+    known = IdentifiedPrompt((), 2, 0, "exact", prompts=made([1, 2]), identity_key="key")
+    return prompt.parse("completions", raw), known, raw
+
+
 def handed(seen: View, request: dict[str, Any], endpoint: Endpoint = "completions", **more: Any) -> str:
     """The result that is counted for the second request of its kind; the first is a check."""
     raw, metrics = json.dumps(request).encode(), Metrics()
@@ -57,7 +63,7 @@ def handed(seen: View, request: dict[str, Any], endpoint: Endpoint = "completion
     results = []
     for _ in range(2):
         before = counts(metrics)
-        body = desk.body(offer(parsed, known), endpoint, raw, seen, "a.0")
+        body = desk.body(parsed, known, raw, seen, "a.0")
         [result] = [name for name, count in counts(metrics).items() if count != before.get(name, 0)]
         assert (body is None) == (result != "used")
         results.append(result)
@@ -123,7 +129,7 @@ def test_a_prompt_that_cannot_be_foreseen_has_no_ids() -> None:
 def test_one_request_of_twelve_goes_as_text() -> None:
     desk, seen, results = Handoff(Metrics(), enabled=True), view(), list[bool]()
     for _ in range(2 * CHECK_EVERY):
-        body = desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', seen, "a.0")
+        body = desk.body(*asked(), seen, "a.0")
         results.append(body is None)
     assert results == ([True] + [False] * (CHECK_EVERY - 1)) * 2
 
@@ -132,9 +138,8 @@ def test_it_can_be_turned_off() -> None:
     metrics = Metrics()
     desk = Handoff(metrics, enabled=False)
     for _ in range(3):
-        assert desk.body(Offer(made([1, 2]), "key"), "completions", b'{"prompt":"a"}', view(), "a.0") is None
+        assert desk.body(*asked(), view(), "a.0") is None
     assert counts(metrics) == {}
-    assert NOTHING.prompts == ()
     assert token_capability(view().workers[0], "key") == TokenCapability(
         "key", frozenset({"completions", "chat"}), 4_096
     )

@@ -23,12 +23,13 @@ from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.request import from_dict
-from warmfleet.routing.attempt import Attempt, Attempts, AttemptState
+from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.booking import BookingState
 from warmfleet.routing.call import Call, Job
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
+from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tickets import Tickets
-from warmfleet.routing.token_handoff import NOTHING
 from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -131,42 +132,44 @@ class LossyReplica:
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, DegradedMode(0.0), policy)
         self.pools = Pools([self.pool])
         self.policy = self.pool.policy = GivenOrder(policy)
-        self.begun = Attempts(Tickets(), self.metrics)
+        self.settlements = Settlements(Tickets(), self.metrics)
         self.decider = Decider(DecisionLog("", self.metrics), self.metrics)
         self.attempts: list[Attempt] = []
 
     async def decide(self, ask: Question) -> Attempt:
-        attempt = Attempt(self.begun, self.pool, ask.reservation, ask.exclude)
+        job = self._job(ask)
+        attempt = Attempt(self.settlements, job, avoids_failing=False)
+        attempt.reservation = attempt.chosen.reservation = ask.reservation
         self.policy.given = ask.order
         try:
-            await self.decider.decide(self._job(ask), attempt, may_wait=True)
+            await self.decider.decide(job, attempt, may_wait=True)
         except (WarmfleetError, asyncio.CancelledError):
             attempt.release("cancelled")
         else:
-            if attempt.state is AttemptState.BOOKED:
+            if attempt.chosen.state is BookingState.BOOKED:
                 self.attempts.append(attempt)
             else:
                 attempt.release("cancelled")  # it went where the degraded mode chose: nothing of it is booked
-        await self.begun.drained()
+        await self.settlements.drained()
         return attempt
 
     def _job(self, ask: Question) -> Job:
         """A request whose decision asks for ``ask``, under a policy that gives its order."""
         request = from_dict("completions", {"prompt": "x"})
-        prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact")
+        prompt = IdentifiedPrompt(ask.chains, ask.prompt_tokens, ask.decode_tokens, "exact", unable_workers=ask.exclude)
         return Job(
             Call(KNOWN["/v1/completions"], b"", RequestRecord("id", KNOWN["/v1/completions"], "POST", 0.0), b""),
             request,
             b"",
             self.pool,
             prompt,
-            NOTHING,
+            (self.pool,),
         )
 
     async def end(self, which: int, outcome: Any) -> None:
         if self.attempts:
             self.attempts.pop(which % len(self.attempts)).release(outcome)
-            await self.begun.drained()
+            await self.settlements.drained()
 
     async def end_cancelled(self, which: int) -> str:
         """Its task is cancelled twice, the second time while it gives back; returns the reservation."""
@@ -183,13 +186,13 @@ class LossyReplica:
         task.cancel()
         asyncio.get_running_loop().call_soon(task.cancel)
         await asyncio.wait({task})
-        await self.begun.drained()
+        await self.settlements.drained()
         return attempt.reservation
 
     async def start(self, which: int) -> None:
         if self.attempts:
-            self.attempts[which % len(self.attempts)].prefill_done()
-            await self.begun.drained()
+            self.attempts[which % len(self.attempts)].chosen.prefill_done()
+            await self.settlements.drained()
 
     async def renew(self) -> None:
         with suppress(FleetUnavailable, asyncio.CancelledError):

@@ -20,7 +20,7 @@ from tests.support.replicas.lossy import FATES, HOUR_MS, SPANS, Late, LossyRepli
 from warmfleet.errors import NoWorker
 from warmfleet.fleet import Check, Fleet, Lease, LoadRow, Question, Stage
 from warmfleet.prompt.block_hashes import Chain
-from warmfleet.routing.attempt import AttemptState
+from warmfleet.routing.booking import BookingState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,14 +70,14 @@ class SeveralReplicas:
         attempt = await one.decide(ask)
         one.fleet.fates.clear()
         lease = await self._lease(ask.reservation)
-        booked = attempt.state is AttemptState.BOOKED
-        if attempt.decision is not None and not booked:
+        decision, booked = attempt.chosen.decision, attempt.chosen.state is BookingState.BOOKED
+        if decision is not None and not booked:
             lost = {FATES[a % len(FATES)], FATES[b % len(FATES)]} - {"well", "twice"}
             assert lost or ask.reservation not in one.fleet.foretold, "else nobody falls back"
-        elif attempt.decision is not None:
+        elif decision is not None:
             assert lease
             foretold = one.fleet.foretold[ask.reservation]
-            assert (lease.worker_id, lease.prefill_tokens) == (foretold, attempt.decision.prefill_tokens)
+            assert (lease.worker_id, lease.prefill_tokens) == (foretold, decision.prefill_tokens)
 
     async def start(self, who: int, a: int, b: int) -> None:
         await self._fated(who, b).start(a)
@@ -204,7 +204,7 @@ class SeveralReplicas:
             attempts = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
             order = await order_of(monitor, len(asks))
         made = {
-            attempt.reservation: attempt.decision if attempt.state is AttemptState.BOOKED else None
+            attempt.reservation: attempt.chosen.decision if attempt.chosen.state is BookingState.BOOKED else None
             for attempt in attempts
         }
         asked: dict[str, Question] = {}

@@ -18,6 +18,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
+from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
@@ -94,7 +95,7 @@ class SteppedReplica:
             ("chat", {"messages": [CHAT, IMAGE]}),
         ):
             request = prompt.from_dict(cast("Any", endpoint), {"model": "m", **more})
-            known = await self.pool.identify(request)
+            known = await identify_here(request, self.pool)
             assert known.reason != "error", "a mistake of ours"
             kinds.add(known.kind)
         return kinds

@@ -24,8 +24,8 @@ from warmfleet.pools.identified_prompt import identify_ids
 from warmfleet.prompt.json_splice import spliced, with_key
 from warmfleet.prompt.lax_values import whole
 from warmfleet.prompt.request import decoded
+from warmfleet.routing.attempt import Attempt
 from warmfleet.routing.error_events import ErrorEvents
-from warmfleet.routing.token_handoff import Offer
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import StreamCut
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
-    from warmfleet.routing.attempt import Attempts
+    from warmfleet.routing.admission_queue import AdmissionQueue
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
-    from warmfleet.routing.pool_choice import PoolChoice
-    from warmfleet.routing.recovery.retry_budget import RetryBudget
+    from warmfleet.routing.recovery.retries import RetryBudget
     from warmfleet.routing.relay import Relay
+    from warmfleet.routing.settlements import Settlements
     from warmfleet.settings import Settings
 
 logger = logging.getLogger("warmfleet.routing.recovery.continuation")
@@ -78,16 +78,16 @@ class Continuation:
         self,
         settings: Settings,
         metrics: Metrics,
-        attempts: Attempts,
-        choice: PoolChoice,
+        settlements: Settlements,
+        queue: AdmissionQueue,
         relay: Relay,
         budget: RetryBudget,
     ) -> None:
         self._greedy_ones = settings.continue_greedy
         self._request_max_s = settings.request_max_s
         self._metrics = metrics
-        self._attempts = attempts
-        self._choice = choice
+        self._settlements = settlements
+        self._queue = queue
         self._relay = relay
         self._budget = budget
         self._kept = KeptIds()
@@ -149,16 +149,17 @@ class Continuation:
         if self._budget.empty:
             return "budget"
         self._budget.spend()
-        views = [pool.view for pool in job.homes or (job.pool,)]
+        views = [pool.view for pool in job.pools]
         unable = [worker for view in views for worker in view.ids if not takes(view, worker, job, followed)]
-        attempt = self._attempts.begin(rest, (failed_worker, *unable), avoids_failing=False)
+        attempt = Attempt(self._settlements, rest, (failed_worker, *unable), avoids_failing=False)
         outcome: Outcome = "cancelled"
         try:
-            rest, chosen = await self._choice.admit(rest, attempt)
-            if not takes(rest.pool.view, chosen.worker_id, job, followed):  # it joined meanwhile, or Redis is away
+            decision = await self._queue.admit(rest, attempt)
+            view = attempt.chosen.pool.view
+            if not takes(view, decision.worker_id, job, followed):  # it joined meanwhile, or Redis is away
                 raise NoWorker("The worker that has room does not take the ids of this stream.")
             outcome = "failed"
-            outcome = await self._relay.go_on(rest, attempt, chosen, ContinuedStream(followed))
+            outcome = await self._relay.go_on(rest, attempt, decision, ContinuedStream(followed))
         finally:
             attempt.release(outcome)
         return "continued"
@@ -199,7 +200,7 @@ def _rest(job: Job, followed: FollowedStream) -> Job | None:
     for name, value in changes.items():
         body = with_key(body, name, value)
     prompt = identify_ids(request, job.pool.view, [ids], "engine")
-    return job._replace(body=body, prompt=prompt, offer=Offer(reason="ids"), continuable=None)
+    return job._replace(body=body, prompt=prompt, continuable=None)
 
 
 def _characters(request: Request) -> int:

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import NoWorker, UpstreamGone
 from warmfleet.fleet import Decision
+from warmfleet.routing.attempt import Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.metrics import Metrics
-    from warmfleet.routing.attempt import Attempt, Attempts
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.pool_choice import PoolChoice
-    from warmfleet.routing.recovery.retry_budget import RetryBudget
+    from warmfleet.routing.recovery.retries import RetryBudget
     from warmfleet.routing.relay import Relay
+    from warmfleet.routing.settlements import Settlements
 
 MAX_PROMPT_TOKENS = 8_192  # to compute a longer prompt twice costs more than a late answer
 FAILURES = frozenset({429, 500, 502, 503, 504})  # statuses of the second worker that the client does not get
@@ -74,7 +75,7 @@ class Hedging:
         self,
         after_s: float,
         relay: Relay,
-        attempts: Attempts,
+        settlements: Settlements,
         choice: PoolChoice,
         budget: RetryBudget,
         metrics: Metrics,
@@ -82,7 +83,7 @@ class Hedging:
         """after_s: the delay before a second worker is asked."""
         self._after_s = after_s
         self._relay = relay
-        self._attempts = attempts
+        self._settlements = settlements
         self._choice = choice
         self._budget = budget
         self._hedged = metrics.hedged
@@ -113,33 +114,33 @@ class Hedging:
     ) -> Outcome:
         job = race.job
         job.call.record.event("hedge", **{"warmfleet.worker": decision.worker_id})
-        other = self._attempts.begin(job, (*attempt.never, decision.worker_id), avoids_failing=True)
+        other = Attempt(self._settlements, job, (*attempt.chosen.never, decision.worker_id))
         second = race.run(other, self._second(job, other, race.answer))
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
         failed = race.winner is None and first.done()
         if failed:
             error = first.exception()
             if isinstance(error, UpstreamGone) and error.warns_others:
-                attempt.worker_failed()
+                attempt.chosen.worker_failed()
             attempt.release("failed")
         if race.winner is None:
             await asyncio.wait((first, second))  # one of them failed, so the other one goes on alone
         if race.winner is not other:
-            self._hedged.labels("lost" if other.decision is not None else "none").inc()
+            self._hedged.labels("lost" if other.chosen.decision is not None else "none").inc()
             return await first
         self._hedged.labels("won").inc()
         outcome = await second
-        if outcome == "finished" and other.decision is not None:
-            other.pool.outliers.served(other.decision)
+        if outcome == "finished" and other.chosen.decision is not None:
+            other.chosen.pool.outliers.served(other.chosen.decision)
             if failed:
-                job.pool.outliers.failed(decision)
+                attempt.chosen.pool.outliers.failed(decision)
         return "failed" if failed else "cancelled"
 
     async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
         """Raises WarmfleetError if there is no second worker with room, or if it fails."""
         outcome: Outcome = "failed"
         try:
-            job, decision = await self._choice.decide(job, attempt)
+            decision = await self._choice.choose(job, attempt, may_wait=False, must=False)
             if not isinstance(decision, Decision):
                 raise NoWorker("No other worker has room.")
             outcome = await self._relay.forward(job, attempt, decision, answer, FAILURES)
@@ -148,7 +149,7 @@ class Hedging:
             raise
         except UpstreamGone as error:
             if error.warns_others:
-                attempt.worker_failed()
+                attempt.chosen.worker_failed()
             raise
         finally:
             attempt.release(outcome)
@@ -164,4 +165,4 @@ def hedgeable(job: Job) -> bool:
     request, prompt = job.request, job.prompt
     small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
     counts_once = job.call.limits is None  # both attempts would count for the client
-    return small and counts_once and request.stream and job.call.path.generates and job.has_another_worker
+    return small and counts_once and request.stream and job.call.path.generates and job.worker_count > 1

@@ -1,0 +1,257 @@
+"""What one attempt holds in one pool: the lease, the ticket and the load that it takes.
+
+``Booking.release`` is the one place where all of these are given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Literal
+
+from warmfleet.fleet import Renewal
+from warmfleet.pools.stalled_requests import Try
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.errors import WarmfleetError
+    from warmfleet.fleet import Decision, Question, Queued, Shortfall
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.pools.pool import Pool
+    from warmfleet.routing.settlements import Settlements
+    from warmfleet.tracing.request_record import TryRecord
+
+
+class BookingState(Enum):
+    """What Redis may hold of a booking.
+
+    ========  ==========================================================================================
+    NEW       Nothing: Redis was not asked yet, or refused the request.
+    ASKED     In doubt: a decision was asked for and Redis did not answer yet; it may hold a lease or a ticket.
+    QUEUED    No lease; perhaps a ticket in the queue.
+    BOOKED    A lease.
+    RELEASED  Nothing that is still this booking's: all of it was given back, or Redis is being told.
+    ========  ==========================================================================================
+
+    =================  =================================  ====================================================
+    method             from → to                          when
+    =================  =================================  ====================================================
+    ``asks``           NEW, QUEUED, ASKED → ASKED         a decision is asked for, first or when its turn came, or
+                                                          once more after Redis did not answer one that waits
+    ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
+    ``queued``         ASKED → QUEUED                     its worker has no room now; the request got a ticket
+    ``queued``         ASKED → NEW                        the queue is full
+    ``limited``        ASKED → as it was before           the client's key is at a limit; an earlier ticket may be left
+    ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
+    ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
+    ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
+    ``release``        every state → RELEASED             the attempt is over, or another pool got the request
+    =================  =================================  ====================================================
+
+    A worker that is chosen without Redis (``chose_without_redis``) changes no state: Redis holds what it held before.
+    """
+
+    NEW = auto()
+    ASKED = auto()
+    QUEUED = auto()
+    BOOKED = auto()
+    RELEASED = auto()
+
+
+#: To look a member up at its class costs 0.1 us, and a request needs sixteen.
+NEW, ASKED, QUEUED, BOOKED, RELEASED = BookingState
+UNSERVED = frozenset({"failed", "unsent"})  # outcomes for which a client with limits does not pay the prompt
+
+
+class Booking:
+    """A request's place in one pool, from before a worker is chosen there until everything is given back.
+
+    ``prompt``: as the workers of this pool have it. ``never``: workers that must not be chosen at all; ``avoided``:
+    other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``: when the last
+    decision was asked for (``time.perf_counter``), ``question``: what was asked, ``answer`` and ``error``: what came of
+    it. ``decision``: None until a worker is chosen. ``explanation``: of the decision as JSON; empty if the client asked
+    for none. ``rings``: the order of the hash ring by policy, and ``log_line``: of the decision, for the decision log;
+    None if it does not belong to the sample.
+
+    A field that was not set has the value of its class, which costs nothing.
+    """
+
+    state = _before = NEW
+    asked_at = 0.0
+    avoided: tuple[str, ...] = ()
+    question: Question
+    rings: Mapping[str, tuple[str, ...]] | None = None
+    answer: Decision | Queued | None = None
+    error: WarmfleetError | None = None
+    decision: Decision | None = None
+    explanation = b""
+    log_line: dict[str, Any] | None = None
+    _due: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        settlements: Settlements,
+        pool: Pool,
+        prompt: IdentifiedPrompt,
+        reservation: str,
+        never: tuple[str, ...] = (),
+        *,
+        avoids_failing: bool = False,
+    ) -> None:
+        self._settlements = settlements
+        self.pool = pool
+        self.prompt = prompt
+        self.reservation = reservation
+        self.never = never
+        self._avoids_failing = avoids_failing
+
+    # ------------------------------------------------ the decision
+
+    def excluded(self) -> tuple[str, ...]:
+        """Workers that the decision about to be asked for must not choose.
+
+        These are ``never`` and, if ``avoids_failing`` was given, the workers that failed any request a moment ago.
+        """
+        avoided = self.pool.avoided() if self._avoids_failing else ()
+        if not avoided:
+            self.avoided = ()
+            return self.never
+        self.avoided = tuple(worker for worker in avoided if worker not in self.never)
+        return (*self.never, *self.avoided)
+
+    def asks(self) -> None:
+        """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
+        self._before, self.state = self.state, ASKED
+        self.asked_at = time.perf_counter()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the decision that was asked for last is about a request that waited already."""
+        return self._before is QUEUED or self._before is ASKED
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether the request goes on waiting if Redis is not asked at this moment: it has a ticket, and Redis has not
+        been silent for long.
+        """
+        return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
+
+    def queued(self, ticket: Queued) -> None:
+        """Redis' answer was a ticket: the worker that suits the request has no room. Or it was that the queue is full:
+        then the request has no ticket.
+        """
+        self.state = QUEUED if ticket.outcome == "queued" else NEW
+
+    def limited(self) -> None:
+        """Redis' answer was that the client's key is at a limit. A ticket from before is left at the end."""
+        self.state = self._before
+
+    def not_booked(self) -> None:
+        """Redis' answer to the decision was that no worker can be chosen."""
+        self.state = QUEUED
+
+    def unanswered(self) -> None:
+        """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
+        self.state = QUEUED
+        self._settlements.settle_later(self.pool, self.reservation, "cancelled")
+
+    def booked(self, decision: Decision) -> None:
+        """Redis' answer to the decision was a worker: this request's load is booked there, and renewed from now on."""
+        self.state = BOOKED
+        self.decision = decision
+        self.pool.reservations.add(
+            Renewal(self.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
+        )
+        self.pool.degraded.take(decision.worker_id)
+
+    def chose_without_redis(self, decision: Decision) -> None:
+        """A worker was chosen without Redis; only this replica counts the request."""
+        self.decision = decision
+        self.pool.degraded.take(decision.worker_id)
+
+    # ------------------------------------------------ at the worker
+
+    @property
+    def owner(self) -> str:
+        """The owner of this request's load, as the worker is told: the reservation, or ``unbooked`` if Redis booked
+        none.
+
+        The worker must report unbooked load as foreign, or else no decision would count it.
+        """
+        return self.reservation if self.state is BOOKED else "unbooked"
+
+    @property
+    def reservation_word(self) -> str:
+        """The reservation in a word, for the client and the metrics: ``booked``, ``known`` or ``fallback``."""
+        return self.decision.outcome if self.decision and self.state is BOOKED else "fallback"
+
+    def sent(self, worker_id: str, response: EngineResponse, received_at: float) -> None:
+        """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
+        self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
+
+    def prefill_due_in(self, seconds: float) -> None:
+        """Count the prefill as done after so many seconds, if the attempt lasts: nobody tells of its first token."""
+        self._stop_clock()
+        self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
+
+    def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
+        """The first token came: give the booked prefill back, once. No byte waits for that."""
+        if self.pool.reservations.prefill_done(self.reservation):
+            self._settlements.settle_later(self.pool, self.reservation, word)
+
+    def _stop_clock(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def worker_failed(self) -> None:
+        """Let all requests avoid this booking's worker for a moment."""
+        if self.decision is not None:
+            self.pool.avoid(self.decision.worker_id)
+
+    # ------------------------------------------------ the end
+
+    def hand_over(self) -> bool:
+        """Leave the lease to a gateway, so that this replica renews it no longer. False if Redis booked nothing."""
+        if self.state is not BOOKED or self.decision is None:
+            return False
+        self.state = RELEASED
+        self.pool.reservations.remove(self.reservation)
+        self.pool.degraded.give(self.decision.worker_id)
+        return True
+
+    def release(
+        self,
+        outcome: Outcome,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+        record: TryRecord | None = None,
+    ) -> bool:
+        """Give back everything that is held in this pool; returns whether Redis may have booked it.
+
+        It never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end before
+        another attempt is decided. tokens: of the answer, for a client with limits.
+        """
+        state, self.state = self.state, RELEASED
+        decision = self.decision
+        if state is RELEASED or (state is NEW and decision is None):
+            return False
+        if self._due is not None:
+            self._stop_clock()
+        pool, reservation = self.pool, self.reservation
+        pool.reservations.remove(reservation)
+        pool.tries.end(reservation)
+        if decision is not None:
+            pool.degraded.give(decision.worker_id)
+            if decision.use is not None and outcome in UNSERVED:
+                tokens = -decision.prompt_tokens
+        if (state is ASKED or state is QUEUED) and pool.fleet.limits.max_engine_wait_s:
+            self._settlements.tickets.leave(pool, reservation)
+        if state is not BOOKED and state is not ASKED:
+            return False
+        self._settlements.settle_later(pool, reservation, outcome, tokens, shortfall, record)
+        return True

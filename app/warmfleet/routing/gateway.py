@@ -1,0 +1,246 @@
+"""Places requests for gateways that forward them by themselves, and hears what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from warmfleet.engines.engine_priority import PRIORITY_HEADER
+from warmfleet.errors import CancelledReservation, FleetUnavailable, KeyInUse, NoWorker
+from warmfleet.fleet import Flag, Renewal
+from warmfleet.pools.outliers import Judged
+from warmfleet.protocol.wire import RESERVATION_LENGTH
+from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.booking import UNSERVED
+
+if TYPE_CHECKING:
+    from warmfleet.fleet import Decision
+    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.pools.pool import Pool
+    from warmfleet.routing.call import Call, Job
+    from warmfleet.routing.router import Router
+    from warmfleet.settings import Settings
+
+FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the request is decided without knowing it
+
+
+class Handover(NamedTuple):
+    """What a gateway asks for besides the call that it will send by itself.
+
+    key: the same key gets the same reservation; empty: a new one. exclude: ids of workers that must not be chosen.
+    """
+
+    key: bytes = b""
+    exclude: tuple[str, ...] = ()
+
+
+class Ending(NamedTuple):
+    """How a gateway's call ended. status: of the engine's answer, None if none came or the gateway does not say.
+
+    failed_workers: workers that had failed this call before another one served it. output_tokens: of the answer.
+    """
+
+    outcome: Outcome
+    status: int | None = None
+    failed_workers: tuple[str, ...] = ()
+    output_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """What the client's limit of tokens counts besides the prompt: a failure costs nothing."""
+        return 0 if self.outcome == "failed" else self.output_tokens
+
+    @property
+    def served(self) -> bool:
+        return self.outcome == "finished" and (self.status or 200) < 400
+
+    @property
+    def broke_off(self) -> bool:
+        """A good answer had begun, so what ended it is the worker's own fault, whatever the call was."""
+        return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
+
+
+class Placement(NamedTuple):
+    """Where a gateway is to send its call.
+
+    reservation: None if Redis booked nothing. model: by which it is settled. url: of the worker, without a path.
+    headers: must go with the call. cache_salt: must be set in the body; None: the body stays as it is. expires_in_s:
+    the life of the reservation, counted from now, unless it is renewed.
+    """
+
+    reservation: str | None
+    model: str
+    worker: str
+    url: str
+    matched_tokens: int
+    prompt_tokens: int
+    expires_in_s: float
+    headers: dict[str, str]
+    cache_salt: str | None
+
+
+class Gateway:
+    """The requests of one replica that gateways send by themselves. It shares the queue and the pools of the router."""
+
+    def __init__(self, router: Router, settings: Settings) -> None:
+        self._router = router
+        self._pools = router.pools
+        self._sends_priority = settings.engine_priority
+        self._placing: set[bytes] = set()  # keys of requests that are being placed
+
+    async def place(self, call: Call, handover: Handover) -> Placement:
+        """Book ``call`` at a worker for a gateway that sends it there. Waits in the queue as ``Router.serve`` does.
+
+        Nobody but the gateway renews and settles the reservation, so it expires by itself. Raises WarmfleetError.
+        """
+        router = self._router
+        job = await router.prepare(call)
+        router.tenancy.may_stay(job.call.body)
+        if handover.key in self._placing:
+            raise KeyInUse("A request with this Idempotency-Key is being placed: ask again.", "Idempotency-Key")
+        self._placing |= {handover.key} - {b""}
+        avoids, key = True, handover.key
+        try:
+            while True:
+                attempt = Attempt(router.settlements, job, handover.exclude, avoids_failing=avoids, key=key)
+                try:
+                    if key:
+                        job = await self._where_booked(job, attempt.reservation)
+                    decision = await router.queue.admit(job, attempt)
+                    if decision.outcome == "known":
+                        await self.renew(attempt.chosen.pool.tag, attempt.reservation)
+                    return self._hand_over(job, attempt, decision)
+                except NoWorker:
+                    if not (avoids and attempt.avoided_some):
+                        raise
+                    avoids = False
+                finally:
+                    attempt.release("cancelled")
+        finally:
+            self._placing.discard(key)
+
+    async def _where_booked(self, job: Job, reservation: str) -> Job:
+        """The job with that pool first in which this reservation was booked before, if one was and answers.
+
+        The home pools of a prompt change with the pools of its model, and a pool may have been full or away before.
+        """
+        pool = None
+        with suppress(FleetUnavailable, TimeoutError):
+            async with asyncio.timeout(FIND_S):
+                pool = await self._holder(job.pool.name, reservation, asks_all=False)
+        if pool is None:
+            return job
+        others = (other for other in job.pools if other is not pool)
+        return job._replace(pools=(pool, *others), several=True, limits=None)
+
+    def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
+        pool = attempt.chosen.pool
+        headers = {"X-Request-Id": job.call.id_at_engine(attempt.chosen.owner)}
+        rank = pool.view.ranks.get(decision.worker_id)
+        if rank is not None:
+            headers["X-data-parallel-rank"] = str(rank)
+        if self._sends_priority and (number := job.engine_priority(pool, decision)) is not None:
+            headers[PRIORITY_HEADER] = str(number)
+        return Placement(
+            attempt.hand_over(),
+            pool.tag,
+            decision.worker_id,
+            decision.url,
+            decision.matched_tokens,
+            decision.prompt_tokens,
+            pool.fleet.spans.lease_ms / 1_000,
+            headers,
+            job.request.salt if job.body is not job.call.body else None,
+        )
+
+    async def settle(self, model: str, reservation: str, ending: Ending) -> str:
+        """Tell Redis what became of a reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
+
+        The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
+        FleetUnavailable.
+        """
+        pool, booked = await self._booked(model, reservation)
+        lease = await pool.fleet.lease(booked)
+        word = await pool.fleet.settle(booked, ending.outcome, ending.tokens)
+        if booked != reservation and ending.outcome != "started":
+            prompt_tokens = lease.prompt_tokens if lease is not None and ending.outcome in UNSERVED else 0
+            self._router.counting.end_one(pool.name, reservation, ending.tokens - prompt_tokens)
+        if word in ("STARTED", "SETTLED"):
+            self._router.settlements.gateway_settled(pool, ending.outcome)
+        if word == "SETTLED" and lease is not None:
+            _judge(pool, lease.worker_id, ending)
+        return word.lower()
+
+    async def renew(self, model: str, reservation: str) -> float:
+        """Let a reservation live on; returns for how many seconds.
+
+        Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
+        """
+        pool, booked = await self._booked(model, reservation)
+        # Without a worker nothing is booked anew: what has expired or was settled stays so.
+        renewed, _, _ = await pool.fleet.renew([Renewal(booked, "", 0, 0)])
+        if not renewed:
+            raise CancelledReservation("This reservation was settled or has expired.", "reservation")
+        if booked != reservation:
+            await self._router.counting.keep_one(pool.name, reservation)
+        return pool.fleet.spans.lease_ms / 1_000
+
+    async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
+        """The pool that has a reservation, and the id under which it has it.
+
+        Several pools have it without the tag of its client (``client_limits``), unless it was booked when there was
+        one. Raises as ``_pool_of``.
+        """
+        untagged = reservation[:RESERVATION_LENGTH]
+        pool = await self._pool_of(model, untagged)
+        if untagged == reservation or await pool.fleet.lease(untagged) is not None:
+            return pool, untagged
+        return await self._pool_of(model, reservation), reservation
+
+    async def _pool_of(self, model: str, reservation: str) -> Pool:
+        """The pool with this tag; of a model's name, which may be a pool's tag, too, the pool that has the reservation.
+
+        Raises ModelNotFound, BadRequest, FleetUnavailable.
+        """
+        pool = self._pools.tagged(model)
+        if pool is not None and pool.tag != pool.name:
+            return pool
+        pool = pool or await self._pools.find(model)
+        return await self._holder(pool.name, reservation) or pool
+
+    async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
+        """The one of several pools in which this reservation is booked, else one that knows of its end.
+
+        None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
+        FleetUnavailable if none of those that answer has it, and one does not answer.
+        """
+        pools = self._pools.named(model)
+        if len(pools) == 1:
+            return None
+        pools = [pool for pool in pools if asks_all or pool.degraded.asks_redis]
+        leases = await asyncio.gather(*[pool.fleet.lease(reservation) for pool in pools], return_exceptions=True)
+        knows: Pool | None = None
+        failure: BaseException | None = None
+        for pool, lease in zip(pools, leases, strict=True):
+            if isinstance(lease, BaseException):
+                failure = lease
+            elif lease is not None and lease.worker_id:
+                return pool
+            else:
+                knows = pool if lease is not None else knows
+        if failure is not None:
+            raise failure
+        return knows
+
+
+def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
+    """Count how a gateway's call went for its worker, and for the workers that had failed it before."""
+    on_trial = {worker.worker_id: bool(worker.load.flags & Flag.TRIAL) for worker in pool.view.workers}
+    worker = Judged(worker_id, on_trial.get(worker_id, False))
+    if ending.served:
+        pool.outliers.served(worker)
+        for name in on_trial.keys() & {*ending.failed_workers} - {worker_id}:
+            pool.outliers.failed(Judged(name, on_trial[name]))
+    elif ending.broke_off:
+        pool.outliers.failed(worker)
