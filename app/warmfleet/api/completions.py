@@ -13,7 +13,7 @@ from warmfleet.api.client_hints import patience_s, read_hints
 from warmfleet.api.error_answers import OUR_BUG, send_error
 from warmfleet.engines.request_headers import header_lines, header_value, safe_request_id
 from warmfleet.errors import BadRequest, MethodNotAllowed, Stopping, WarmfleetError
-from warmfleet.logs.lines import tell_request
+from warmfleet.logs.lines import log_request_id
 from warmfleet.routing.call import Call
 from warmfleet.tracing.exporter import unsampled
 from warmfleet.tracing.request_record import RequestRecord
@@ -88,7 +88,7 @@ class CompletionsProxy:
         passed_on, for_router = self._read_headers(request.headers)
         request_id = safe_request_id(for_router.get(b"x-request-id", b""))
         record = self._record(request, request_id, passed_on)
-        tell_request(request_id, record.trace_id)
+        log_request_id(request_id, record.trace_id)
         self._metrics.in_flight.inc()
         try:
             client = self._keys.client(request.headers)
@@ -137,8 +137,8 @@ class CompletionsProxy:
         if record is None:
             record = RequestRecord(request_id, self._path, method, request.received_at)
         if steps.isEnabledFor(logging.DEBUG):
-            record.tell = partial(_tell, request_id)
-            record.tell(f"{record.method} {self._path.path}, {len(request.body)} bytes")
+            record.log_step = partial(_log_step, request_id)
+            record.log_step(f"{record.method} {self._path.path}, {len(request.body)} bytes")
         return record
 
     def _span(
@@ -212,6 +212,6 @@ class CompletionsProxy:
             await send_error(answer, error, self._path.path.encode(), record.request_id)
 
 
-def _tell(request_id: str, step: str) -> None:
-    """Tell a step of a request in the log. The task that takes it may be another than the request's."""
+def _log_step(request_id: str, step: str) -> None:
+    """Log a step of a request. The task that takes it may be another than the request's."""
     steps.debug("%s", step, extra={"request_id": request_id})

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: Of a replica, over its pools.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
+AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool was not asked
 #: Of an answer about a model with a single pool.
 ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
 
@@ -191,52 +192,52 @@ async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[
     answers, failed = await _of_homes(homes, inquiry)
     if not answers:
         raise next(iter(failed.values()))
-    full = {one for one, answer in answers.items() if _refuses(answer)}
+    full = {home for home, answer in answers.items() if _refuses(answer)}
     if len(full) < len(answers):
-        answers = {one: answer for one, answer in answers.items() if one not in full}
-    offered = [_offer(answer, one) for one, answer in answers.items()]
+        answers = {home: answer for home, answer in answers.items() if home not in full}
+    offered = [_offer(answer, home) for home, answer in answers.items()]
     stay = pool.fleet.weights.stay
-    told = [
+    offers = [
         {
-            "pool": one.tag,
+            "pool": home.tag,
             "worker_id": worker_id,
             "matched_tokens": offer.matched_tokens,
-            "waits": answers[one]["waits"],
+            "waits": answers[home]["waits"],
             "price_s": price,
         }
-        for one, (worker_id, offer), price in zip(
+        for home, (worker_id, offer), price in zip(
             answers, offered, prices([offer for _, offer in offered], stay), strict=True
         )
     ]
     reasons: dict[Pool, object] = {**failed, **dict.fromkeys(full, "its queue is full")}
     passed_over = [
-        {"pool": one.tag, "why": str(reasons.get(one) or ("its Redis is away" if one.usable else "it has no worker"))}
-        for one in homes[:HOMES]
-        if one not in answers and not one.draining
+        {"pool": home.tag, "why": str(reasons.get(home) or (AWAY if home.usable else EMPTY))}
+        for home in homes[:HOMES]
+        if home not in answers and not home.draining
     ]
     chosen = [*answers.values()][best([offer for _, offer in offered], stay)]
-    return chosen | {"pools": told, "passed_over": passed_over}
+    return chosen | {"pools": offers, "passed_over": passed_over}
 
 
 async def _of_homes(
     homes: Sequence[Pool], inquiry: Inquiry
 ) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
     """The answers of the pools that a router would ask, and the failures of the others."""
-    reachable = [one for one in homes if one.degraded.asks_redis] or homes
-    left = [one for one in reachable if one.usable] or reachable
+    reachable = [home for home in homes if home.degraded.asks_redis] or homes
+    left = [home for home in reachable if home.usable] or reachable
     answers: dict[Pool, dict[str, Any]] = {}
     failed: dict[Pool, WarmfleetError] = {}
     while left and len(answers) < MOST_ASKED and all(map(_refuses, answers.values())):
         count = 1 if answers or failed else at_once(left)
         asked, left = left[:count], left[count:]
-        found = await asyncio.gather(*(_explained(one, inquiry) for one in asked), return_exceptions=True)
-        for one, answer in zip(asked, found, strict=True):
+        found = await asyncio.gather(*(_explained(home, inquiry) for home in asked), return_exceptions=True)
+        for home, answer in zip(asked, found, strict=True):
             if isinstance(answer, WarmfleetError):
-                failed[one] = answer
+                failed[home] = answer
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                answers[one] = answer
+                answers[home] = answer
     return answers, failed
 
 
@@ -277,7 +278,8 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
     prompt = await identify_here(request, pool)
-    able = [one for one in pool.last_known.workers if one.routable and one.worker_id not in prompt.unable_workers]
+    unable, workers = prompt.unable_workers, pool.last_known.workers
+    able = [worker for worker in workers if worker.routable and worker.worker_id not in unable]
     chosen = pool.degraded.choose(able, prompt.beginning, pool.avoided()) or pool.degraded.choose(
         able, prompt.beginning
     )
@@ -285,21 +287,21 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
         raise NoWorker(nobody((pool,), pool.name))
     rows = [
         {
-            "worker_id": one.worker_id,
-            "prefill_tokens": one.load.prefill_tokens,
-            "foreign_prefill_tokens": one.load.foreign_prefill_tokens,
-            "decode_tokens": one.load.decode_tokens,
-            "in_flight": one.load.in_flight,
-            "chosen": bool(prompt.beginning) and one is chosen,
+            "worker_id": worker.worker_id,
+            "prefill_tokens": worker.load.prefill_tokens,
+            "foreign_prefill_tokens": worker.load.foreign_prefill_tokens,
+            "decode_tokens": worker.load.decode_tokens,
+            "in_flight": worker.load.in_flight,
+            "chosen": bool(prompt.beginning) and worker is chosen,
         }
-        for one in able
+        for worker in able
     ]
     because = "Redis does not answer: routers choose by a hash of the prompt's beginning, among the workers known last"
-    told = _told(pool, prompt, "away", because)
-    return told | ALONE | {"fresh": False, "chosen": chosen.worker_id if prompt.beginning else "", "candidates": rows}
+    fields = _prompt_fields(pool, prompt, "away", because)
+    return fields | ALONE | {"fresh": False, "chosen": chosen.worker_id if prompt.beginning else "", "candidates": rows}
 
 
-def _told(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[str, Any]:
+def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[str, Any]:
     """The fields about the prompt and its pool, which need no answer of Redis."""
     return {
         "model": pool.tag,
@@ -347,7 +349,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
         rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
-    return _told(pool, prompt, why, in_words(pool.policy.name, why, seen)) | {
+    return _prompt_fields(pool, prompt, why, in_words(pool.policy.name, why, seen)) | {
         "moved": moved_in_words(pool.policy.name, chosen, seen),
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",

@@ -31,12 +31,12 @@ class Line(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def tell_request(request_id: str, trace_id: str = "") -> None:
+def log_request_id(request_id: str, trace_id: str = "") -> None:
     """Each line that the current task logs from here on tells this X-Request-Id, and as JSON its trace."""
     _SERVED.set((id(asyncio.current_task()), request_id, trace_id))
 
 
-def _told_request() -> tuple[str, str]:
+def _request_of_task() -> tuple[str, str]:
     task, request_id, trace_id = _SERVED.get()
     try:
         return (request_id, trace_id) if task and task == id(asyncio.current_task()) else ("", "")
@@ -50,7 +50,7 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)
         record.exc_info = None
-    request_id, trace_id = _told_request()
+    request_id, trace_id = _request_of_task()
     if not hasattr(record, "request_id"):
         record.request_id = request_id
     if not hasattr(record, "trace_id"):

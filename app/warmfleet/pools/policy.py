@@ -21,17 +21,12 @@ HOMES = 8  # so many workers of a session's ring order go to a decision: at leas
 
 
 class PolicyChoice:
-    """The policy of one model: the operator's while there is one, else the setting's."""
+    """The policy of one model: the operator's while there is one, else the setting's. ``name``: of that in force."""
 
     def __init__(self, configured: str = "cost") -> None:
-        self.configured = configured
+        self.configured = self.name = configured
         self.operators = ""
         self.ring = Ring()
-
-    @property
-    def name(self) -> str:
-        """The policy in force."""
-        return self.operators or self.configured
 
     @property
     def source(self) -> str:
@@ -44,6 +39,7 @@ class PolicyChoice:
         "" means that the operator ordered none. An unknown policy, from a later version, counts as "".
         """
         before, self.operators = self.name, ordered if ordered in POLICIES else ""
+        self.name = self.operators or self.configured
         return before != self.name
 
     def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:

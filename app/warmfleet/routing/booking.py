@@ -75,7 +75,7 @@ class Booking:
     decision was asked for (``time.perf_counter``), ``question``: what was asked, ``answer`` and ``error``: what came of
     it. ``decision``: None until a worker is chosen. ``explanation``: of the decision as JSON; empty if the client asked
     for none. ``rings``: the order of the hash ring by policy, and ``log_line``: of the decision, for the decision log;
-    None if it does not belong to the sample.
+    None if it is not logged.
 
     A field that was not set has the value of its class, which costs nothing.
     """

@@ -39,7 +39,7 @@ logger = logging.getLogger("warmfleet.routing.client_limits")
 
 REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
 MAX_REFUSED = 1_024  # clients that are remembered for it
-MAX_UNTOLD = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
+MAX_NOT_TAKEN = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
 
 
 class Counting:
@@ -53,9 +53,9 @@ class Counting:
         self._pools = pools
         self._metrics = metrics
         self._refused_until: dict[str, float] = {}  # by the tag of a client
-        self._telling = 0  # ends that Redis has neither taken nor refused
-        self._untold: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
-        self._all_told = asyncio.Event()
+        self._under_way = 0  # ends that Redis has neither taken nor refused
+        self._not_taken: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
+        self._none_left = asyncio.Event()
 
     def begin(self, model: str, reservation: str, limits: ClientLimits, prompt_tokens: int) -> Counted:
         """Have a request counted. The caller awaits ``Counted.check``, and must call ``Counted.end`` in every case."""
@@ -111,7 +111,7 @@ class Counting:
                 continue
             for counted in batch:
                 counted.counts_in(pool)
-                self._untold.get(pool, {}).pop(counted.name, None)  # it runs, and is to count there again
+                self._not_taken.get(pool, {}).pop(counted.name, None)  # it runs, and is to count there again
             try:
                 await pool.fleet.keep_counted([counted.name for counted in batch])
             except WarmfleetError as error:
@@ -149,31 +149,31 @@ class Counting:
             self.end_in(pool, name, tokens)
 
     def end_in(self, pool: Pool, name: str, tokens: int) -> None:
-        """Tell a pool that a request counts no longer, and wait for nothing."""
-        self._telling += 1
-        pool.fleet.end_counted(name, tokens, partial(self._told, pool, name, tokens))
+        """Send a pool the end of a request that counts there, and wait for nothing."""
+        self._under_way += 1
+        pool.fleet.end_counted(name, tokens, partial(self._end_answered, pool, name, tokens))
 
-    def _told(self, pool: Pool, name: str, tokens: int, _answer: object, error: WarmfleetError | None) -> None:
-        self._telling -= 1
-        if not self._telling:
-            self._all_told.set()
+    def _end_answered(self, pool: Pool, name: str, tokens: int, _answer: object, error: WarmfleetError | None) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._none_left.set()
         if error is None:
             return
         logger.info("a request of a client with limits counts until its pool answers, or it expires: %s", error)
-        untold = self._untold.setdefault(pool, {})
-        if len(untold) < MAX_UNTOLD:
-            untold[name] = tokens
+        ends = self._not_taken.setdefault(pool, {})
+        if len(ends) < MAX_NOT_TAKEN:
+            ends[name] = tokens
 
     def answers(self, pool: Pool) -> None:
         """This pool answers: it gets the ends that it did not take before."""
-        for name, tokens in self._untold.pop(pool, {}).items():
+        for name, tokens in self._not_taken.pop(pool, {}).items():
             self.end_in(pool, name, tokens)
 
     async def drained(self) -> None:
         """Return when Redis has taken or refused every end."""
-        while self._telling:
-            self._all_told.clear()
-            await self._all_told.wait()
+        while self._under_way:
+            self._none_left.clear()
+            await self._none_left.wait()
 
     def refused(self, counted: Counted, error: RateLimited) -> None:
         """Remember that a limit refused a request."""
@@ -226,7 +226,7 @@ class Counted:
             self._give_back(self._asked[-1])
         self._asked.append(pool)
         self._charged[pool] = self.prompt_tokens
-        pool.fleet.admit(self.name, self.limits, self.prompt_tokens, partial(self._told, pool))
+        pool.fleet.admit(self.name, self.limits, self.prompt_tokens, partial(self._admit_answered, pool))
 
     def _give_back(self, pool: Pool) -> None:
         """Let the request, and its prompt, count in this pool no longer."""
@@ -234,7 +234,7 @@ class Counted:
         if charged is not None:
             self._counting.end_in(pool, self.name, -charged)
 
-    def _told(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
+    def _admit_answered(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
         """The answer of a pool, perhaps a late one."""
         if pool not in self._charged:  # it was told that the request is over
             return

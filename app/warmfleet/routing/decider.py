@@ -163,7 +163,7 @@ class Decider:
             self._explain(job, booking, answer)
 
     def _explain(self, job: Job, booking: Booking, decision: Decision) -> None:
-        """Give the booking its line of the decision log if it belongs to the sample, and the explanation if wanted."""
+        """Give the booking its line of the decision log if it is logged, and the explanation if it is wanted."""
         pool, question = booking.pool, booking.question
         if booking.rings is not None:
             booking.log_line = record(pool.tag, question, pool.fleet.weights, decision, booking.rings)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord
 
 _NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
-_TOLD = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
+_NUMBERED = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
 _KEPT = 40  # bytes of a piece that are looked at again with the next one: as long as the longest of both
 
 
@@ -36,8 +36,8 @@ class ErrorEvents:
         """Remember the number of the last event in this piece of the stream."""
         seen = self._tail + piece
         at = seen.rfind(_NUMBER)
-        if at >= 0 and (told := _TOLD.match(seen, at)):
-            self._number = int(told[1])
+        if at >= 0 and (found := _NUMBERED.match(seen, at)):
+            self._number = int(found[1])
         self._tail = seen[-_KEPT:]
 
     def watching(self, client: Sink) -> Sink:
@@ -58,10 +58,10 @@ class ErrorEvents:
         """
         if self._form == "messages":
             return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(error.as_anthropic())
-        told = error.as_dict()
+        body = error.as_dict()
         if self._form != "responses":
-            return b"\n\ndata: %b\n\n" % orjson.dumps(told)
+            return b"\n\ndata: %b\n\n" % orjson.dumps(body)
         # OpenAI's reference has the fields beside the type; its own server and clients have them in ``error``.
-        fields = {name: told["error"][name] for name in ("code", "message", "param")}
-        event = {"type": "error", "sequence_number": self._number + 1, **fields, **told}
+        fields = {name: body["error"][name] for name in ("code", "message", "param")}
+        event = {"type": "error", "sequence_number": self._number + 1, **fields, **body}
         return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(event)

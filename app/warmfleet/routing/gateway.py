@@ -155,7 +155,7 @@ class Gateway:
         )
 
     async def settle(self, model: str, reservation: str, ending: Ending) -> str:
-        """Tell Redis what became of a reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
+        """Settle a reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
 
         The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
         FleetUnavailable.

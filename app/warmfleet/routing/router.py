@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.request_headers import safe_request_id
 from warmfleet.errors import NoWorker, UpstreamGone, WarmfleetError
-from warmfleet.logs.lines import tell_request
+from warmfleet.logs.lines import log_request_id
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.dialects import bodies
 from warmfleet.routing.admission_queue import AdmissionQueue
@@ -124,7 +124,7 @@ class Router:
         request = bodies.parse(call.path, call.body, self._allowed_fields, call.content_type)  # 1 parse
         if request.request_id and not call.named:
             call.record.request_id = safe_request_id(request.request_id.encode("ascii", "ignore"))
-            tell_request(call.record.request_id, call.record.trace_id)
+            log_request_id(call.record.request_id, call.record.trace_id)
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
         pool = await self.pools.find(request.model, call.models)

@@ -74,7 +74,9 @@ class Tenancy:
 
         A body in which the engine looks for no salt gets none. Raises BadRequest, TooLarge: see ``media_ids.renamed``.
         """
-        if self._key and _may_name_media(request):
+        if not self._key:
+            return body
+        if _may_name_media(request):
             body = media_ids.renamed(body, partial(self.media_id, tenant))
         salt = self.salt(tenant, request.salt) if request.takes_salt else request.salt
         if salt == request.salt:

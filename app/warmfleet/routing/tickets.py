@@ -70,7 +70,7 @@ class Tickets:
         polls = self._polls.get(pool.tag)
         if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
             # Pools come and go: of those without a ticket nothing is kept.
-            self._polls = {tag: one for tag, one in self._polls.items() if one.task is not None}
+            self._polls = {tag: kept for tag, kept in self._polls.items() if kept.task is not None}
             polls = self._polls[pool.tag] = TicketPolls(pool)
         return polls
 

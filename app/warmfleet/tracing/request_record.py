@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.reservations import Outcome
     from warmfleet.prompt.engine_paths import EnginePath
 
-    #: Tells a step of the request in the log; None unless the log is at debug level.
-    Tell = Callable[[str], None]
+    #: Logs a step of the request; None unless the log is at debug level.
+    LogStep = Callable[[str], None]
 
 MAX_ERROR_CHARACTERS = 300
 MAX_MODEL_CHARACTERS = 200  # of its name, as the client wrote it
@@ -85,7 +85,7 @@ class TryRecord:
     cached_tokens: int | None = None
     outcome: Outcome | None = None
     failure: Failure | None = None
-    tell: Tell | None = None
+    log_step: LogStep | None = None
 
     def __init__(self, reservation: str = "") -> None:
         self.reservation = reservation
@@ -96,8 +96,8 @@ class TryRecord:
         if not self.queued_at:
             self.queued_at = time.perf_counter()
             self.waiting, self.work_s = waiting, work_s
-            if self.tell is not None:
-                self.tell(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
+            if self.log_step is not None:
+                self.log_step(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
 
     def decided(self, decision: Decision, policy: str, asked_at: float, token_s: float, fallback: str = "") -> None:
         """A worker was chosen. fallback: why Redis did not choose it."""
@@ -105,22 +105,22 @@ class TryRecord:
         self.decision, self.policy, self.asked_at, self.token_s = decision, policy, asked_at, token_s
         if fallback:
             self.fallback = fallback
-        if self.tell is not None:
+        if self.log_step is not None:
             by = f"by {policy}, {decision.why}" if policy else f"without Redis ({fallback})"
             held = f"{decision.matched_tokens} of {decision.prompt_tokens} tokens held"
-            self.tell(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
+            self.log_step(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
 
     def sent(self, engine_request_id: str, *, with_ids: bool) -> None:
         """The request is sent to the worker. with_ids: with token ids in place of the text."""
         self.sent_at, self.engine_request_id, self.sent_ids = time.perf_counter(), engine_request_id, with_ids
-        if self.tell is not None:
-            self.tell(f"sent as {engine_request_id}" + (", with token ids" if with_ids else ""))
+        if self.log_step is not None:
+            self.log_step(f"sent as {engine_request_id}" + (", with token ids" if with_ids else ""))
 
     def first_byte(self, status: int, at: float) -> None:
         """The first byte of the worker's answer came, and will be passed on."""
         self.first_byte_at, self.status = at, status
-        if self.tell is not None:
-            self.tell(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
+        if self.log_step is not None:
+            self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
         """All of the answer came that will."""
@@ -136,16 +136,16 @@ class TryRecord:
     def failed(self, error: WarmfleetError) -> None:
         """The worker failed, or its answer broke off."""
         self.failure = _failure(error)
-        if self.tell is not None:
-            self.tell(f"failed: {self.failure.message}")
+        if self.log_step is not None:
+            self.log_step(f"failed: {self.failure.message}")
 
     def end(self, outcome: Outcome) -> None:
         """Everything was given back."""
         self.ended_at, self.outcome = time.perf_counter(), outcome
         if self.decision is not None and self.decision.seen is not None:
             self.decision = replace(self.decision, seen=None)  # a record lives long, and this is the whole fleet
-        if self.tell is not None:
-            self.tell(f"settled: {outcome}")
+        if self.log_step is not None:
+            self.log_step(f"settled: {outcome}")
 
 
 class RequestRecord:
@@ -162,7 +162,7 @@ class RequestRecord:
     streams = complete = placed = kept = False
     identified_at = ended_at = 0.0
     failure: Failure | None = None
-    tell: Tell | None = None
+    log_step: LogStep | None = None
     happened: tuple[Event, ...] = ()
 
     def __init__(self, request_id: str, path: EnginePath, method: str, began_at: float) -> None:
@@ -173,35 +173,36 @@ class RequestRecord:
         """The record of a new try at a worker."""
         made = TryRecord(reservation)
         self.tries.append(made)
-        if self.tell is not None:
-            self._tell_of(made, self.tell)
+        if self.log_step is not None:
+            self._log_try(made, self.log_step)
         return made
 
-    def _tell_of(self, made: TryRecord, tell: Tell) -> None:
-        made.tell = tell
-        tell(f"try {len(self.tries)}, reservation {made.reservation}")
+    def _log_try(self, made: TryRecord, log_step: LogStep) -> None:
+        made.log_step = log_step
+        log_step(f"try {len(self.tries)}, reservation {made.reservation}")
 
     def identified(self, model: str, kind: str, reason: str, tokens: int, *, streams: bool) -> None:
         """The prompt was identified."""
         self.identified_at = time.perf_counter()
         self.model = model if len(model) <= MAX_MODEL_CHARACTERS else model[:MAX_MODEL_CHARACTERS]
         self.kind, self.reason, self.prompt_tokens, self.streams = kind, reason, tokens, streams
-        if self.tell is not None:
+        if self.log_step is not None:
             why = f" ({reason})" if reason else ""
-            self.tell(f"identified: {kind}{why}, {tokens} tokens for {self.model}")
+            self.log_step(f"identified: {kind}{why}, {tokens} tokens for {self.model}")
 
     def event(self, name: str, **attributes: Value) -> None:
         """Something that happened between two tries. The first MAX_EVENTS are kept."""
         if len(self.happened) < MAX_EVENTS:
             self.happened = (*self.happened, Event(time.perf_counter(), name, attributes))
-        if self.tell is not None:
-            self.tell(f"{name}: " + ", ".join(f"{key.rpartition('.')[2]} {told}" for key, told in attributes.items()))
+        if self.log_step is not None:
+            values = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in attributes.items())
+            self.log_step(f"{name}: {values}")
 
     def refused(self, error: WarmfleetError) -> None:
         """The client got this error as its answer, or as the end of its answer."""
         self.failure, self.error_status = _failure(error), error.status
-        if self.tell is not None:
-            self.tell(f"refused: {error.status} {error.code}")
+        if self.log_step is not None:
+            self.log_step(f"refused: {error.status} {error.code}")
 
     def hung_up(self) -> None:
         """The client hung up before its answer was complete."""

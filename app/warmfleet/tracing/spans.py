@@ -105,8 +105,8 @@ class RequestSpan(RequestRecord):
     def begin_try(self, reservation: str = "") -> TryRecord:
         made = TrySpan(self.trace_id, reservation)
         self.tries.append(made)
-        if self.tell is not None:
-            self._tell_of(made, self.tell)
+        if self.log_step is not None:
+            self._log_try(made, self.log_step)
         return made
 
     @property

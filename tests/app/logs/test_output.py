@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from warmfleet.logs import output
-from warmfleet.logs.lines import Line, tell_request
+from warmfleet.logs.lines import Line, log_request_id
 from warmfleet.logs.output import LogOutput
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ async def serve_badly() -> None:
     async def other_work() -> None:
         logger.warning("work of another task")
 
-    tell_request("abc", "trace-1")
+    log_request_id("abc", "trace-1")
     try:
         _ = dict[str, int]()["a bug"]
     except KeyError:

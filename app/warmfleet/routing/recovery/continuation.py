@@ -137,7 +137,7 @@ class Continuation:
             await errors.end(answer, error, record)
 
     def _log(self, cut: StreamCut, result: str) -> None:
-        """Tell of a stream that broke off."""
+        """Log that a stream broke off."""
         logger.warning("a stream of worker %s broke off (%s): %s", cut.worker_id, cut.error.message, result)
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:

@@ -30,23 +30,23 @@ BUDGET_MOST = 128.0  # tries saved up: as many requests as may be under way at a
 class RetryBudget:
     """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
 
-    A try after a refused connection is free: it did not cost the worker anything.
+    A try after a refused connection is free: it did not cost the worker anything. ``empty``: there is no further try.
     """
 
     def __init__(self) -> None:
         self._left = BUDGET_MOST
+        self.empty = False
 
     def earn(self) -> None:
         """A request came."""
-        self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
-
-    @property
-    def empty(self) -> bool:
-        return self._left < 1.0
+        if self._left < BUDGET_MOST:
+            self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
+            self.empty = self._left < 1.0
 
     def spend(self) -> None:
         """A request is tried again."""
         self._left -= 1.0
+        self.empty = self._left < 1.0
 
 
 class Retries:
@@ -72,10 +72,6 @@ class Retries:
         budget.earn()
 
     @property
-    def _last(self) -> bool:
-        return self._attempts_left == 1
-
-    @property
     def tried_elsewhere(self) -> frozenset[int]:
         """The statuses of an answer that the client does not get: another worker is tried instead."""
         if self._attempts_left == 1 or self._budget.empty or self._job.worker_count <= 1:
@@ -97,7 +93,7 @@ class Retries:
         # worker nothing.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
         free = gone or by_name
-        if (self._last and not free) or self._too_much or (costs and self._budget.empty):
+        if (self._attempts_left == 1 and not free) or self._too_much or (costs and self._budget.empty):
             raise error
         if costs:
             self._budget.spend()
