@@ -125,11 +125,14 @@ def test_a_run_that_ends_by_itself_leaves_no_process_and_has_its_own_status(tmp_
 
 
 @pytest.fixture(autouse=True)
-def outside_nohup() -> Iterator[None]:
-    """Runs of these tests hear SIGHUP, also where the run that they belong to was told to ignore it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def no_signal_is_ignored() -> Iterator[None]:
+    """Runs of these tests hear SIGHUP and SIGINT, also where their own run ignores them (nohup; a shell's ``&``)."""
+    ignored = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

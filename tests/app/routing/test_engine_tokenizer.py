@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
 from warmfleet_loadtest.simulator.api import Api
@@ -36,7 +37,13 @@ async def two(
         simulated(redis_url, model, "s2", facts=facts, leave_out=left),
         replica(redis_url, model, **({"ask_timeout_s": 5.0} | settings)) as router,
     ):
-        await router.proven(2)
+
+        async def proven() -> bool:
+            return await router.metric('warmfleet_workers{state="proven"}') == 2
+
+        await poll(proven, 60, "both are proven")  # a replica without an identity is ready much later
+        if not bare:
+            await router.exact()
         yield router
 
 

@@ -133,17 +133,17 @@ class Replica:
 
         await poll(known, 60, "an exact identity", every_s=ASK_S)
 
-    async def proven(self, count: int = 1) -> None:
-        """Return once the replica knows ``count`` workers, all to be right, and their tokenizer if they brought one."""
+    async def proven(self) -> None:
+        """Return once the replica knows one worker to be right, and its tokenizer if it brought one."""
 
         async def known() -> bool:
             model = json.loads((await self.get("/workers"))[1])["models"][0]
-            if [worker["proof"] for worker in model["workers"]] != ["proven"] * count:
+            if [worker["proof"] for worker in model["workers"]] != ["proven"]:
                 return False
             seen = await self.metric('warmfleet_workers{state="proven"}')
-            return seen == count and (await self.get("/readyz"))[0] == 200
+            return seen == 1 and (await self.get("/readyz"))[0] == 200
 
-        await poll(known, 60, f"{count} proven workers, and a replica that is ready", every_s=ASK_S)
+        await poll(known, 60, "the worker is proven, and the replica ready", every_s=ASK_S)
 
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
