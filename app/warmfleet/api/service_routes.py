@@ -154,7 +154,7 @@ class ServiceRoutes:
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         requests.note_inexact(asked, data, body)
         raw = request.headers.raw
-        asked.use_salt(self._tenancy.salt(self._tenant(raw, tenant), asked.salt))
+        asked.salt = self._tenancy.salt(self._tenant(raw, tenant), asked.salt)
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
         flow = self._tenancy.flow(raw) if tenant is None else self._tenancy.flow_of(tenant.encode("utf-8", "replace"))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_BLOCKS = 8_192  # in one chain: lua/decide.lua accepts no more
 BLOCKS_AT_ONCE = 512  # hashes made in one call, which holds the interpreter lock for 0.3 ms
-NO_KEYS = cbor.encode(None)
+NO_KEYS = cbor.encode(None)  # the extra keys of most blocks: none
 TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
 
 TEXT_BLOCK_BYTES = 64  # a block of text counts as 16 tokens: about four bytes make one token
@@ -90,7 +90,7 @@ class Hasher:
         try:
             if self._table:
                 return self._cbor_digests(previous, ids, salt, lora)
-        except IndexError:  # an id is larger than the table; the slower function below takes every id
+        except IndexError:  # an id is beyond the table; the slower function below takes every id
             pass
         return wire.chain_hashes(self.scheme, ids, None if first else previous, salt, lora, self._new)
 

@@ -55,23 +55,21 @@ class DirectCode(jinja2.compiler.CodeGenerator):
         if not isinstance(node.node, nodes.Name) or node.attr in _NAMES_OF_DICT:
             super().visit_Getattr(node, frame)
             return
-        key = repr(node.attr)
-        for before in ("(", f"[{key}] if type(", f") is dict and {key} in ", " else environment.getattr("):
-            self.write(before)
-            self.visit(node.node, frame)
-        self.write(f", {key}))")
+        self._write_look(node.node, repr(node.attr), "getattr", frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
         """``message["role"]`` likewise."""
-        if not (
-            isinstance(node.node, nodes.Name) and isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
-        ):
+        key = node.arg.value if isinstance(node.arg, nodes.Const) else None
+        if not isinstance(node.node, nodes.Name) or not isinstance(key, str):
             super().visit_Getitem(node, frame)
             return
-        key = repr(node.arg.value)
-        for before in ("(", f"[{key}] if type(", f") is dict and {key} in ", " else environment.getitem("):
+        self._write_look(node.node, repr(key), "getitem", frame)
+
+    def _write_look(self, owner: nodes.Name, key: str, otherwise: str, frame: Any) -> None:
+        """Write ``owner[key]`` for a plain dict that has the key. ``otherwise``: the method that looks elsewhere."""
+        for before in ("(", f"[{key}] if type(", f") is dict and {key} in ", f" else environment.{otherwise}("):
             self.write(before)
-            self.visit(node.node, frame)
+            self.visit(owner, frame)
         self.write(f", {key}))")
 
 
@@ -105,7 +103,7 @@ class PlainEnvironment(jinja2.Environment):
 
 
 class ChatTemplate:
-    """One compiled template. Its constructor raises jinja2.TemplateError if the source does not compile."""
+    """A compiled template. The constructor raises jinja2.TemplateError if the source does not compile."""
 
     state = "approved"
 
@@ -116,7 +114,6 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         tree = environment.parse(source)
-        self._source = source
         self._template = environment.from_string(source)
         self._environment = environment
         # Every render copies the globals, and a ChainMap is slow to copy.
@@ -127,8 +124,8 @@ class ChatTemplate:
         self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]  # checked here
 
     @property
-    def here(self) -> ChatTemplate:
-        """This template: it renders in this process. A ``WorkerTemplate`` has None here until it is approved."""
+    def local(self) -> ChatTemplate:
+        """The template itself, which renders in this process. A ``WorkerTemplate`` has None until it is approved."""
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
@@ -151,7 +148,7 @@ class ChatTemplate:
             raise NotReproducible("template") from error
 
     def _rendered(self, values: dict[str, Any]) -> str:
-        """As the template's own ``render``, which copies the values twice more and rewrites tracebacks."""
+        """As jinja2's ``Template.render``, which copies the values twice more and rewrites tracebacks."""
         template = self._template
         context = self._environment.context_class(self._environment, values, None, template.blocks, self._globals)
         return "".join(template.root_render_func(context))
@@ -199,7 +196,7 @@ def _strftime_now(form: str) -> str:
 
 
 # ------------------------------------------------------------ does the template loop over a message's content?
-# vLLM gives a list of parts ("openai") to a template that does, and one joined text ("string") to every other one.
+# vLLM gives a list of parts ("openai") to a template that does, and one joined text ("string") to all others.
 # The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the same in vLLM and in the
 # router.
 
@@ -268,8 +265,12 @@ def _macro_contents(tree: nodes.Template, messages: list[str]) -> tuple[dict[int
         for call in tree.find_all(nodes.Call):
             if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
                 continue
-            given = [*zip(names, call.args, strict=False), *((item.key, item.value) for item in call.kwargs)]
-            content |= {n for n, value in given if n in names and any(_reads(value, m, "content") for m in messages)}
+            passed = [*zip(names, call.args, strict=False), *((item.key, item.value) for item in call.kwargs)]
+            content |= {
+                name
+                for name, value in passed
+                if name in names and any(_reads(value, message, "content") for message in messages)
+            }
         for loop in macro.find_all(nodes.For):
             loops.add(id(loop))
             if content:

@@ -2,8 +2,8 @@
 
 Two rules are exact for the tokenizers in use: a text may be cut before a space that follows an ASCII letter, and before
 a special token that the tokenizer splits off first of all (a separator). Each tokenizer is checked for both rules when
-it is loaded: by the contents of its file, and by a thousand difficult strings. For a tokenizer only the rules that it
-passes are used.
+it is loaded: by the contents of its file, and by a thousand difficult strings. A text is cut by the rules that its
+tokenizer passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GRID = 1_024  # characters that a piece has at least
 WINDOW = 65_536  # characters searched in one call, which holds the interpreter lock for 1 ms
-MAX_SEPARATORS = 16  # only those that the chat template uses: a search for hundreds would be slow
+MAX_SEPARATORS = 16  # of those that the chat template uses: a search for hundreds would be slow
 CHECKS = 1_000
 #: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKZz]|\^|\$")
@@ -44,7 +44,7 @@ class Cuts:
     def next(self, text: str, start: int) -> tuple[int, int] | None:
         """The end of the piece that begins at ``start``, and the end of the text that decides this; None at the last.
 
-        The first number depends only on the text up to the second, so texts that begin alike are cut alike.
+        The first number depends only on the text before the second, so texts that begin alike are cut alike.
         """
         if len(text) < start + self.grid:
             return None
@@ -76,10 +76,10 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a tokenizer's file says about cutting.
+    """The facts about cutting in a tokenizer's file.
 
-    hard: special tokens that are split off before the text is looked at further. spaces: cutting before a space may be
-    exact. added: all tokens that the file adds to the model's vocabulary.
+    hard: special tokens that are split off before the rest of the text is looked at. spaces: cutting before a space
+    may be exact. added: all tokens that the file adds to the model's vocabulary.
     """
 
     hard: tuple[str, ...]
@@ -88,7 +88,7 @@ class Facts:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Facts:
-        """Read from a tokenizer of the ``tokenizers`` library."""
+        """The facts of a tokenizer of the ``tokenizers`` library."""
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
         plain = tokenizer.normalizer is None
         hard = tuple(
@@ -123,7 +123,7 @@ def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> boo
 
 
 def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
-    """By its file, no step of this tokenizer looks across the gap between a letter and a space behind it."""
+    """As its file shows, no step of this tokenizer looks across the gap between a letter and a space behind it."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return False

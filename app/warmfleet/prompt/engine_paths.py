@@ -1,7 +1,7 @@
 """The paths of engines that clients may use, and what a request to each of them asks of an engine. Pure.
 
 A path that is not here, and that no pattern of the operator covers, is answered with 404. The paths of ``NEVER`` are
-refused whatever the operator's patterns say: they steer one engine, or tell about it, and a router has many.
+refused whatever the operator's patterns say: they steer one engine, or report on it, and a router has many.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 #: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
 #: engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
-#: What a good answer in JSON is: one object; one value, which is whole only at its end; or anything, such as a value in
-#: pieces that a client reads as they come.
+#: The content of a good answer in JSON: one object; one value, which is whole only at its end; or anything, such as a
+#: value in pieces that a client reads as they come.
 Answer = Literal["object", "value", "any"]
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePath:
-    """One path. name: its label in the metrics. generates: the engine answers with tokens that it generates.
+    """A path of engines. name: its label in the metrics. generates: the engine answers with tokens that it generates.
 
     takes_salt: the engine reads the body's ``cache_salt``. answer: with status 200, if its type is JSON.
     takes_all_types: its body may be a form, or anything else.
@@ -84,13 +84,14 @@ OWN = frozenset(
         *("/status/dom.js", "/status/plots.js", "/status/tables.js"),
     }
 )
-#: Those of them that are for operators.
+#: Paths among OWN that are for operators.
 OPERATORS = frozenset(
     {"/metrics", "/workers", "/replicas", "/explain", "/why", "/route", "/settle", "/renew", "/status.json"}
 )
-#: Those that change something or tell about single requests: without an admin key they may be for the own host alone.
+#: Paths among OWN that change something, or show single requests. Without an admin key a replica may answer them to its
+#: own host alone.
 OWN_HOST = frozenset({"/explain", "/why", "/route", "/settle", "/renew"})
-#: Paths of vLLM's server that change one engine, or tell about it, or need a connection of another kind.
+#: Paths of vLLM's server that change one engine, report on it, or need a connection of another kind.
 NEVER = frozenset(
     {
         *("/abort_requests", "/inference/v1/abort_requests", "/pause", "/resume", "/is_paused"),
@@ -133,7 +134,7 @@ class EnginePaths:
         self._above = tuple(text[:-1] for text in texts if text.endswith("/*"))
 
     def find(self, path: str) -> EnginePath | None:
-        """What a request to this decoded path asks of an engine; None if the path does not go to engines."""
+        """The path of engines that is written so, once decoded; None if such a path does not go to engines."""
         known = KNOWN.get(path)
         if known is not None:
             return known
@@ -144,17 +145,12 @@ class EnginePaths:
         return _other(path)
 
     def all(self) -> list[EnginePath]:
-        """All paths; what a pattern covers is one path that ends in ``{path}``."""
+        """All paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
         return [*_KNOWN, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
 
 
 def _other(path: str) -> EnginePath:
+    """A path that only a pattern of the operator covers."""
     return EnginePath(
-        path,
-        "other",
-        generates=True,
-        takes_salt=False,
-        methods=("GET", "POST"),
-        answer="any",
-        takes_all_types=True,
+        path, "other", generates=True, takes_salt=False, methods=("GET", "POST"), answer="any", takes_all_types=True
     )

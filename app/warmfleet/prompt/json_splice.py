@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Endpoint
 
 MAX_MARKS = 4_096  # brackets and strings that a search for the prompt passes in a body
-MAX_LOOKS = 256  # escaped quotes that are examined singly, at 0.2 us each
+MAX_LOOKS = 256  # escaped quotes that are examined one by one, at 0.2 us each
 MAX_SLASHES = 64  # backslashes before a quote
 
 _EMPTY = re.compile(rb"\s*\{\s*\}")
@@ -49,17 +49,17 @@ def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], char
     if span is None:
         return None
     start, end = span
-    lists = [b"".join(one) for one in ids]
+    lists = [b"".join(parts) for parts in ids]
     value = lists[0] if raw[start] == _QUOTE else b"[%b]" % b",".join(lists)
     view = memoryview(raw)
     return b"".join((view[:start], value, view[end:]))
 
 
 def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | None:
-    """Begin and end of the value of ``key`` in a JSON object. If the key comes twice, the last value is meant.
+    """Begin and end of the value of ``key`` in a JSON object; of the last value if the key comes twice.
 
     None if the object has no such key, or more than MAX_MARKS strings and brackets. characters: the length of the
-    value if it is a string; the search then skips so much.
+    value if it is a string; the search then jumps to its end.
     """
     text = _Text(raw)
     found, at = None, raw.index(b"{") + 1
@@ -99,7 +99,7 @@ class _Text:
         try:
             end = self.string_end(start + characters)
             orjson.loads(self.raw[start:end])  # raises ValueError unless this is exactly one string
-        except ValueError:  # an earlier value of the same key: it was not parsed, and has another length
+        except ValueError:  # an earlier value of the same key, which has another length than the parsed one
             return 0
         return end
 

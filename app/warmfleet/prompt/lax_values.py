@@ -13,9 +13,9 @@ MAX_DIGITS = 4_300  # of a number that is written as text; Python converts no mo
 
 
 def whole(value: Any) -> int | None:
-    """The value as a whole number; None if it is none.
+    """The value as a whole number; None if it is not one.
 
-    A number beyond 64 bits may be given as a float: orjson reads it so, though vLLM takes it.
+    A number beyond 64 bits may arrive as a float: orjson reads it so, though vLLM takes it.
     """
     if isinstance(value, int):
         return int(value)  # of true and false, too

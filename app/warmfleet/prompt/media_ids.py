@@ -1,4 +1,4 @@
-"""Finds the ids by which a body names media that an engine keeps, and puts other ids in their place. Pure.
+"""Finds the ids by which a body names media that an engine keeps, and puts other ids in their places. Pure.
 
 vLLM keeps processed images, audio and video. A content part with a ``uuid`` and no data is answered from there; the
 data of a part with both is kept under that id. ``features.mm_hashes`` of /inference/v1/generate name the same store.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_IDS = 4_096  # in one body, with all other keys of these names: to replace one takes 3 us
-#: Fields of a body that hold messages, or other objects with content parts: one, a list, or a list of lists.
+MAX_IDS = 4_096  # in one body, with all other keys of these names: replacing an id takes 3 us
+#: Fields of a body that hold messages, or other objects with content parts: an object, a list, or a list of lists.
 HOLDERS = (
     *("messages", "input", "inputs", "query", "queries", "documents", "items"),
     *("data_1", "data_2", "text_1", "text_2"),
@@ -32,7 +32,7 @@ PARTS = ("content", "output")
 
 def _spelled(name: str) -> bytes:
     """A pattern of the string ``name``, any character of which may be written as an escape."""
-    return b"".join([b"(?:%b|\\\\u(?i:%04x))" % (re.escape(one.encode()), ord(one)) for one in name])
+    return b"".join([b"(?:%b|\\\\u(?i:%04x))" % (re.escape(letter.encode()), ord(letter)) for letter in name])
 
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -47,7 +47,7 @@ _STRINGS = re.compile(_STRING + rb"(\s*+:)?", re.DOTALL)
 
 
 class Place(NamedTuple):
-    """Where an id stands. field: that names it. start, end: of its JSON value in the body."""
+    """The place of an id. field: its name. start, end: of its JSON value in the body."""
 
     field: str
     start: int
@@ -59,13 +59,13 @@ def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
-    found = places(body)
-    if not found:
+    ids = places(body)
+    if not ids:
         return body
     view, pieces, at = memoryview(body), list[bytes | memoryview](), 0
-    for _, start, end in found:
+    for _, start, end in ids:
         raw = body[start:end]
-        # vLLM makes a text of any other value: an id that is a number means the same as its digits.
+        # vLLM makes a text of every other value, so an id that is a number means the same as its digits.
         name = json.loads(raw) if raw.startswith(b'"') else raw.decode()
         pieces += view[at:start], b'"%b"' % rename(name).encode()
         at = end
@@ -86,23 +86,23 @@ def places(body: bytes) -> list[Place]:
         field = "mm_hashes" if match["uuid"] is None else "uuid"
         if match["value"] != b"null" and (field == "mm_hashes" or not match["value"].startswith(b"{")):
             values.append(Place(field, *match.span("value")))
-    # The number of each value stands in its place, so the parsed body tells which of them are ids.
+    # Numbers take the places of the values. The ids are the values whose numbers the parser finds where ids may stand.
     pieces, at = list[bytes](), 0
     for number, place in enumerate(values):
         pieces += body[at : place.start], b"%d" % number
         at = place.end
     try:
         data = decoded(b"".join((*pieces, body[at:])))
-    except BadRequest:  # the body was read as a form before: no engine finds ids there
+    except BadRequest:  # the body is a form: no engine finds ids there
         return []
-    found = [_simple(body, values[number]) for number in sorted(_numbers(data))]
-    if sum(map(len, found)) > MAX_IDS:
+    ids = [place for number in sorted(_numbers(data)) for place in _ids_in(body, values[number])]
+    if len(ids) > MAX_IDS:
         raise _too_many()
-    return [place for several in found for place in several]
+    return ids
 
 
-def _simple(body: bytes, place: Place) -> list[Place]:
-    """The place of an id, or those in the lists of an object."""
+def _ids_in(body: bytes, place: Place) -> list[Place]:
+    """The place itself if it holds one id, or the places of all ids in its lists."""
     if place.field == "uuid":
         return [place]
     strings = _STRINGS.finditer(body, place.start, place.end)
@@ -110,7 +110,7 @@ def _simple(body: bytes, place: Place) -> list[Place]:
 
 
 def _numbers(data: Json) -> Iterator[int]:
-    """Raises BadRequest where an id is an object or a list, which stay as they are, or no object where one must be."""
+    """The numbers that stand in the places of ids. Raises BadRequest for an id whose type no engine takes."""
     for part in _parts(data):
         if (number := _number(part, "uuid")) is not None:
             yield number
@@ -129,19 +129,19 @@ def _number(value: Json, field: str) -> int | None:
 
 def _parts(data: Json) -> Iterator[Json]:
     """Every content part of a body."""
-    left: list[Any] = [data.get(name) for name in HOLDERS]
-    left.append({"content": data.get("content_parts")})
-    while left:
-        holder = left.pop()
+    waiting: list[Any] = [data.get(name) for name in HOLDERS]
+    waiting.append({"content": data.get("content_parts")})
+    while waiting:
+        holder = waiting.pop()
         if isinstance(holder, list):
-            left += [one for one in holder if isinstance(one, list | dict)]
+            waiting += [member for member in holder if isinstance(member, list | dict)]
         elif isinstance(holder, dict):
             for name in PARTS:
                 parts = holder.get(name)
                 for part in parts if isinstance(parts, list) else (parts,):
                     if isinstance(part, dict):
                         yield part
-                        left.append(part)
+                        waiting.append(part)
 
 
 def _too_many() -> TooLarge:

@@ -51,16 +51,18 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
     items = [MODALITIES[part["type"]] for message in request.messages for part in _parts(message) if _is_item(part)]
     if form == "string" and not all(placeholders.get(item) for item in items):
         raise NotReproducible("parts")  # without a placeholder the tokens may go anywhere, mostly to the front
-    changes: list[tuple[str, Change]] = [(REAL, lambda m: _as_engine(m, placeholders)), (FIRST, _same), (SECOND, _same)]
-    found = [
+    changes: list[tuple[str, Change]] = [
+        (REAL, lambda messages: _as_engine(messages, placeholders)), (FIRST, _same), (SECOND, _same),
+    ]  # fmt: skip
+    made = [
         (replace(request, messages=[_with(message, word, form) for message in request.messages]), change)
         for word, change in changes
     ]
-    return [*found, (_without(request), _same)] if items and form == "openai" else found
+    return [*made, (_without(request), _same)] if items and form == "openai" else made
 
 
 def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[int], int]:
-    """The ids that the prompt certainly begins with, and about how many ids it has. texts: the rendered variants.
+    """The ids that the prompt certainly begins with, and about how many ids it has. texts: of the rendered variants.
 
     Raises NotReproducible if the template drops the parts.
     """

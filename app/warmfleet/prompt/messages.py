@@ -26,15 +26,22 @@ KNOWN_PART_FIELDS = frozenset(
 )
 #: Roles whose messages are read further even where they have a text and nothing else.
 _OTHER_FIELDS = frozenset({"system", "developer"})
-BILLING_HEADER = "x-anthropic-billing-header"  # one client's first system line, with another value in every request
+BILLING_HEADER = "x-anthropic-billing-header"  # a client's first line of system text: it differs in every request
 
 
-class NotReproducible(Exception):  # noqa: N818  no error: the engine serves such a request
+class NotReproducible(Exception):  # noqa: N818  not an error: the engine serves such a request
     """The router cannot make the token ids that the engine will make. ``reason``: a word for the metric."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def checked_list(value: Any, reason: str = "content") -> list[Any]:
+    """``value``, if it is a list. Raises NotReproducible with ``reason``."""
+    if not isinstance(value, list):
+        raise NotReproducible(reason)
+    return value
 
 
 def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
@@ -54,10 +61,8 @@ def _message(message: Message, content_format: Format) -> Message:
     result: Message = {"role": role, "content": _content(content, role, content_format)}
     if role == "assistant":
         calls = message.get("tool_calls")
-        if calls and not isinstance(calls, list):
-            raise NotReproducible("tool_calls")
         if calls:
-            result["tool_calls"] = [_tool_call(call) for call in calls]
+            result["tool_calls"] = [_tool_call(call) for call in checked_list(calls, "tool_calls")]
         reasoning = message.get("reasoning")
         if reasoning is None:
             reasoning = message.get("reasoning_content")
@@ -117,8 +122,8 @@ def _without_billing_header(part: Any) -> Any:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
-    rest = text.partition("\n")[2]
-    return None if not rest else rest if isinstance(part, str) else part | {"text": rest}
+    kept = text.partition("\n")[2]
+    return None if not kept else kept if isinstance(part, str) else part | {"text": kept}
 
 
 def _tool_call(call: Any) -> Message:
@@ -143,10 +148,8 @@ def _developer_tools(tools: Any) -> list[Message] | None:
     """The tools of a developer message, unchanged but for the order of their keys."""
     if tools is None:
         return None
-    if not isinstance(tools, list):
-        raise NotReproducible("developer_tools")
     made = []
-    for tool in tools:
+    for tool in checked_list(tools, "developer_tools"):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise NotReproducible("developer_tools")
@@ -158,11 +161,7 @@ def _developer_tools(tools: Any) -> list[Message] | None:
 
 def tool_schemas(tools: Any) -> list[Message] | None:
     """Tools as the engine dumps them: known fields in its order; an absent description or parameters becomes null."""
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise NotReproducible("tools")
-    return [_tool_schema(tool) for tool in tools]
+    return [_tool_schema(tool) for tool in checked_list(tools, "tools")] if tools else None
 
 
 def _tool_schema(tool: Any) -> Message:
@@ -173,8 +172,7 @@ def _tool_schema(tool: Any) -> Message:
     schema = {name: function.get(name) for name in ("name", "description", "parameters")}
     functions_own = function.get("defer_loading")
     flags = {"strict": function.get("strict"), "defer_loading": deferred if functions_own is None else functions_own}
-    given = {name: value for name, value in (*flags.items(), ("defer_loading", deferred)) if value is not None}
-    if not all(isinstance(value, bool) for value in given.values()):
+    if not all(value is None or isinstance(value, bool) for value in (*flags.values(), deferred)):
         raise NotReproducible("tools")  # the engine reads "yes" or 1 as true
     schema |= {name: value for name, value in flags.items() if value is not None}
     made: Message = {"type": tool.get("type", "function"), "function": schema}
@@ -182,7 +180,10 @@ def _tool_schema(tool: Any) -> Message:
 
 
 def developer_to_system(messages: list[Message]) -> list[Message]:
-    """For a template without the role ``developer``: it becomes ``system``, and all system text goes to the front."""
+    """The messages for a template without the role ``developer``: such messages become ``system``.
+
+    All system text goes to the front.
+    """
     if "developer" not in [message["role"] for message in messages]:
         return messages
     messages = [_as_system(message) if message["role"] == "developer" else message for message in messages]

@@ -1,4 +1,4 @@
-"""Counts the prefixes that prompts of one model have in common. A joining worker is prewarmed with the most used.
+"""Counts the prefixes that prompts of one model have in common. A joining worker is warmed with the most used ones.
 
 A prompt counts once: at its last piece that an earlier prompt had as well. The users of one system prompt thus all
 count at its end; the turns of a conversation count in different places. All counts are halved every HALF_LIFE_S, and
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1_024
 HALF_LIFE_S = 300.0
-LEAST = 2.0  # uses; a prefix with fewer may be of a single conversation
+LEAST = 2.0  # uses; a prefix with fewer may belong to a single conversation
 
 
 class PopularPrefixes:
-    """The counts of one model under one identity; used by the event loop alone."""
+    """The counts of one model under one identity. Only the event loop uses them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class PopularPrefixes:
         counts[mark] = counts.get(mark, 0.0) + 1.0
 
     def most_used(self, limit: int) -> list[Node]:
-        """The last nodes of at most ``limit`` prefixes, the most used first; none that a chosen one begins with."""
+        """The last nodes of at most ``limit`` prefixes, the most used first. No prefix is the beginning of another."""
         self._age()
         chosen: list[Node] = []
         covered: set[Node] = set()  # the chosen nodes and all nodes above them

@@ -3,7 +3,7 @@
 A text is cut into pieces by rules under which the ids of the pieces, joined, are the ids of the whole (``cut_points``).
 A node is a run of pieces behind the pieces of the nodes above it, so a long beginning that is known is found by one
 comparison. A prompt that leaves a run at the end of one of its pieces splits the run there: two new nodes take the
-place of the old one. Texts, ids and hashes of a node never change. One lock guards the membership and order of nodes,
+place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
 their parents, children and marks, and the count of bytes. When the trie has more than ``limit_bytes``, the least
 recently used nodes leave; a node leaves after all nodes below it.
 """
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
 PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
-TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once they were needed
+TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
 MAX_ENDING = 2_048  # characters of an ending that is kept: only a text with few places to cut has a longer one
-ONE_PROMPT = 4  # one prompt may fill one part in four of the trie, the rest is for other prompts
+ONE_PROMPT = 4  # a single prompt may fill a fourth of the trie; the rest is for other prompts
 
 NO_IDS = array("I")
 
@@ -43,12 +43,12 @@ NO_IDS = array("I")
 class Piece(NamedTuple):
     """The end of a piece. Positions and tokens are counted from the beginning of the prompt.
 
-    seen: the end of the text that decides where this piece ends. ends: for each hasher, the digest of the last block
-    that is full here.
+    decided_at: the end of the text that decides where this piece ends. ends: for each hasher, the digest of the last
+    block that is full here.
     """
 
     end: int
-    seen: int
+    decided_at: int
     tokens: int
     ends: tuple[bytes, ...]
 
@@ -97,42 +97,30 @@ class Ending(Ids):
 
     @property
     def cost(self) -> int:
-        """The bytes that this takes, about."""
+        """The bytes that this ending takes, about."""
         hashes = HASHER_BYTES * len(self.packed) + sum(map(len, self.packed))
         return ENDING_BYTES + _text_bytes(self.text) + TOKEN_BYTES * len(self.ids) + hashes
 
-    def of(self, text: str, at: int, suffix: array[int]) -> bool:
-        """Whether ``text`` has just this behind ``at``, and is to get these special tokens."""
+    def matches(self, text: str, at: int, suffix: array[int]) -> bool:
+        """Whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
         return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
 
 
 class Node(Ids):
-    """A run of pieces. A root has none, and the ids that begin every prompt of its reading.
+    """A run of pieces. A root has no pieces; its ids begin every prompt of its reading.
 
-    parent, key: the node above, and the name of this one among its children: the text that decides where the first
-    piece ends, or a root's ``Reading.key``. text: the text of the pieces, and as much behind it as decides where they
-    end. end, tokens: characters and ids of the prompt up to the end of this node. hashes: for each hasher, the packed
-    hashes of the blocks that this node fills. ends: for each hasher, the digest of the last block so far. origin: the
-    node whose first pieces this one has, until it takes the place of that node; else None. ending: of the last prompt
-    that ended behind this node.
+    parent: the node above. key: the name of this node among the parent's children: the text that decides where the
+    first piece ends, or a root's ``Reading.key``. text: of the pieces, and as much behind it as decides where they end.
+    end, tokens: characters and ids of the prompt up to the end of this node. hashes: for each hasher, the packed hashes
+    of the blocks that this node fills. ends: for each hasher, the digest of the last block so far. origin: the node
+    that this one is a beginning of, until this one takes its place; else None. ending: of the last prompt that ended
+    behind this node.
     """
 
     __slots__ = (
-        "__weakref__",
-        "children",
-        "end",
-        "ending",
-        "ends",
-        "hashes",
-        "key",
-        "latest",
-        "mark",
-        "origin",
-        "parent",
-        "pieces",
-        "text",
-        "tokens",
-    )
+        "__weakref__", "children", "end", "ending", "ends", "hashes", "key", "latest", "mark", "origin", "parent",
+        "pieces", "text", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -156,9 +144,9 @@ class Node(Ids):
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
-        """The node of these pieces of a prompt's text. text: from the parent's end on; what is too much is cut off."""
+        """The node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
         begin = parent.end
-        run = text[: pieces[0].seen - begin], text[: max([piece.seen for piece in pieces]) - begin], pieces
+        run = text[: pieces[0].decided_at - begin], text[: max([piece.decided_at for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
 
     @property
@@ -174,7 +162,7 @@ class Node(Ids):
         """The number of pieces of this node that a prompt's text has as well."""
         done = begin = self.parent.end if self.parent else 0
         for number, piece in enumerate(self.pieces):
-            if not text.startswith(self.text[done - begin : piece.seen - begin], done):
+            if not text.startswith(self.text[done - begin : piece.decided_at - begin], done):
                 return number
             done = piece.end
         return len(self.pieces)
@@ -206,9 +194,9 @@ class Node(Ids):
 
 @dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class Prompt:
-    """One prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
+    """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
-    known_tokens: the number of ids that earlier prompts had as well. nodes: those that keep the first parts, or all
+    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes that keep the first parts, or all
     of them. shared: the last node that an earlier prompt had, or None.
     """
 
@@ -244,8 +232,8 @@ class Prompt:
 class Reading:
     """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 
-    name: tells apart readings whose pieces must not be shared, beyond the other fields. encode: text → ids without
-    special tokens. prefix, suffix: the special tokens around them. key: of the root for this reading.
+    name: differs between readings that share no pieces though all other fields are equal. encode: text → ids without
+    special tokens. prefix, suffix: the special tokens around them. key: of the root of this reading.
     """
 
     name: Hashable
@@ -297,14 +285,14 @@ class Trie:
             node = child
 
     def read(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
-        """The prompt of a text. Its new pieces are put into the trie. path: the result of ``find``, if at hand."""
+        """The prompt of a text, whose new pieces are put into the trie. path: the result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         last = path[-1]
         ending = last.ending
-        if ending is not None and ending.of(text, last.end, reading.suffix):
-            return self._again(path, ending, reading)
+        if ending is not None and ending.matches(text, last.end, reading.suffix):
+            return self._known(path, ending, reading)
         at, tokens, ids = last.end, last.tokens, array("I")
-        cuts: list[tuple[int, int, int]] = []  # of each new piece: its end, the end of what decides that, all tokens
+        cuts: list[tuple[int, int, int]] = []  # of each new piece: end, decided_at and tokens, as in Piece
         while (cut := reading.cuts.next(text, at)) is not None:
             ids += reading.encode(text[at : cut[0]])
             at = cut[0]
@@ -313,7 +301,7 @@ class Trie:
         if reading.suffix:
             tail += reading.suffix
         total = tokens + len(ids) + len(tail)
-        if not cuts and last is path[0] and last in self._used:  # short: nothing of it is kept
+        if not cuts and last is path[0] and last in self._used:  # a short prompt, of which nothing is kept
             short = [
                 _chain(k, hasher, path, _packed(k, path, tail, reading)[1], total)
                 for k, hasher in enumerate(reading.hashers)
@@ -328,7 +316,7 @@ class Trie:
             ends.append(ends_of_pieces)
         if cuts:
             of_pieces = zip(*ends, strict=True) if ends else repeat(())
-            pieces = [Piece(*cut, of_one) for cut, of_one in zip(cuts, of_pieces, strict=False)]
+            pieces = [Piece(*cut, digests) for cut, digests in zip(cuts, of_pieces, strict=False)]
             path.append(Node.of(last, text[last.end :], pieces, ids, hashes))
         kept = len(path) > 1 and len(text) - at <= MAX_ENDING
         ending = Ending(text[at:], tail, reading.suffix, all_packed) if kept else None
@@ -337,8 +325,8 @@ class Trie:
         nodes: list[Node | Ending] = [*path] if ending is None else [*path, ending]
         return Prompt(parts, total, tuple(chains), tokens, nodes, last if last is not path[0] else None)
 
-    def _again(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
-        """The prompt of a text that came before."""
+    def _known(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
+        """The prompt of a whole text that is known."""
         last, hashers = path[-1], reading.hashers
         total = last.tokens + len(ending.ids)
         chains = [_chain(k, hasher, path, ending.packed[k], total) for k, hasher in enumerate(hashers)]
@@ -467,10 +455,10 @@ def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: 
 def _hashed(
     k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """What hasher number ``k`` makes of the ids behind a path: packed hashes, and what the node of new pieces keeps.
+    """The work of hasher number ``k`` on the ids behind a path: packed hashes, and the two parts that a node keeps.
 
-    Packed are all full blocks behind the last full one of the path. The node keeps the hashes of those that end in its
-    pieces, and for each piece the digest of the last block. cuts: of the new pieces, as in ``read``.
+    The hashes are of all full blocks behind the last full one of the path. The node of the new pieces keeps the hashes
+    of the blocks that end in its pieces, and for each piece the digest of the last block. cuts: as in ``read``.
     """
     hasher, last = reading.hashers[k], path[-1]
     before, end = _blocks(last.tokens, hasher), last.ends[k]
@@ -485,12 +473,12 @@ def _hashed(
 def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> tuple[list[bytes], bytes]:
     """The digests that hasher number ``k`` makes of the ids behind the last full block of a path, also as hashes."""
     hasher, last = reading.hashers[k], path[-1]
-    rest = _rest(path, hasher) + new if last.tokens else new
-    digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), rest, reading.salt, reading.lora)
+    ids = _open_block(path, hasher) + new if last.tokens else new
+    digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), ids, reading.salt, reading.lora)
     return digests, hasher.packed(digests)
 
 
-def _rest(path: Sequence[Node], hasher: Hasher) -> array[int]:
+def _open_block(path: Sequence[Node], hasher: Hasher) -> array[int]:
     """The ids of a path behind its last full block."""
     blocks, ids = _blocks(path[-1].tokens, hasher), array("I")
     need = path[-1].tokens - blocks * hasher.scheme.block_tokens if blocks < MAX_BLOCKS else 0

@@ -19,7 +19,7 @@ from warmfleet.prompt.dialects.messages_request import with_system_first
 from warmfleet.prompt.dialects.responses_request import with_names_first
 from warmfleet.prompt.media_prefix import agreed, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
-from warmfleet.prompt.prefix_trie import Prompt, Reading, Trie
+from warmfleet.prompt.prefix_trie import NO_IDS, Prompt, Reading, Trie
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 MAX_WAITING = 64  # texts that wait for the executor; further requests are routed by load
 INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: they take more than 1 ms
 INLINE_CHARACTERS = 2_000  # a longer new text is tokenised in a thread: 1.5 ms of the event loop with the slow engine
-FAST_FACTOR = 20  # with the fast tokenizer so many times INLINE_CHARACTERS take 1.5 ms of the event loop
+FAST_FACTOR = 20  # the fast tokenizer reads so many times INLINE_CHARACTERS in 1.5 ms of the event loop
 
-NO_IDS = array("I")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
 
 
@@ -49,7 +48,7 @@ class WorkerTemplate(Protocol):
     knows_developer: bool
 
     @property
-    def here(self) -> ChatTemplate | None:
+    def local(self) -> ChatTemplate | None:
         """The template compiled in this process, or None while the operator has not approved it."""
 
     @property
@@ -113,7 +112,7 @@ class Identity:
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
-        """Every prompt of the request. Of several, only the longest gets chains: it decides where all of them go.
+        """All prompts of the request. Of several, only the longest gets chains: it decides where all of them go.
 
         A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
         FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
@@ -122,27 +121,27 @@ class Identity:
         large = request.size_bytes > INLINE_BYTES
         if request.endpoint == "chat":
             template = self._template
-            here = None if template is None else template.here
-            if here is None and template is not None:
+            local = None if template is None else template.local
+            if local is None and template is not None:
                 text = await self._render_apart(request, cast("WorkerTemplate", template))
             elif large:
-                return [await self._elsewhere(self._render_and_read, request, reading)]
+                return [await self._in_executor(self._render_and_read, request, reading)]
             else:
-                text = self._rendered(request, here)
+                text = self._rendered(request, local)
         elif large or len(request.prompts) > 1:
-            return await self._elsewhere(self._read_all, request.prompts, reading)
+            return await self._in_executor(self._read_all, request.prompts, reading)
         else:
             (prompt,) = request.prompts
             if isinstance(prompt, list):
-                return [_given(prompt, reading)]
+                return [_prompt_of_ids(prompt, reading)]
             text = prompt
         path = self._trie.find(text, reading)
         if len(text) - path[-1].end > inline_characters * (FAST_FACTOR if self.encoder.fast else 1):
-            return [await self._elsewhere(self._read_now, text, reading, path)]
+            return [await self._in_executor(self._read_now, text, reading, path)]
         return [self._read_now(text, reading, path)]
 
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
-        """How the texts of this request are read: mostly as those of the request before."""
+        """The way in which the texts of this request are read: mostly that of the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
         same = last.name is base.name and last.hashers is hashers  # each base has a name object of its own
         if not (same and last.salt == request.salt and last.lora == lora):
@@ -159,38 +158,39 @@ class Identity:
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
-        form = await template.ready() if template.here is None else template.here.content_format
+        form = await template.ready() if template.local is None else template.local.content_format
         texts = [
             await self._variant(template, form, variant, change)
             for variant, change in variants(request, form, self._placeholders)
         ]
         reading = self._readings[request.add_special_tokens]
-        return await self._elsewhere(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
+        return await self._in_executor(lambda: agreed(texts, lambda text: self._read_now(text, reading).ids))
 
     async def _variant(
         self, template: ChatTemplate | WorkerTemplate, form: Format, request: Request, change: Change
     ) -> str:
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
-        here = template.here
-        if here is None:
-            return await cast("WorkerTemplate", template).render(*await self._elsewhere(make))
-        return await self._elsewhere(lambda: here.render(*make()))
+        local = template.local
+        if local is None:
+            return await cast("WorkerTemplate", template).render(*await self._in_executor(make))
+        return await self._in_executor(lambda: local.render(*make()))
 
     def render(self, request: Request) -> str:
         """The prompt text of a chat, rendered in this process. Raises NotReproducible."""
-        return self._rendered(request, None if self._template is None else self._template.here)
+        return self._rendered(request, None if self._template is None else self._template.local)
 
-    def _rendered(self, request: Request, here: ChatTemplate | None) -> str:
-        if here is None:
+    def _rendered(self, request: Request, template: ChatTemplate | None) -> str:
+        if template is None:
             raise NotReproducible("no_template")
-        return here.render(*self._rendering(request, here.content_format, knows_developer=here.knows_developer))
+        rendering = self._rendering(request, template.content_format, knows_developer=template.knows_developer)
+        return template.render(*rendering)
 
     async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
         """The prompt text of a chat, rendered in the template's own process. Raises NotReproducible."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
         large = request.size_bytes > INLINE_BYTES
-        return await template.render(*(await self._elsewhere(make) if large else make()))
+        return await template.render(*(await self._in_executor(make) if large else make()))
 
     def _rendering(
         self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
@@ -204,10 +204,10 @@ class Identity:
             raise NotReproducible("tools")
         if self._drop_unused_tools and request.tool_choice == "none":
             tools = None
-        given, arguments = request.messages, request.arguments
+        messages, arguments = request.messages, request.arguments
         if request.dialect == "messages":
-            given, arguments = self._of_dialect(request)
-        messages = conversation(given, content_format)
+            messages, arguments = self._of_anthropic(request)
+        messages = conversation(messages, content_format)
         if request.dialect == "responses":
             messages = with_names_first(messages)
         if change is not None:
@@ -220,14 +220,14 @@ class Identity:
             {**self._fixed, "tools": tool_schemas(tools) if tools else None},
         )
 
-    def _of_dialect(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
+    def _of_anthropic(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
         """A chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
         messages, arguments = request.messages, request.arguments
         if any(message["role"] == "system" for message in messages[1:]):
             if not isinstance(self._merges_system, bool):
                 raise NotReproducible("inline_system")
             messages = with_system_first(messages) if self._merges_system else messages
-        if request.thinks_not:
+        if request.thinking_off:
             effort = self._not_thinking
             if not isinstance(effort, str):
                 raise NotReproducible("thinking")
@@ -240,20 +240,21 @@ class Identity:
         except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a surrogate pair: the engine answers 400
             raise NotReproducible("unicode") from error
 
-    def _read_all(self, given: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
-        plain = replace(reading, hashers=()) if len(given) > 1 else reading
+    def _read_all(self, sources: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
+        plain = replace(reading, hashers=()) if len(sources) > 1 else reading
         prompts = [
-            _given(prompt, plain) if isinstance(prompt, list) else self._read_now(prompt, plain) for prompt in given
+            _prompt_of_ids(source, plain) if isinstance(source, list) else self._read_now(source, plain)
+            for source in sources
         ]
-        if len(given) > 1:
+        if len(sources) > 1:
             longest = max(range(len(prompts)), key=lambda k: prompts[k].tokens)
-            prompts[longest] = _given(prompts[longest].ids, reading)
+            prompts[longest] = _prompt_of_ids(prompts[longest].ids, reading)
         return prompts
 
     def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
         return self._read_now(self.render(request), reading)
 
-    async def _elsewhere(self, work: Callable[..., Made], *args: Any) -> Made:
+    async def _in_executor(self, work: Callable[..., Result], *args: Any) -> Result:
         """Run ``work`` in the executor. Raises NotReproducible while MAX_WAITING texts wait for the executor."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
@@ -265,7 +266,7 @@ class Identity:
 
 
 def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """How texts are read. Hashers, salt and adapter differ from request to request and are filled in later."""
+    """The way in which texts are read. Hashers, salt and adapter differ by request and are filled in later."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))
@@ -274,15 +275,14 @@ def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
     return Reading(name, encoder.plain, cuts, prefix, suffix)
 
 
-def _given(ids: list[int], reading: Reading) -> Prompt:
-    """The prompt of ids that the client has sent."""
-    made = array("I", ids)
-    chains = tuple(hasher.chain(made, reading.salt, reading.lora) for hasher in reading.hashers)
-    return Prompt((made,), len(made), chains)
+def _prompt_of_ids(ids: list[int], reading: Reading) -> Prompt:
+    packed = array("I", ids)
+    chains = tuple(hasher.chain(packed, reading.salt, reading.lora) for hasher in reading.hashers)
+    return Prompt((packed,), len(packed), chains)
 
 
 def canonical_text(request: Request) -> list[bytes]:
-    """Bytes to hash in place of token ids while no tokenizer is known, for each prompt.
+    """For each prompt, the bytes that are hashed in place of token ids while no tokenizer is known.
 
     Equal prompts give equal bytes, and prompts that begin alike give bytes that begin alike. Raises NotReproducible.
     """

@@ -1,6 +1,6 @@
-"""Parses the body of a request, once. Only the fields that routing needs are read; the engine judges the rest.
+"""Parses the body of a request, once. Only the fields that routing needs are read; the engine judges all others.
 
-Values are read as vLLM's server reads them (``lax_values``). A value that routing cannot read, but some engine may, is
+Values are read as vLLM's server reads them (``lax_values``). A value that routing cannot read, though an engine may, is
 passed on, and the request is routed without it.
 """
 
@@ -21,23 +21,23 @@ from warmfleet.prompt.messages import is_text
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-#: How a request names its prompt; an ``unread`` one is not identified (``unread_request``).
+#: The form in which a request names its prompt. The prompt of an ``unread`` request is not identified.
 Endpoint = Literal["completions", "chat", "unread"]
-#: The API whose words a chat was written in; its engine makes another chat of it (``bodies``).
+#: The API in whose form the client wrote a chat. For the two others the engine makes a chat of it (``bodies``).
 Dialect = Literal["chat", "messages", "responses"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
 MAX_MESSAGES = 4_096
-#: In a body, by its commas and opening brackets: parsing more would hold up all other requests.
+#: Values of a body, counted by its commas and opening brackets: parsing more would hold up all other requests.
 MAX_VALUES = 1_100_000
 MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
 TOKEN_BYTES = 16  # bytes of JSON for one token, at most: real text has less than half of that
 EXPECTED_OUTPUT_TOKENS = 256  # booked for an answer whose request asks for no less: most answers of chats are shorter
-MAX_BOOKED_TOKENS = 2**22  # one request must not overflow the sums of a load row
+MAX_BOOKED_TOKENS = 2**22  # for a request: more could overflow the sums of a load row
 
-#: Fields by which an engine makes another prompt than the router, or takes what it computes from elsewhere. Refused
-#: unless the operator allows them by name.
+#: Fields by which an engine makes another prompt than the router, or gets KV cache from elsewhere. A request with one
+#: of them is refused unless the operator allows the field by name.
 REFUSED = ("chat_template", "kv_transfer_params", "ec_transfer_params")
 #: Field → reason, if with it the prompt or its use of the cache cannot be foreseen. Such a request is routed by load.
 UNFORESEEABLE = {
@@ -53,7 +53,7 @@ TEXT_ONLY = ("echo", "return_prompt_text")
 NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
 #: Keys of chat_template_kwargs with which the engine makes the ids in another way.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
-# Most bodies have none of these fields, which one look at their keys tells.
+# Most bodies have none of these fields, which a single comparison of sets shows.
 _MAY_BE_REFUSED = frozenset({*REFUSED, "chat_template_kwargs", "vllm_xargs", "sampling_params"})
 _MAY_BE_UNFORESEEN = frozenset({*UNFORESEEABLE, *REFUSED, "echo", "chat_template_kwargs"})
 _MAY_BE_TEXT_ONLY = frozenset(TEXT_ONLY)
@@ -61,7 +61,7 @@ _MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
 _ARGUMENTS = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
 )
-# A body without any of these fields is read in one look.
+# A body without any of these fields is read by ``_plain``.
 _ASKS_FOR_MORE = (
     _MAY_BE_UNFORESEEN
     | _MAY_BE_REFUSED
@@ -90,8 +90,8 @@ class Request:
 
     unforeseen: the reason why the prompt cannot be known, else empty. text_only: the engine needs the text of the
     prompt to answer. prompts: of a completion, each a text or token ids. arguments: of a chat, for its template.
-    size_bytes: of the body. takes_salt: the body may be given a ``cache_salt``. estimated: tokens that are booked for a
-    prompt that is not read; 0 for one that is. thinks_not: a client of Anthropic's API has switched thinking off.
+    size_bytes: of the body. takes_salt: the router may add a ``cache_salt`` to the body. estimated: tokens that are
+    booked for a prompt that is not read, else 0. thinking_off: a client of Anthropic's API has switched thinking off.
     cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning. request_id: the
     client's name for the request, as vLLM reads it where no header names it. from_json: the body is a JSON object, so
     every engine reads the same model in it.
@@ -117,13 +117,9 @@ class Request:
     takes_salt: bool = True
     estimated: int = 0
     dialect: Dialect = "chat"
-    thinks_not: bool = False
+    thinking_off: bool = False
     request_id: str = ""
     from_json: bool = True
-
-    def use_salt(self, salt: str | None) -> None:
-        """Hash the prompt's blocks with this salt in place of the client's own."""
-        self.salt = salt
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
@@ -147,13 +143,13 @@ def note_inexact(request: Request, data: dict[str, Any], body: bytes) -> None:
 
 
 class Approximate(dict[str, Any]):
-    """A body that only Python's json reads. Its texts, or numbers such as NaN, may be others than those of engines."""
+    """A body that only Python's json reads. Engines may read other texts in it, or other numbers, such as NaN."""
 
 
 def decoded(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises BadRequest, TooLarge.
 
-    Its long numbers are exact, as vLLM reads them, unless the body is larger than MAX_LONG_NUMBERS_BYTES.
+    Long numbers are exact, as vLLM reads them, unless the body is larger than MAX_LONG_NUMBERS_BYTES.
     """
     if len(body) > MAX_VALUES and len(body) - len(body.translate(None, b",[{")) > MAX_VALUES:
         raise TooLarge(f"The body has more than {MAX_VALUES} values.")
@@ -185,20 +181,20 @@ def _as_python_reads(body: bytes) -> Any:
 def _without_halves(body: bytes) -> bytes:
     """A body in UTF-8 with a question mark in place of each half of a surrogate pair.
 
-    To replace them in what was parsed takes ten times as long as to parse it.
+    Replacing them in the parsed texts would take ten times as long as parsing.
     """
     if b"\xed" in body:
         body = _HALF_PAIR_BYTES.sub(b"?", body)
-    if b"\\u" not in body or b"\0" in body:  # which JSON must write as an escape
+    if b"\\u" not in body or b"\0" in body:  # a zero byte: no JSON, which writes it as an escape
         return body
     escaped = body.replace(rb"\\", b"\0\0")  # in valid JSON each other backslash then begins an escape
     return _HALF_PAIR.sub(b"?", escaped).replace(b"\0\0", rb"\\")
 
 
 def in_utf8(body: bytes) -> bytes:
-    """A JSON object in UTF-8, without a mark before it; it may have come in UTF-16 or UTF-32. Other bodies as they are.
+    """A JSON object in UTF-8 and without a byte order mark, whatever it came in. Other bodies stay as they are.
 
-    vLLM's server reads all of these. Only in UTF-8 can a key be put into the body (``json_splice``).
+    vLLM's server also reads UTF-16 and UTF-32. Only in UTF-8 can a key be put into the body (``json_splice``).
     """
     if body[:1] < b"\xef" and b"\0" not in body[:4]:
         return body
@@ -242,16 +238,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
 
 def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request:
     """``from_dict`` of a body with none of _ASKS_FOR_MORE: most bodies have only a model, a limit and a prompt."""
-    request = Request(
-        endpoint,
-        _typed(data, "model", str, ""),
-        _flag(data, "stream"),
-        1,
-        _limit(data, "max_tokens"),
-        None,
-        endpoint == "completions",
-        "",
-    )
+    model, stream, limit = _typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
+    request = Request(endpoint, model, stream, 1, limit, None, endpoint == "completions", "")
     request.size_bytes = size_bytes
     if endpoint == "completions":
         _read_prompts(request, data)
@@ -286,7 +274,7 @@ def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
 
 
 def _holds_more_than_text(messages: Any) -> bool:
-    """Some message of these has a field that is no text."""
+    """A field of some message is no text."""
     if isinstance(messages, list):
         for message in messages:
             if isinstance(message, dict):
@@ -325,7 +313,7 @@ def estimated_tokens(request: Request) -> int:
 
 
 def too_long(request: Request, max_model_len: int) -> bool:
-    """A quick estimate: no engine with a limit of ``max_model_len`` tokens takes this prompt."""
+    """Whether no engine with a limit of ``max_model_len`` tokens takes this prompt, by a quick estimate."""
     limit = max_model_len * TOKEN_BYTES
     if 0 < request.size_bytes <= max_model_len:
         return False
@@ -368,12 +356,11 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
     for name in REFUSED:
         if data.get(name) is not None:
             return name
+    # For echoed logprobs, and for every chat with echo, the engine computes logprobs of the prompt.
     if _may_be_set(data, "echo") and (endpoint == "chat" or data.get("logprobs") is not None):
-        return (
-            "prompt_logprobs"  # for echoed logprobs the engine computes prompt logprobs; a chat with echo always does
-        )
-    given = data.get("chat_template_kwargs")
-    if isinstance(given, dict) and any(given.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
+        return "prompt_logprobs"
+    arguments = data.get("chat_template_kwargs")
+    if isinstance(arguments, dict) and any(arguments.get(name) is not None for name in UNFORESEEABLE_ARGUMENTS):
         return "chat_template"
     return ""
 
@@ -428,7 +415,7 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
     if _ARGUMENTS.isdisjoint(data):
         return {"add_generation_prompt": True, "continue_final_message": False}
-    given = _typed(data, "chat_template_kwargs", dict, None) or {}
+    arguments = _typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {
         "add_generation_prompt": _flag(data, "add_generation_prompt", default=True),
@@ -436,9 +423,9 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
         "documents": data.get("documents"),
         "reasoning_effort": effort,
     }
-    if effort is not None and "enable_thinking" not in given:
+    if effort is not None and "enable_thinking" not in arguments:
         fields["enable_thinking"] = effort != "none"
-    return _set(given | _set(fields))
+    return _set(arguments | _set(fields))
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
@@ -490,23 +477,22 @@ def _limit(data: dict[str, Any], name: str) -> int | None:
 
 
 def _chats_limit(data: dict[str, Any]) -> int | None:
-    newer = _limit(data, "max_completion_tokens")
-    older = _limit(data, "max_tokens")
+    newer, older = _limit(data, "max_completion_tokens"), _limit(data, "max_tokens")
     return older if newer is None else newer
 
 
-def samples_to_book(given: int | None) -> int:
-    """The answers that a request asks for by its ``n``, as they are booked; an engine refuses fewer than one."""
-    return min(max(given or 1, 1), MAX_SAMPLES)
+def samples_to_book(n: int | None) -> int:
+    """The number of answers that is booked for a request's ``n``, of which an engine refuses all below 1."""
+    return min(max(n or 1, 1), MAX_SAMPLES)
 
 
 def priority_of(data: Mapping[str, Any]) -> Any:
     """The body's ``priority``, as a whole number if it can be read as one."""
-    given = data.get("priority")
-    return given if given is None or type(given) is int or (read := whole(given)) is None else read
+    value = data.get("priority")
+    return value if value is None or type(value) is int or (read := whole(value)) is None else read
 
 
 def request_id_of(data: Mapping[str, Any]) -> str:
     """The body's ``request_id``; empty if it has none."""
-    given = data.get("request_id")
-    return given if isinstance(given, str) else ""
+    value = data.get("request_id")
+    return value if isinstance(value, str) else ""

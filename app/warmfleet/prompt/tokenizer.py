@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.prompt.tokenizer")
 
 #: The environment of a process that tokenises one text at a time. By default the libraries start a thread for each
-#: core, up to 32, each with 64 MiB of address space. One is as fast for a text. They read this at their first use.
+#: core, up to 32, each with 64 MiB of address space. A single thread is as fast for a text. The libraries read these
+#: variables at their first use.
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
 PROBES = 300
 MAX_SPECIAL = 256  # characters of a special token that is put into probe texts
@@ -37,10 +38,10 @@ NO_FACTS = Facts((), spaces=False, added=())
 class Encoder:
     """A loaded tokenizer.
 
-    encode: text, and whether to add special tokens, → unsigned 32-bit ids. It raises UnicodeEncodeError for half a
-    surrogate pair and NotReproducible for any other text on which the library fails. fast: ``fastokens`` encodes, 30
-    to 90 times faster. facts: empty after ``made``. affixes: the special tokens before and behind every text; None if
-    they depend on the text.
+    encode: text, and whether to add special tokens, → unsigned 32-bit ids. Half a surrogate pair raises
+    UnicodeEncodeError, and any other text on which the library fails raises NotReproducible. fast: ``fastokens``
+    encodes, 30 to 90 times faster. facts: empty after ``load_tried``. affixes: the special tokens before and behind
+    every text; None if they depend on the text.
     """
 
     name: str
@@ -63,17 +64,17 @@ class Encoder:
             slow = _slow(tokenizer)
             facts = Facts.of(tokenizer)
             samples = _samples(tuple(token for token in facts.added if len(token) <= MAX_SPECIAL)[:64])
-            fast = _proven_twin(tokenizer_json.decode(), slow, samples)
+            fast = _proven_fast(tokenizer_json.decode(), slow, samples)
             affixes = _affixes(fast or slow, samples)
         except NotReproducible as error:
             raise ValueError(f"it fails on a text: {in_words(error.__cause__)}") from error
-        return cls(_name(tokenizer_json), fast or slow, fast is not None, facts, affixes)
+        return cls(digest(tokenizer_json), fast or slow, fast is not None, facts, affixes)
 
     @classmethod
-    def made(cls, tokenizer_json: bytes, *, fast: bool, affixes: Affixes | None) -> Encoder:
+    def load_tried(cls, tokenizer_json: bytes, *, fast: bool, affixes: Affixes | None) -> Encoder:
         """Load a file that another process has tried, with the results of the trial. Raises ValueError."""
         encode = _fast(tokenizer_json.decode()) if fast else _slow(read(tokenizer_json))
-        return cls(_name(tokenizer_json), encode, fast, NO_FACTS, affixes)
+        return cls(digest(tokenizer_json), encode, fast, NO_FACTS, affixes)
 
     def cuts(self, template: str) -> Cuts:
         """Where texts of this tokenizer may be cut. template: the source of the chat template that makes the texts."""
@@ -95,9 +96,14 @@ class Encoder:
 
 def read(tokenizer_json: bytes) -> Tokenizer:
     """A tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
-    with _refusing("not a tokenizer"):
+    with _value_error("not a tokenizer"):
         tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
+
+
+def digest(content: bytes) -> str:
+    """The SHA-256 of a file, which is the name of the tokenizer in it."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def in_words(error: BaseException | None) -> str:
@@ -105,19 +111,19 @@ def in_words(error: BaseException | None) -> str:
     return " ".join(str(error).split())[:200]
 
 
-#: A panic in Rust arrives as a BaseException. These are BaseExceptions that end a thread or a task, and no panic.
+#: A panic in Rust arrives as a BaseException, as do these, which are no panics but end a thread or a task.
 ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Raise ValueError, with ``what`` and the library's words, if a library fails on a file."""
+def _value_error(complaint: str) -> Iterator[None]:
+    """Raise ValueError, with ``complaint`` and the library's words, if a library fails on a file."""
     try:
         yield
     except ENDINGS:
         raise
     except BaseException as error:  # a panic in Rust is no Exception, and must not end the replica
-        raise ValueError(f"{what}: {in_words(error)}") from error
+        raise ValueError(f"{complaint}: {in_words(error)}") from error
 
 
 def _unlimited(tokenizer: Any) -> Any:
@@ -155,12 +161,10 @@ def _fast(text: str) -> Encode:
     """Encode with fastokens. Raises ValueError if it is not installed or does not take the file."""
     if sys.byteorder != "little":
         raise ValueError("fastokens gives little-endian ids")
-    with _refusing("fastokens does not take it"):
+    with _value_error("fastokens does not take it"):
         import fastokens
 
-        twin = _unlimited(fastokens.Tokenizer.from_json_str(text))
-
-    encode_all = twin.encode_batch_flat
+        encode_all = _unlimited(fastokens.Tokenizer.from_json_str(text)).encode_batch_flat
 
     def encode(text: str, special: bool) -> array[int]:  # ``_guarded`` in one call: it runs for every piece of a text
         try:
@@ -173,7 +177,7 @@ def _fast(text: str) -> Encode:
     return encode
 
 
-def _proven_twin(text: str, slow: Encode, samples: list[str]) -> Encode | None:
+def _proven_fast(text: str, slow: Encode, samples: list[str]) -> Encode | None:
     """The fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
     try:
         fast = _fast(text)
@@ -191,10 +195,6 @@ def _proven_twin(text: str, slow: Encode, samples: list[str]) -> Encode | None:
                 logger.warning("fastokens differs from tokenizers on a probe: not used for this model")
                 return None
     return fast
-
-
-def _name(tokenizer_json: bytes) -> str:
-    return hashlib.sha256(tokenizer_json).hexdigest()
 
 
 def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:

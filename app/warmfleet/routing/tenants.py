@@ -81,7 +81,7 @@ class Tenancy:
         salt = self.salt(tenant, request.salt) if request.takes_salt else request.salt
         if salt == request.salt:
             return body
-        request.use_salt(salt)
+        request.salt = salt
         return with_key(body, "cache_salt", orjson.dumps(salt))
 
     def may_stay(self, body: bytes) -> None:

@@ -43,8 +43,7 @@ WAIT_S = 2.0  # a request waits so long for its turn; then it is routed by load
 MAX_WAITING = 64
 MAX_REQUEST_BYTES = 4 * 2**20
 PIECE_BYTES = 2**20  # bytes per write to the socket: copying more at once would delay the event loop
-#: A prompt is hardly longer than its request. A longer output would keep the tokenizer busy, and other requests
-#: waiting.
+#: A prompt is hardly longer than its request. A longer output would keep the tokenizer busy while others wait.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 STRIKES, WITHIN_S = 3, 60.0  # a template that meets so many limits within this time is held back
 FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # doubled with each further hold
@@ -58,7 +57,7 @@ def folders_of(*modules: ModuleType) -> Sequence[str]:
 _FOLDERS = folders_of(warmfleet, jinja2, markupsafe)
 
 
-class LimitMet(Exception):  # noqa: N818  the fate of foreign code is no error of ours
+class LimitMet(Exception):  # noqa: N818  not an error: foreign code may fail
     """A process met a limit or died. ``kind``: ``time``, ``memory``, ``output``, ``stuck`` or ``crash``."""
 
     def __init__(self, kind: str) -> None:
@@ -67,7 +66,7 @@ class LimitMet(Exception):  # noqa: N818  the fate of foreign code is no error o
 
 
 class Child:
-    """One process, and the replica's end of the socket that connects the two. They share nothing else."""
+    """A process, and the replica's end of the socket that connects the two. The two share nothing else."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -83,7 +82,7 @@ class Child:
         try:
             process, ours = await asyncio.shield(spawning)
         except asyncio.CancelledError:
-            process, ours = await spawning  # else the process would live on unseen
+            process, ours = await spawning  # else nobody would end the process
             ours.close()
             process.kill()
             process.wait()
@@ -146,14 +145,14 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
 
 
 class Sandboxed:
-    """One template that is not approved. Its process starts with the first request and may be ended at any time."""
+    """A template that is not approved. The process starts with the first request and may be ended at any time."""
 
     def __init__(self, source: str, content_format: str, name: str, metrics: Metrics) -> None:
         self.name = name
         self.content_format: Format | None = None  # None until the template is compiled
-        self.started: Callable[[Sandboxed], None] = lambda _: None
+        self.on_start: Callable[[Sandboxed], None] = lambda _: None
         self._source = source
-        self._given_format = content_format
+        self._wanted_format = content_format
         self._metrics = metrics
         self._child: Child | None = None
         self._turn = asyncio.Lock()
@@ -231,15 +230,15 @@ class Sandboxed:
             return ""
         status, body = await self._child.ask(request)
         if status != DONE:
-            raise NotReproducible("template")  # without the template's words, which would become a label
+            raise NotReproducible("template")  # without the template's own words: a reason becomes a label
         return _text(body)
 
     async def _start(self) -> None:
         """Start a process and have it compile the template."""
         self._child = await Child.start()
         self._metrics.template_processes.inc()
-        self.started(self)
-        status, body = await self._child.ask(marshal.dumps((self._source, self._given_format)), START_S)
+        self.on_start(self)
+        status, body = await self._child.ask(marshal.dumps((self._source, self._wanted_format)), START_S)
         text = _text(body)
         if status == DONE and text in ("string", "openai"):
             self.content_format = text  # type: ignore[assignment]  # of these two words

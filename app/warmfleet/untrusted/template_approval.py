@@ -32,7 +32,7 @@ MAX_SOURCE_BYTES = 2**20
 
 
 class Template:
-    """One template as workers brought it. ``is_approved`` is asked with its digest at every render."""
+    """A template as workers brought it. Every render asks ``is_approved`` with its digest."""
 
     def __init__(self, source: str, content_format: str, is_approved: Callable[[str], bool], metrics: Metrics) -> None:
         self.sha256 = hashlib.sha256(source.encode()).hexdigest()
@@ -44,25 +44,25 @@ class Template:
         self._content_format = content_format
 
     @property
-    def here(self) -> ChatTemplate | None:
+    def local(self) -> ChatTemplate | None:
         """The template compiled in this process, or None while the operator has not approved it."""
         return self._compiled if self._is_approved(self.sha256) else None
 
     @property
     def state(self) -> str:
         """For people: ``approved``, or the state of its process."""
-        return "approved" if self.here is not None else self.sandbox.state
+        return "approved" if self.local is not None else self.sandbox.state
 
     async def ready(self) -> Format:
         """The content format. Raises NotReproducible."""
-        here = self.here
-        return here.content_format if here is not None else await self.sandbox.ready()
+        local = self.local
+        return local.content_format if local is not None else await self.sandbox.ready()
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text, rendered here or in the template's process. Raises NotReproducible."""
-        here = self.here
-        if here is not None:
-            return here.render(messages, arguments, fixed)
+        """The prompt text, rendered in this process or in the template's. Raises NotReproducible."""
+        local = self.local
+        if local is not None:
+            return local.render(messages, arguments, fixed)
         return await self.sandbox.render(messages, arguments, fixed)
 
     async def compile(self) -> None:
@@ -103,17 +103,19 @@ class Templates:
             template = Template(source.decode(), content_format, self.is_approved, self._metrics)
             self._known[key] = template
             self._held.add(template)
-            template.sandbox.started = self._bound
+            template.sandbox.on_start = self._make_room
         self._known.move_to_end(key)
         while len(self._known) > MAX_TEMPLATES:
-            self._forget(self._known.popitem(last=False)[1])
+            _, forgotten = self._known.popitem(last=False)
+            self._processes.pop(forgotten.sandbox, None)
+            self._end_soon(forgotten.sandbox)
         await self._settle(template)
         return template
 
     async def approve(self, digests: Mapping[str, frozenset[str]], tags: Collection[str]) -> None:
-        """Take the digests that the operator has approved, by pool tag. They replace these pools' earlier digests.
+        """Take the digests that the operator has approved, by pool tag, in place of these pools' earlier digests.
 
-        tags: of all pools that there are. What was approved for others counts no longer.
+        tags: of all pools that there are. The digests of other pools count no longer.
         """
         self._of_model = {tag: kept for tag, kept in self._of_model.items() if tag in tags} | {**digests}
         before, self._approved = self._approved, self._configured.union(*self._of_model.values())
@@ -144,16 +146,12 @@ class Templates:
         with suppress(NotReproducible):
             await template.ready()
 
-    def _bound(self, started: Sandboxed) -> None:
-        """Called when a template starts its process. The process that was started first makes room."""
-        self._processes[started] = None
-        self._processes.move_to_end(started)
+    def _make_room(self, starting: Sandboxed) -> None:
+        """End the process that was started first if the one that starts now is one too many."""
+        self._processes[starting] = None
+        self._processes.move_to_end(starting)
         while len(self._processes) > MAX_PROCESSES:
             self._end_soon(self._processes.popitem(last=False)[0])
-
-    def _forget(self, template: Template) -> None:
-        self._processes.pop(template.sandbox, None)
-        self._end_soon(template.sandbox)
 
     def _end_soon(self, sandbox: Sandboxed) -> None:
         task = asyncio.ensure_future(sandbox.end())

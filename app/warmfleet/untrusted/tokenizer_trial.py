@@ -7,7 +7,6 @@ model are routed by load.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib.util
 import logging
 import marshal
@@ -24,7 +23,7 @@ import tokenizers
 
 import warmfleet
 from warmfleet.prompt.cut_points import Cuts
-from warmfleet.prompt.tokenizer import Encoder
+from warmfleet.prompt.tokenizer import Encoder, digest
 from warmfleet.untrusted import trial_child
 from warmfleet.untrusted.render_child import DONE
 from warmfleet.untrusted.render_process import Child, LimitMet, folders_of
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.untrusted.tokenizer_trial")
 
-MAX_TOKENIZERS = 4  # 30 to 340 MB each
+MAX_TOKENIZERS = 4  # of 30 to 340 MB each
 MAX_VERDICTS = 64
 AT_ONCE = 2  # trials that run at the same time
 AGAIN_S = 600.0
@@ -46,7 +45,7 @@ AGAIN_S = 600.0
 WALL_S, WALL_PER_MB = 30.0, 3.0
 
 
-class Refused(ValueError):  # noqa: N818  a worker's bad file is no error of ours
+class Refused(ValueError):  # noqa: N818  not an error of the router: a worker brought a bad file
     """A tokenizer that no replica should load. again_s: seconds until its file may be tried again."""
 
     def __init__(self, name: str, reason: str, again_s: float = AGAIN_S) -> None:
@@ -80,23 +79,23 @@ class Encoders:
         trusted: the operator chose the file, so it needs no trial. Raises ValueError: for a file that is not trusted,
         Refused.
         """
-        name = await asyncio.to_thread(_digest, tokenizer_json)
+        name = await asyncio.to_thread(digest, tokenizer_json)
         if trusted:
             encoder = await self._encoder((name, True), partial(Encoder.load, tokenizer_json))
-            return encoder, await self._elsewhere(partial(encoder.cuts, template))
+            return encoder, await self._in_executor(partial(encoder.cuts, template))
         verdict = await self._judged(name, tokenizer_json, template)
-        make = partial(Encoder.made, tokenizer_json, fast=verdict.fast, affixes=verdict.affixes)
+        make = partial(Encoder.load_tried, tokenizer_json, fast=verdict.fast, affixes=verdict.affixes)
         return await self._encoder((name, False), make), verdict.cuts
 
     async def _encoder(self, key: tuple[str, bool], make: Callable[[], Encoder]) -> Encoder:
         encoder = self._known.get(key)
         if encoder is None:
-            encoder = await self._elsewhere(make)
+            encoder = await self._in_executor(make)
         _remember(self._known, key, encoder, MAX_TOKENIZERS)
         return encoder
 
     async def _judged(self, name: str, tokenizer_json: bytes, template: str) -> Verdict:
-        key = name, hashlib.sha256(template.encode()).hexdigest()
+        key = name, digest(template.encode())
         async with self._turns:
             until, reason = self._refused.get(name, (0.0, ""))
             if (left := until - time.monotonic()) > 0:
@@ -111,7 +110,7 @@ class Encoders:
         _remember(self._verdicts, key, verdict, MAX_VERDICTS)
         return verdict
 
-    async def _elsewhere(self, work: Callable[[], Any]) -> Any:
+    async def _in_executor(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
@@ -143,9 +142,8 @@ def _verdict(body: bytes) -> Verdict:
         if affixes is not None:
             before, behind = affixes
             affixes = array("I", before), array("I", behind)
-        return Verdict(
-            bool(answer["fast"]), affixes, Cuts([str(token) for token in answer["separators"]], spaces=answer["spaces"])
-        )
+        cuts = Cuts([str(token) for token in answer["separators"]], spaces=answer["spaces"])
+        return Verdict(bool(answer["fast"]), affixes, cuts)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise LimitMet("crash") from error
 
@@ -156,10 +154,6 @@ def _folders() -> list[str]:
     if (fast := importlib.util.find_spec("fastokens")) is not None and fast.origin:
         found.add(str(Path(fast.origin).parents[1]))
     return sorted(found)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:

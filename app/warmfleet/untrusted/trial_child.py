@@ -1,10 +1,11 @@
 """The program of a process that tries one tokenizer that a worker brought.
 
 ``tokenizer_trial`` starts it; a replica itself runs nothing of it. The file of a tokenizer holds patterns, replacements
-and tables that a library in Rust follows. They may ask for any amount of memory and time, and a crash of the library
-ends its process. So everything that may go wrong happens here first: loading, every probe, and texts that make bad
-patterns slow. There is one request and one answer, framed as in ``render_child``. The request is a marshalled
-``(tokenizer.json, chat template)``; the answer is the JSON with which a replica loads the tokenizer without probing it.
+and tables that a library in Rust follows. Those of a hostile file need any amount of memory and time, and a crash of
+the library ends its process. So everything that may go wrong happens here first: loading, every probe, and texts that
+make bad patterns slow. The process takes a single request, framed as in ``render_child``, and answers it. The request
+is a marshalled ``(tokenizer.json, chat template)``; the answer is the JSON with which a replica loads the tokenizer
+without probing it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,8 @@ def main() -> None:
     from warmfleet.untrusted.render_child import DONE, MEMORY, REFUSED, close_doors, read_request, send_answer
 
     os.environ.update(ONE_THREAD)  # on a large machine the threads alone would take more memory than the limit allows
-    Encoder.load(
-        json.dumps(_TINY).encode()
-    )  # a first use imports modules and starts threads: after close_doors the kernel refuses both
+    # The first use imports modules and starts threads; after close_doors the kernel refuses both.
+    Encoder.load(json.dumps(_TINY).encode())
     request = read_request()
     if request is None:
         return
@@ -83,7 +83,7 @@ def _tried(tokenizer_json: bytes, template: str) -> str:
 
 
 def _check_replacements(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if replacements may make a text much longer. Probes lack the rare characters that show it."""
+    """Raise ValueError if replacements may make a text much longer. No probe has the rare characters that show this."""
     growth = 1
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         kind = part.get("type")

@@ -128,9 +128,9 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     templates = Templates(Metrics(), approved=["0" * 64])
     template = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(PLAIN)])
-    assert template.here is None
+    assert template.local is None
     await follow_approvals(pools, templates)
-    assert template.here is not None
+    assert template.local is not None
     assert template.sandbox._child is None
     await fleet.redis.set(fleet.keys.operator_approved, "not a set")
     with pytest.raises(Exception, match="WRONGTYPE"):
@@ -138,7 +138,7 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     assert templates.is_approved(sha256(PLAIN))
     await fleet.redis.delete(fleet.keys.operator_approved)
     await follow_approvals(pools, templates)
-    assert template.here is None
+    assert template.local is None
     assert templates.is_approved("0" * 64)
     assert await template.render(MESSAGES, {}, {}) == "<user>hello"
     await templates.close()
@@ -183,18 +183,18 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     with pytest.raises(jinja2.TemplateError):
         await templates.take(bad.encode(), "auto")
     await templates.take(b"1", "auto")
-    assert held.here is not None
+    assert held.local is not None
     templates._known.move_to_end((sha256(bad), "auto"), last=False)
     await fleet.revoke([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
         await follow_approvals(pools, templates)
-    assert held.here is None
+    assert held.local is None
     assert held.state == "sandbox"
     assert await held.render(MESSAGES, {}, {}) == "<user>hello"
     await fleet.approve([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
         await follow_approvals(pools, templates)
-    assert held.here is not None, "it is not known any more, but in use"
+    assert held.local is not None, "it is not known any more, but in use"
     assert held.sandbox._child is None
     await templates.close()
 
@@ -228,7 +228,7 @@ async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch
     for source in (b"2", b"3"):
         await templates.take(source, "auto")
     await poll(lambda: first.sandbox._child is None, 20, "the oldest is forgotten")
-    assert (await Templates(Metrics(), trust_all=True).take(b"1", "auto")).here is not None
+    assert (await Templates(Metrics(), trust_all=True).take(b"1", "auto")).local is not None
     with pytest.raises(ValueError, match="bytes"):
         await templates.take(b"x" * (template_approval.MAX_SOURCE_BYTES + 1), "auto")
     with pytest.raises(jinja2.TemplateError):

@@ -1,4 +1,4 @@
-"""Reads a body as the path says to which it was sent. Pure."""
+"""Reads a body in the form that belongs to the path. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
     """The request of a body that was sent to ``path``. allowed: fields of ``request.REFUSED`` that are let through.
 
-    content_type: the header; it tells forms. Raises BadRequest, TooLarge.
+    content_type: the header, by which a form is known. Raises BadRequest, TooLarge.
     """
     if path.form == "completions" or path.form == "chat":
         return requests.parse(path.form, body, allowed)
@@ -38,17 +38,16 @@ def from_dict(path: EnginePath, data: dict[str, Any], allowed: Collection[str], 
     requests.refuse_fields(data, allowed)
     if path.form == "unknown" or path.form == "none":
         return unread_request.from_dict(path, data)
-    brought = next((name for name in requests.REFUSED if data.get(name) is not None), "")
-    if brought:
-        return unread_request.from_dict(path, data, brought)
+    allowed_field = next((name for name in requests.REFUSED if data.get(name) is not None), "")
+    if allowed_field:
+        return unread_request.from_dict(path, data, allowed_field)
     try:
-        turn = messages_request if path.form == "messages" else responses_request
-        chat = turn.as_chat(data)
-        request = requests.from_dict("chat", chat, allowed, size_bytes)
-    except NotReproducible as why:
-        return unread_request.from_dict(path, data, why.reason)
-    except BadRequest:  # the engine names the field at fault in the words of this path
+        dialect = messages_request if path.form == "messages" else responses_request
+        request = requests.from_dict("chat", dialect.as_chat(data), allowed, size_bytes)
+    except NotReproducible as error:
+        return unread_request.from_dict(path, data, error.reason)
+    except BadRequest:  # the engine names the field at fault as this path calls it
         return unread_request.from_dict(path, data, "content")
     request.dialect = path.form
-    request.thinks_not = path.form == "messages" and messages_request.thinks_not(data)
+    request.thinking_off = path.form == "messages" and messages_request.thinking_off(data)
     return request

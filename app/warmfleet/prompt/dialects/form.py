@@ -1,7 +1,7 @@
 """Fields of a form, as python-multipart and Starlette read them for vLLM's server. Pure.
 
 The library's own parser takes a step for every piece of a file that looks like a boundary; here the number of steps is
-bounded. A form that is wrong, or beyond the bounds, gives the fields before that place: the engine refuses it.
+bounded. A form that is wrong or beyond the bounds gives the fields before the fault; the engine refuses such a form.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def fields(content_type: bytes, body: bytes) -> dict[str, str]:
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     found = dict[str, str]()
     for head, value in _parts(body, b"\r\n--" + boundary):
-        told = _options(_disposition(head))[1]
-        if b"name" not in told:
+        part_options = _options(_disposition(head))[1]
+        if b"name" not in part_options:
             break
-        name = _decoded(told[b"name"], charset)
-        if b"filename" in told:
+        name = _decoded(part_options[b"name"], charset)
+        if b"filename" in part_options:
             found.pop(name, None)
         else:
             found[name] = _decoded(value[:MAX_VALUE_BYTES], charset)
@@ -77,11 +77,11 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after(body: bytes, at: int) -> bytes:
-    """The bytes behind a boundary, at ``at``: the end of its line, or the ``--`` of the last; empty if it is none."""
+    """The bytes behind a boundary, at ``at``: a line end, or ``--`` behind the last boundary; empty if it is none."""
     if body.startswith(b"--", at):
         return b"--"
-    rest = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")
-    return b"\r\n" if rest.startswith(b"\r\n") else b""
+    behind = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")
+    return b"\r\n" if behind.startswith(b"\r\n") else b""
 
 
 def _disposition(head: bytes) -> bytes:
@@ -102,8 +102,8 @@ def _unquoted(piece: bytes) -> tuple[str, str]:
     return unquote_plus(name), unquote_plus(value)
 
 
-def _decoded(given: bytes, charset: str) -> str:
+def _decoded(text: bytes, charset: str) -> str:
     try:
-        return given.decode(charset)
+        return text.decode(charset)
     except (UnicodeDecodeError, LookupError):
-        return given.decode("latin-1")
+        return text.decode("latin-1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from warmfleet.prompt.messages import BILLING_HEADER, NotReproducible
+from warmfleet.prompt.messages import BILLING_HEADER, NotReproducible, checked_list
 
 Json = dict[str, Any]
 
@@ -19,53 +19,52 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "required"
 def as_chat(body: Json) -> Json:
     """The chat's body. Raises NotReproducible."""
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
-    messages = _list(body.get("messages"))
+    messages = checked_list(body.get("messages"))
     system = _system_text(body.get("system"))
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for message in messages:
         _add(chat["messages"], message)
     if body.get("tools") is not None:
-        chat["tools"] = [_tool(tool) for tool in _list(body["tools"])]
+        chat["tools"] = [_tool(tool) for tool in checked_list(body["tools"])]
     choice = body.get("tool_choice")
     if choice is not None:
         chat["tool_choice"] = CHOICES.get(_word(choice, "type"))
     config = body.get("output_config")
-    if isinstance(config, dict) and config.get("effort") is not None and not thinks_not(body):
+    if isinstance(config, dict) and config.get("effort") is not None and not thinking_off(body):
         chat["reasoning_effort"] = _word(config, "effort")
     return chat
 
 
-def thinks_not(body: Json) -> bool:
-    """The client has switched thinking off; how an engine tells its template so differs from template to template."""
+def thinking_off(body: Json) -> bool:
+    """The client has switched thinking off. Engines pass this on in a way that differs from template to template."""
     thinking = body.get("thinking")
     return isinstance(thinking, dict) and thinking.get("type") == "disabled"
 
 
 def with_system_first(messages: list[Json]) -> list[Json]:
-    """The chat as engines make it whose templates take system messages only at the front: all are joined there."""
+    """The chat as an engine makes it if its template takes system text only at the front: all of it is joined there."""
     text = "".join([message["content"] for message in messages if message["role"] == "system"])
-    rest = [message for message in messages if message["role"] != "system"]
-    return [{"role": "system", "content": text}, *rest]
+    return [{"role": "system", "content": text}, *(message for message in messages if message["role"] != "system")]
 
 
-def _system_text(given: Any) -> str:
-    """The text of the field ``system``; as in the engine, the line that accounts a request to a client is left out."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    texts = [_text(block) for block in _list(given) if _word(block, "type") == "text"]
+def _system_text(system: Any) -> str:
+    """The text of the field ``system``. As in the engine, the line that accounts a request to a client is left out."""
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [_text(block) for block in checked_list(system) if _word(block, "type") == "text"]
     return "".join([text for text in texts if not text.startswith(BILLING_HEADER)])
 
 
 def _inline_system_text(content: Any) -> str:
     if isinstance(content, str):
         return "" if content.startswith(BILLING_HEADER) else content
-    if any(_word(block, "type") in ("tool_addition", "tool_removal") for block in _list(content)):
+    if any(_word(block, "type") in ("tool_addition", "tool_removal") for block in checked_list(content)):
         raise NotReproducible("tools")
     return _system_text(content)
 
 
 def _add(chat: list[Json], message: Any) -> None:
-    """Append what the engine makes of one message: its tool results first, then the message itself."""
+    """Append the messages that the engine makes of one: its tool results first, then the message itself."""
     role, content = _word(message, "role"), message.get("content")
     if role == "system":
         text = _inline_system_text(content)
@@ -78,7 +77,7 @@ def _add(chat: list[Json], message: Any) -> None:
     if isinstance(content, str):
         made["content"] = content
     else:
-        _add_blocks(chat, made, _list(content))
+        _add_blocks(chat, made, checked_list(content))
     if role == "assistant" or "content" in made:
         chat.append(made)
 
@@ -112,13 +111,13 @@ def _add_blocks(chat: list[Json], made: Json, blocks: list[Any]) -> None:
 
 
 def _call(block: Json) -> Json:
-    given = block.get("input")
-    if given is not None and not isinstance(given, dict):
+    arguments = block.get("input")
+    if arguments is not None and not isinstance(arguments, dict):
         raise NotReproducible("tool_calls")
     if not block.get("id"):
-        raise NotReproducible("tool_calls")  # the engine makes an id of the time
+        raise NotReproducible("tool_calls")  # the engine makes an id from the time
     name = "" if block.get("name") is None else _word(block, "name")
-    return {"id": _word(block, "id"), "type": "function", "function": {"name": name, "arguments": given or {}}}
+    return {"id": _word(block, "id"), "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
 def _result(block: Json) -> list[Json]:
@@ -127,7 +126,7 @@ def _result(block: Json) -> list[Json]:
     call = "" if block.get("tool_use_id") is None else _word(block, "tool_use_id")
     if content is None or isinstance(content, str):
         return [{"role": "tool", "tool_call_id": call, "content": content or ""}]
-    items = [item for item in _list(content) if isinstance(item, dict)]
+    items = [item for item in checked_list(content) if isinstance(item, dict)]
     if any(item.get("type") == "tool_reference" for item in items):
         raise NotReproducible("content")
     text = "\n".join([_text(item) for item in items if item.get("type") == "text"])
@@ -137,7 +136,7 @@ def _result(block: Json) -> list[Json]:
 
 
 def _images(blocks: list[Json]) -> list[Json]:
-    """Parts that stand for images; what the image is plays no role, because no hash behind it can be known."""
+    """Parts that stand for images. The image itself plays no role: no hash of a block behind it can be known."""
     return [{"type": "image_url", "image_url": {"url": "data:"}} for block in blocks if block.get("source")]
 
 
@@ -148,12 +147,6 @@ def _tool(tool: Any) -> Json:
     function = {name: tool.get(name) for name in ("name", "description", "strict", "defer_loading")}
     parameters = schema if "type" in schema else schema | {"type": "object"}
     return {"type": "function", "function": function | {"parameters": parameters}}
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise NotReproducible("content")
-    return value
 
 
 def _word(value: Any, name: str) -> str:

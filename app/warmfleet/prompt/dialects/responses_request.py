@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from warmfleet.prompt.messages import NotReproducible
+from warmfleet.prompt.messages import NotReproducible, checked_list
 
 Json = dict[str, Any]
 
@@ -18,7 +18,7 @@ SAME = (
 )
 #: Field of the body → reason, if with it the prompt comes from elsewhere than the body.
 ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
-# Tuples: a client's value that is compared with them may be a list or an object, which no set can be asked for.
+# Tuples, no sets: a client's value that is looked for in them may be a list or an object, for which a set raises.
 TEXTS = ("input_text", "output_text", "text")
 UNFINISHED = ("in_progress", "incomplete")
 ROLES = ("user", "system", "developer")
@@ -38,19 +38,18 @@ def as_chat(body: Json) -> Json:
     messages: list[Json] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": _text(body["instructions"])})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
+    items = body.get("input")
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
     else:
-        items = _list(given)
-        for item in items:
+        for item in checked_list(items):
             _add(messages, item)
         last = items[-1] if items else {}
         if last.get("type", "message") in ("message", "reasoning") and last.get("status") in UNFINISHED:
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
     chat["messages"] = messages
     if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _list(body["tools"])]
+        chat["tools"] = [_tool(tool) for tool in checked_list(body["tools"])]
         chat["tool_choice"] = body.get("tool_choice", "auto")
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
@@ -67,7 +66,7 @@ def with_names_first(messages: list[Json]) -> list[Json]:
 
 
 def _add(chat: list[Json], item: Any) -> None:
-    """Append what the engine makes of one item, or add it to the assistant's message that stands last."""
+    """Append the message that the engine makes of an item, or add the item to the assistant's message that is last."""
     if not isinstance(item, dict):
         raise NotReproducible("content")
     kind, role = item.get("type", "message"), item.get("role")
@@ -82,7 +81,7 @@ def _add(chat: list[Json], item: Any) -> None:
         _add_to_assistant(chat, last, "reasoning", _reasoning(item))
     elif kind == "function_call_output":
         chat.append(
-            {"role": "tool", "content": _output(item.get("output")), "tool_call_id": _text(item.get("call_id"))}
+            {"role": "tool", "content": _content(item.get("output")), "tool_call_id": _text(item.get("call_id"))}
         )
     elif kind == "message" and role == "assistant":
         _add_to_assistant(chat, last, "content", _answer(item.get("content")))
@@ -103,7 +102,7 @@ def _answer(content: Any) -> str:
     """The text of an earlier answer: the engine takes the first of its parts."""
     if isinstance(content, str):
         return content
-    parts = _list(content)
+    parts = checked_list(content)
     if not parts or not isinstance(parts[0], dict) or parts[0].get("type") != "output_text":
         raise NotReproducible("content")
     return _text(parts[0].get("text"))
@@ -115,14 +114,12 @@ def _reasoning(item: Json) -> str:
     texts = item.get("content") or item.get("summary")
     if not texts:
         return ""
-    first = _list(texts)[0]
+    first = checked_list(texts)[0]
     return _text(first.get("text") if isinstance(first, dict) else None)
 
 
 def _content(content: Any) -> Any:
-    if isinstance(content, str):
-        return content
-    return [_part(part) for part in _list(content)]
+    return content if isinstance(content, str) else [_part(part) for part in checked_list(content)]
 
 
 def _part(part: Any) -> Json:
@@ -134,10 +131,6 @@ def _part(part: Any) -> Json:
     return {"type": kind, "text": _text(part.get("text"))}
 
 
-def _output(output: Any) -> Any:
-    return output if isinstance(output, str) else [_part(part) for part in _list(output)]
-
-
 def _call(item: Json) -> Json:
     if item.get("namespace"):
         raise NotReproducible("tool_calls")
@@ -146,16 +139,10 @@ def _call(item: Json) -> Json:
 
 
 def _tool(tool: Any) -> Json:
-    """A function; tools of other types are not shown to the model, or are shown in a way of the engine's own."""
+    """A function. Tools of other types are not shown to the model, or the engine shows them in its own way."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise NotReproducible("tools")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise NotReproducible("content")
-    return value
 
 
 def _text(value: Any) -> str:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 CHARACTERS_PER_TOKEN = 4
 FORM_BYTES_PER_TOKEN = 400  # of audio: some 50 tokens a second, at 16 to 32 kB a second
-MAX_DEPTH = 6  # of lists and objects in which text is counted
-#: Fields that limit the length of an answer, by the path.
+MAX_DEPTH = 6  # of lists and objects within each other in which text is counted
+#: Fields that limit the length of an answer: each path has one of them.
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
@@ -42,7 +42,7 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def _unjudged(path: EnginePath, fields: Mapping[str, Any], size_bytes: int) -> Request:
-    """The request of a body that is no JSON object; whatever cannot be read in it is left to the engine."""
+    """The request of a body that is no JSON object. The engine reads whatever cannot be read here."""
     request = _request(path, fields, size_bytes // FORM_BYTES_PER_TOKEN, takes_salt=False)
     request.from_json = False
     return request
