@@ -23,12 +23,14 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+#: Statuses of causes that pass by themselves: the client may try again after a second.
+PASSING = frozenset({429, 502, 503, 504})
 
 
 class WarmfleetError(Exception):
     """The router has a bug: see its log.
 
-    This is also the base of all other errors. ``param``: the request field at fault, or None. ``retry_after_s``:
+    The class is also the base of all other errors. ``param``: the request field at fault, or None. ``retry_after_s``:
     seconds; 0: trying again cannot help.
     """
 
@@ -36,6 +38,9 @@ class WarmfleetError(Exception):
     type = "server_error"
     code = "internal_error"
     retry_after_s = 0
+
+    def __init_subclass__(cls) -> None:
+        cls.retry_after_s = int(cls.status in PASSING)
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -47,10 +52,10 @@ class WarmfleetError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def as_anthropic(self, request_id: str = "") -> dict[str, Any]:
-        """The body of the answer, in the form of Anthropic's API. Without an id it names none."""
+        """The body of the answer, in the form of Anthropic's API. request_id: empty if the body shall name none."""
         usual = "invalid_request_error" if self.status < 500 else "api_error"
-        told = {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, usual), "message": self.message}}
-        return told | {"request_id": request_id} if request_id else told
+        body = {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(self.status, usual), "message": self.message}}
+        return body | {"request_id": request_id} if request_id else body
 
 
 class BadRequest(WarmfleetError):
@@ -125,7 +130,6 @@ class Overloaded(WarmfleetError):
     """The queue is full."""
 
     status, type, code = 429, "rate_limit_error", "overloaded"
-    retry_after_s = 1
 
 
 class RateLimited(WarmfleetError):
@@ -135,7 +139,6 @@ class RateLimited(WarmfleetError):
     """
 
     status, type, code = 429, "requests", "rate_limit_exceeded"
-    retry_after_s = 1
 
     def __init__(self, message: str, headers: Mapping[str, str]) -> None:
         super().__init__(message)
@@ -152,28 +155,25 @@ class QueueTimeout(WarmfleetError):
     """The wait in the queue was too long."""
 
     status, code = 503, "queue_timeout"
-    retry_after_s = 1
 
 
 class NoWorker(WarmfleetError):
     """No worker of this model takes requests."""
 
     status, code = 503, "no_worker"
-    retry_after_s = 1
 
 
 class UpstreamError(WarmfleetError):
     """The engine's answer broke off."""
 
     status, code = 502, "upstream_error"
-    retry_after_s = 1
 
 
 class UpstreamGone(UpstreamError):
     """No byte of an answer came.
 
     ``refused``: the worker never began to work on the request. Otherwise the request may have killed the worker.
-    ``answered``: the worker lives, and its answer says that it did not serve the request. ``late``: it takes
+    ``answered``: the worker lives, and its answer says that it did not serve the request. ``late``: the worker takes
     connections, but no answer came in time.
     """
 
@@ -194,12 +194,11 @@ class UpstreamGone(UpstreamError):
 class NameRefused(UpstreamGone):
     """The worker does not serve this model any more.
 
-    Another worker serves the model, and the answer cost nothing. counts: this counts against the worker
+    Another worker serves the model, and the answer cost nothing. counts: the refusal counts against the worker
     (``Pool.refused``).
     """
 
     status, type, code = ModelNotFound.status, ModelNotFound.type, ModelNotFound.code
-    retry_after_s = 0
 
     def __init__(self, model: str, *, counts: bool) -> None:
         super().__init__(f"The model `{model[:200]}` is not served any more.", refused=True, answered=True)
@@ -221,28 +220,24 @@ class FleetUnavailable(WarmfleetError):
     """Redis gave no answer in time."""
 
     status, code = 503, "fleet_unavailable"
-    retry_after_s = 1
 
 
 class UploadsFull(WarmfleetError):
     """All bodies fill their memory."""
 
     status, code = 503, "uploads_full"
-    retry_after_s = 1
 
 
 class TooManyConnections(WarmfleetError):
     """All connections carry answers."""
 
     status, code = 503, "too_many_connections"
-    retry_after_s = 1
 
 
 class Stopping(WarmfleetError):
     """The replica stops."""
 
     status, code = 503, "stopping"
-    retry_after_s = 1
 
     def __init__(self) -> None:
         super().__init__("This replica is stopping, and the answer took too long: ask again.")

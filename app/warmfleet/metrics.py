@@ -34,7 +34,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Number:
-    """A value of a metric without a lock: one thread alone writes it. Adding takes a tenth of the library's time."""
+    """A value of a metric without a lock: a single thread writes it. Adding takes a tenth of the library's time."""
 
     __slots__ = ("value",)
 
@@ -48,7 +48,7 @@ class Number:
         self.value = value
 
     def get_exemplar(self) -> None:
-        """There are none."""
+        """None: no sample has an exemplar."""
 
 
 class Counter(prometheus_client.Counter):
@@ -110,8 +110,8 @@ class _Families(prometheus_client.CollectorRegistry):
 class Metrics:
     """All metrics of one router process. ``render`` returns them in Prometheus' text format.
 
-    models: tags. What is counted of each model is 0 for these from the start: a rate over a sample that appears with
-    its first event would miss this event.
+    models: tags. Counters of these models are 0 from the start: a rate over a sample that appears with its first event
+    would miss this event.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -150,9 +150,9 @@ class Metrics:
                 counter.labels(reason, model)
 
     def forget_pool(self, model: str) -> None:
-        """Nothing is left of this pool: drop whatever is told of it as it is now; counters stay. model: its tag.
+        """Nothing is left of this pool: drop its gauges, and keep its counters. model: its tag.
 
-        Samples that stayed at 0 would tell of a pool without workers.
+        Gauges that stayed at 0 would show a pool without workers.
         """
         for metric in vars(self).values():
             for family in metric.collect() if isinstance(metric, Gauge) else ():
@@ -203,7 +203,6 @@ class Metrics:
         self.time_limits = self._counter(
             "time_limits", "Requests ended by a time limit of the settings: `stream_idle`, `request_max`", "limit"
         )
-
         self.traces = self._counter(
             "traces",
             "Requests that were sampled: their spans were `exported`, `dropped` (too many waited), or `failed` (the "
@@ -250,7 +249,7 @@ class Metrics:
         )
 
     def _of_prompts(self) -> None:
-        """What is known of prompts before they are sent."""
+        """Prompts before they are sent."""
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests", "model")
         self.matched_tokens = self._counter(
             "matched_tokens", "Prompt tokens that the chosen worker held already", "model"
@@ -353,7 +352,7 @@ class Metrics:
         )
 
     def _of_workers(self) -> None:
-        """What this replica found out about workers, and what it did."""
+        """Findings of this replica about workers, and its actions."""
         self.workers = self._gauge(
             "workers",
             "Workers by state, at the last reading: `proven` (or suspected), `identity` (load-only), `approximate`,"
@@ -389,8 +388,8 @@ class Metrics:
     def _of_each_worker(self) -> None:
         """Each worker at the last reading. Every replica reads the same values: take the maximum, not the sum.
 
-        They are set anew as a whole (``background/worker_gauges``, ``background/index_health``), so that no
-        worker that left stays.
+        All are set anew at once (``background/worker_gauges``, ``background/index_health``), so that a worker that left
+        does not stay.
         """
 
         def gauge(name: str, text: str, *more: str) -> Gauge:
@@ -444,7 +443,7 @@ class Metrics:
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """The same, one metric after the other: with 1,000 workers all of it takes a tenth of a second."""
+        """The same text, metric by metric: with 1,000 workers the whole takes a tenth of a second."""
         for family in self.registry.collect():
             yield generate_latest(_Families([family]))
 

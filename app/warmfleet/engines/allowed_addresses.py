@@ -1,4 +1,4 @@
-"""Where a replica may send requests: the address ranges of the settings, and the hosts that the operator named.
+"""The addresses that a replica may send requests to: the ranges of the settings, and hosts that the operator named.
 
 Workers announce their own URLs, so a URL is checked twice: here if its host is a literal address, and again when a host
 name was resolved. Neither a forged join nor a name that changes its address then sends requests outside the ranges.
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-#: Where clouds answer any process of a machine with its credentials. Only a range of that one address allows it.
+#: Addresses at which clouds give any process of a machine its credentials. Only a range of this one address allows it.
 METADATA = frozenset(
     ipaddress.ip_address(text) for text in ("169.254.169.254", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )
 
 
-def tells_credentials(address: str) -> bool:
+def gives_credentials(address: str) -> bool:
     """Whether this literal address is one of METADATA. Raises ValueError for a name."""
     return _plain(address) in METADATA
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address; that of IPv4 if it is one of these written as IPv6. Raises ValueError."""
+    """The address; an address of IPv4 that is written as IPv6 becomes IPv4 again. Raises ValueError."""
     parsed = ipaddress.ip_address(address)
     return (parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None) or parsed
 
@@ -66,7 +66,7 @@ class Addresses:
             allowed = self.allows(parts.hostname)
         except ValueError:
             if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
-                # 127.1 and 2130706433 are addresses that connect, though no resolver sees them.
+                # 127.1 and 2130706433 are addresses as well, which connect without a resolver.
                 raise UpstreamError(f"{url!r}: not a canonical address") from None
             return  # a host name: its addresses are checked when it is resolved
         if not allowed:
@@ -75,10 +75,12 @@ class Addresses:
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
         """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
 
-        The operator's word is for the name: METADATA addresses that DNS gives for it need a range, or their own word.
+        Naming a host does not allow METADATA addresses that DNS gives for it: each needs its own range or name.
         """
         named = self.named(host)
-        allowed = [one for one in resolved if (named and not tells_credentials(one)) or self.allows(one)]
+        allowed = [
+            address for address in resolved if (named and not gives_credentials(address)) or self.allows(address)
+        ]
         if not allowed:
             raise OSError(f"no address of {host} is inside WARMFLEET_WORKER_ADDRESSES")
         return allowed

@@ -1,4 +1,4 @@
-"""The router's own small calls to engines: health, metrics, probes, prewarming, token ids. Answers are read whole.
+"""The router's own small calls to engines: health, metrics, probes, warming, token ids. Answers are read whole.
 
 Clients' requests go through ``upstream``, which is quicker and passes the bytes of an answer on as they come.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import httpx
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from warmfleet.engines.engine_connection import KEEPALIVE_S
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.request_headers import header_value
 from warmfleet.engines.resolver import Resolver
@@ -25,15 +26,14 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
-PLACE_S = 1.0  # for a name to be resolved whose place is asked for
+PLACE_S = 1.0  # for ``place`` to resolve a name
 MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
 SMALL_ANSWER_BYTES = 1_048_576
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 class Place(NamedTuple):
-    """Where the connections of a URL end. end: address, port and path. named: the host is a name, not ``localhost``."""
+    """The end of all connections to a URL. end: address, port, path. named: the host is a name, not ``localhost``."""
 
     end: tuple[str, int, str]
     host: str
@@ -45,7 +45,7 @@ class DeadConnection(httpx.NetworkError):
 
 
 class EngineClient:
-    """One pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
+    """A pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
 
     def __init__(self, addresses: Addresses, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         """tls: for https; None = the system's."""
@@ -89,12 +89,12 @@ class EngineClient:
         """Where connections to this engine end; None if its host cannot be resolved, or is one of several machines."""
         try:
             url = httpx.URL(base)
-            port = url.port or (443 if url.scheme == "https" else 80)
+            host, port = _host_and_port(url)
             async with asyncio.timeout(PLACE_S):
-                addresses = await self._resolver.addresses(url.raw_host.decode("ascii"), port)
+                addresses = await self._resolver.addresses(host, port)
         except (OSError, UnicodeError, httpx.InvalidURL, ValueError):
             return None
-        first = [address for address in addresses if ":" not in address] or addresses  # as for a name with one of each
+        first = [address for address in addresses if ":" not in address] or addresses  # a machine may have one of each
         if len(first) > 1:
             return None
         address = ipaddress.ip_address(first[0])
@@ -118,17 +118,14 @@ class EngineClient:
         if url.userinfo:
             if "Authorization" in request.headers:  # ``upstream`` fails with such a worker, so this call must fail, too
                 raise UpstreamError("The worker's URL names a user, and an Authorization header is given: choose one.")
-            request.headers["Authorization"] = f"Basic {base64.b64encode(_decoded_userinfo(url)).decode()}"
-        *others, last = await self._resolve(url)
+            request.headers["Authorization"] = (
+                f"Basic {base64.b64encode(f'{url.username}:{url.password}'.encode()).decode()}"
+            )
+        *others, last = await self._resolver.resolve(*_host_and_port(url))
         for host in others:
             with suppress(*CONNECT_ERRORS):
                 return await self._exchange(request, host, limit_bytes)
         return await self._exchange(request, last, limit_bytes)
-
-    async def _resolve(self, url: httpx.URL) -> list[str]:
-        """The addresses to connect to, at least one. Raises OSError if none is allowed or the name is unknown."""
-        port = url.port or (443 if url.scheme == "https" else 80)
-        return await self._resolver.resolve(url.raw_host.decode("ascii"), port)
 
     @retry(retry=retry_if_exception_type(DeadConnection), stop=stop_after_attempt(2), reraise=True)
     async def _exchange(self, request: httpx.Request, host: str, limit_bytes: int) -> tuple[int, bytes]:
@@ -166,7 +163,7 @@ class EngineClient:
 
 @contextmanager
 def _engine_errors() -> Iterator[None]:
-    """Translate what the HTTP library raises: UpstreamGone if the engine does not answer, else UpstreamError."""
+    """Translate errors of the HTTP library: to UpstreamGone if the engine does not answer, else to UpstreamError."""
     try:
         yield
     except (httpx.TransportError, OSError, TimeoutError) as error:
@@ -182,5 +179,5 @@ def _joined(base: str, path: str) -> str:
     return base.rstrip("/") + path
 
 
-def _decoded_userinfo(url: httpx.URL) -> bytes:
-    return f"{url.username}:{url.password}".encode()
+def _host_and_port(url: httpx.URL) -> tuple[str, int]:
+    return url.raw_host.decode("ascii"), url.port or (443 if url.scheme == "https" else 80)

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection to an engine, and the answer that comes back on it.
+"""An HTTP/1.1 connection to an engine, and the answer that comes back on it.
 
-The bytes are parsed by llhttp (httptools) in its strict mode. An engine is bounded like any other sender: by the size
-of its headers and trailers, by the bytes that wait to be read, and by what may stand in a header.
+The bytes are parsed by llhttp (httptools) in its strict mode. Bounds hold for an engine as for any other sender: for
+the size of headers and trailers, for the bytes that wait to be read, and for the characters of a header.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
 HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of the interim answers before it
 TRAILERS_MAX_BYTES = 8_192  # also bounds the line before a chunk, with its extensions
-FIELD_COST_BYTES = 32  # what a header costs besides its text, so that many short ones are bounded as well
+FIELD_COST_BYTES = 32  # counted for a header besides its text, so that many short ones are bounded as well
 MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
-LAST_WORD_BYTES = 64  # a piece of no more is the end of a stream, such as [DONE]: the usage is before it
+LAST_WORD_BYTES = 64  # a piece of at most this length is the end of a stream, such as [DONE], and holds no usage
 UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
-#: How a connection ends if its engine died without having read all of the request: the kernel sends RST then. If the
-#: engine had read it, the kernel sends FIN, and the engine may have died of the request.
+#: The errors by which a connection ends if its engine died before it had read the whole request: the kernel sends RST.
+#: If the engine had read the request, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
 #: The kernel is asked before a kept connection is used: the event loop notices a hang-up later, and an engine that gets
 #: a request after its own end would count as killed by that request.
-HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: the system does not tell
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: this system has no such event
 
 
 class EngineResponse:
@@ -46,8 +46,8 @@ class EngineResponse:
     those of the body that wait for the reader, in ``pieces``. ``began`` says that some of the body came, ``complete``
     that the whole answer did. ``chunks`` counts the pieces of the body as the engine cut it, ``gap_s`` is the longest
     silence between two of the reads that brought them, ``came_at`` the time of the last (``time.perf_counter``), and
-    ``client_s`` how long its reader waited for a slow client. ``tail`` is the last piece that is long enough to say
-    anything. ``close`` it in every case.
+    ``client_s`` how long its reader waited for a slow client. ``tail`` is the last piece that may hold the usage. The
+    caller must ``close`` every response.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class EngineResponse:
         self.request = request
         self.without_body = without_body
         self.on_stale: Callable[[EngineResponse], None] | None = None
-        #: Whether the engine had the whole request, over any connection that was lost: it may have died of it.
+        #: Whether the engine had the whole request, on any connection that was lost: then it may have died of it.
         self.may_have_been_read = False
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -80,7 +80,7 @@ class EngineResponse:
         self.tail = b""
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        #: What ``pass_on`` gives the body to while it waits; None also after that wanted no more for now.
+        #: The function that gets the body while ``pass_on`` waits; None also once the function wanted no more for now.
         self._take: Callable[[bytes], bool] | None = None
         self._connection: Connection | None = None
         #: Makes a connection for this request, and is cancelled if the request is given up.
@@ -98,8 +98,8 @@ class EngineResponse:
     async def read_any(self) -> bytes:
         """All bytes of the body that came since the last call, at least one; empty at its end.
 
-        Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read. What
-        came before the error is returned first.
+        Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read; but
+        first returns all bytes that came before the error.
         """
         while not self.pieces:
             if self.complete:
@@ -110,10 +110,10 @@ class EngineResponse:
         return self._read()
 
     async def pass_on(self, take: Callable[[bytes], bool]) -> bool:
-        """Give all bytes of the body to ``take`` as they come, until it returns False: then this returns False as well.
+        """Give all bytes of the body to ``take`` as they come; return False as soon as ``take`` does.
 
         ``take`` is called while the bytes are received, without a switch of tasks. Returns True once the answer is
-        complete; its last bytes are left for ``read_any``. Raises as ``read_any`` does.
+        complete; its last bytes are left for ``read_any``. Raises the errors of ``read_any``.
         """
         while not self.complete:
             if self.pieces:
@@ -138,11 +138,11 @@ class EngineResponse:
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader waits for bytes of the engine: not so while a slow client is given what came already."""
+        """Whether the reader waits for bytes of the engine. While it waits for a slow client, it does not."""
         return self._waiter is not None
 
     def fail(self, error: UpstreamError) -> bool:
-        """End the exchange, so that the reader gets ``error``. False if it is over already."""
+        """End the exchange, so that the reader gets ``error``. Returns False if the exchange is over already."""
         if self.complete or self._error is not None:
             return False
         self._error = error
@@ -151,7 +151,7 @@ class EngineResponse:
         return True
 
     def close(self) -> None:
-        """Give up what has not come yet: the connection is closed at once, and the engine stops its work."""
+        """Give up the rest of the answer: the connection is closed at once, and the engine stops its work."""
         if not self.complete:  # an error that was raised would hold this answer by its traceback
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
@@ -184,7 +184,7 @@ class EngineResponse:
             connection.abort()
 
     def waited_for_client(self, seconds: float) -> None:
-        """The client was slow to read for so long. What came meanwhile is no silence of the engine."""
+        """Note that the client was slow to read for so long. That time is no silence of the engine."""
         self.client_s += seconds
         self.came_at = math.inf
 
@@ -195,12 +195,12 @@ class EngineResponse:
         self._connection = connection
 
     def finish(self) -> None:
-        """The whole answer came: its connection is no longer its own."""
+        """The whole answer came, so it gives its connection up."""
         self.complete = True
         self._connection = None
 
     def wake(self) -> None:
-        """Let the reader look at what came, or give it away if the reader waits in ``pass_on``."""
+        """Wake the reader for the bytes that came. If it waits in ``pass_on``, give them to its ``take`` at once."""
         take = self._take
         if take is not None and not self.complete and self._error is None:
             pieces = self.pieces
@@ -247,7 +247,7 @@ class KeptConnections:
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` is lost. It need not be one of these."""
+        """``connection`` is lost; whether it was idle or in use is not known."""
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -269,7 +269,7 @@ class MalformedError(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """One connection. It carries one request after the other, and goes back to ``kept`` after each whole answer."""
+    """A connection, for one request after the other. After each whole answer it goes back to ``kept``."""
 
     __slots__ = (
         "_answer", "_fields", "_fields_bytes", "_hang_up", "_interim", "_keep_alive", "_kept", "_parser", "_reused",
@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def send(self, answer: EngineResponse) -> None:
-        """Send the request of ``answer``, and give the answer what comes back."""
+        """Send the request of ``answer``, which gets all bytes that come back."""
         self._answer = answer
         self._fields: list[tuple[bytes, bytes]] = []
         self._fields_bytes = self._since_body = self._interim = 0
@@ -297,8 +297,8 @@ class Connection(asyncio.Protocol):
     def usable(self, idle_since: float) -> bool:
         """Whether the connection is open and became idle after ``idle_since``.
 
-        The kernel is asked, because the event loop may not have seen the end yet: an engine that died before a request
-        was sent, as far as the kernel has heard, has not died of it: it counts as one that refused it.
+        The kernel is asked, because the event loop may not have seen the end yet. If the kernel knows of the engine's
+        end before a request is sent, the engine has not died of that request, and counts as one that refused it.
         """
         if self.idle_since <= idle_since or self._transport.is_closing():
             return False
@@ -308,7 +308,7 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once. The answer under way is not told."""
+        """Close at once. The answer under way does not learn of it."""
         self._answer = None
         self._transport.abort()
 
@@ -369,14 +369,14 @@ class Connection(asyncio.Protocol):
         if self._reused and not answer.received and answer.on_stale is not None:
             answer.on_stale(answer)
         else:
-            why = f"The worker closed the connection ({_word(exc)})."
+            why = f"The worker closed the connection ({_name(exc)})."
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
 
     def _give_back(self) -> None:
         """The answer is whole: keep the connection for another request if that is safe, else close it."""
         self._answer = None
         transport = self._transport
-        # Engines may answer before they read all of a request: the rest of it would be taken for the next one.
+        # An engine may answer before it has read a whole request. It would take the rest for the next request.
         if self._keep_alive and not transport.get_write_buffer_size() and not transport.is_closing():
             self._reused = True
             self._kept.keep(self)
@@ -391,7 +391,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields_bytes += len(name) + len(value) + FIELD_COST_BYTES
-        if self._answer is not None and self._answer.status:  # a trailer, which nobody is told
+        if self._answer is not None and self._answer.status:  # a trailer, which is passed on to nobody
             if self._fields_bytes > TRAILERS_MAX_BYTES:
                 raise MalformedError("too many trailers")
             return
@@ -445,5 +445,5 @@ def _unreadable(why: object) -> UpstreamError:
     return UpstreamError(f"The worker's answer cannot be read: {why}.")
 
 
-def _word(error: Exception | None) -> str:
+def _name(error: Exception | None) -> str:
     return type(error).__name__ if error is not None else "without an error"

@@ -6,9 +6,9 @@ error of that code.
 
 from __future__ import annotations
 
-WORDS = b"EngineCore encountered an issue"  # of vLLM's EngineDeadError, which cannot be told by the type of the error
+WORDS = b"EngineCore encountered an issue"  # of vLLM's EngineDeadError, which has the type of many other errors
 
 
-def told_in(piece: bytes) -> bool:
-    """Whether this first piece of an answer that is an error says so."""
+def is_reported_in(piece: bytes) -> bool:
+    """Whether this first piece of an answer, which is an error, reports the death."""
     return WORDS in piece

@@ -1,4 +1,4 @@
-"""Which certificates of engines a replica accepts."""
+"""The certificates of engines that a replica accepts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The first event of a stream, which may be an error: an engine sends its status before it knows how a request ends.
 
-Engines and APIs tell an error in several forms. All are recognized, on every path: an ``error`` with something in it
+Engines and APIs write an error in several forms. All are recognized, on every path: an ``error`` with something in it
 (vLLM, SGLang, OpenAI), ``"type": "error"`` (Anthropic, Responses), ``"object": "error"`` (older vLLM and SGLang),
 ``response.failed``, and an event with the name ``error``.
 """
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: Of the beginning of a stream: what comes later is not looked at, and a longer event is no error.
+#: Of the beginning of a stream. Nothing later is looked at, and a longer event is no error.
 MAX_BYTES = 16_384
-FAILED = frozenset({500, 502, 503, 504})  # what the status of an error of an engine may be
+FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # of Anthropic's API
-#: So many bytes of an event show that it is no error, unless they have a word of one.
+#: So many bytes of an event show that it is no error, unless a word of an error is among them.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _BOM = b"\xef\xbb\xbf"
-#: Statuses by the words of an error's type or code, where it tells no number. The first word that occurs counts.
+#: Statuses by the words of an error's type or code, where it has no number. The first word that occurs counts.
 _WORDS = {
     "rate_limit": 429,
     "overloaded": 503,
@@ -41,7 +41,7 @@ _WORDS = {
 
 
 class Event(NamedTuple):
-    """One event of a stream: its name, empty if it has none, and its data."""
+    """An event of a stream: its name, empty if it has none, and its data."""
 
     name: bytes
     data: bytes
@@ -55,13 +55,13 @@ class StreamError(NamedTuple):
 
 
 def is_plain(piece: bytes) -> bool:
-    """Whether this first piece of a stream begins with a whole event that is no error. False: look closer."""
+    """Whether this first piece of a stream surely begins with a whole event that is no error."""
     begins = piece.startswith((b"data: {", b"event: ")) and not piece.startswith(b"event: ping")
     return begins and b"\n\n" in piece and not _has_word(piece)
 
 
 def is_open(piece: bytes) -> bool:
-    """Whether more of a stream that begins with this piece would tell whether its first event is an error."""
+    """Whether more of the stream is needed to know whether its first event is an error. piece: its beginning."""
     if len(piece) > MAX_BYTES or read(piece) is not None:
         return False
     begun = _EVENT_END.split(piece)[-1]
@@ -69,13 +69,13 @@ def is_open(piece: bytes) -> bool:
 
 
 def read(piece: bytes, *, ended: bool = False) -> Event | None:
-    """The first event of a stream that tells something; None while it is not whole.
+    """The first event of a stream that is neither a comment nor a ping; None while it is not whole.
 
-    Comments and pings tell nothing. ended: nothing follows the piece, so an event without an empty line is whole.
+    ended: nothing follows the piece, so an event without an empty line is whole.
     """
     name, data = b"", list[bytes]()
-    *lines, rest = _LINE_END.split(piece.removeprefix(_BOM))
-    for line in [*lines, rest, b""] if ended else lines:
+    *lines, unended = _LINE_END.split(piece.removeprefix(_BOM))
+    for line in [*lines, unended, b""] if ended else lines:
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"event":
@@ -94,14 +94,14 @@ def _has_word(piece: bytes) -> bool:
 
 
 def error_of(event: Event) -> StreamError | None:
-    """The error that an event tells; None if it tells none."""
+    """The error in an event; None if it has none."""
     try:
-        told = orjson.loads(event.data)
+        data = orjson.loads(event.data)
     except ValueError:
-        told = None
-    error = _error_in(told) if isinstance(told, dict) else None
+        data = None
+    error = _error_in(data) if isinstance(data, dict) else None
     if error is None and event.name == b"error":
-        error = told or event.data.decode("utf-8", "replace")
+        error = data or event.data.decode("utf-8", "replace")
     if error is None:
         return None
     fields = error if isinstance(error, dict) else {"message": error}
@@ -109,19 +109,19 @@ def error_of(event: Event) -> StreamError | None:
     return StreamError(_status(fields), str(message)[:200])
 
 
-def _error_in(told: dict[str, Any]) -> Any:
-    if told.get("error"):
-        return told["error"]
-    if told.get("type") == "error" or told.get("object") == "error":
-        return told
-    if told.get("type") != "response.failed":
+def _error_in(data: dict[str, Any]) -> Any:
+    if data.get("error"):
+        return data["error"]
+    if data.get("type") == "error" or data.get("object") == "error":
+        return data
+    if data.get("type") != "response.failed":
         return None
-    response = told.get("response")
-    return (response.get("error") if isinstance(response, dict) else None) or told
+    response = data.get("response")
+    return (response.get("error") if isinstance(response, dict) else None) or data
 
 
 def _status(fields: dict[str, Any]) -> int:
-    """The status of an error with these fields; 500 if they tell none."""
+    """The status of an error with these fields; 500 if they name none."""
     for name in ("code", "status", "status_code"):
         value = fields.get(name)
         if isinstance(value, str) and value.isascii() and value.isdigit():

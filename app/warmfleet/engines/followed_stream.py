@@ -27,7 +27,7 @@ PLAIN_DELTA = frozenset({"role", "content"})
 
 
 class KeptIds:
-    """How many bytes the ids of all streams of a replica take."""
+    """The number of bytes that the ids of all streams of a replica take."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 
 class EventReader:
-    """Takes the pieces of a stream in the client's place, and passes on what ``change`` makes of each event.
+    """Takes the pieces of a stream in the client's place, and passes each event on as ``change`` leaves it.
 
     ``cut``: the error by which the engine ended the stream in its middle; no event after it reaches the client.
     """
@@ -74,7 +74,7 @@ class EventReader:
             self.ends()
         if self.cut is not None:
             if events:
-                await self.client.body(events, more=True)  # which also sends the head, if this is the first piece
+                await self.client.body(events, more=True)  # sends the head as well if this is the first piece
             raise self.cut
         if not more:
             events, self._rest = events + self._rest, b""
@@ -106,11 +106,11 @@ class EventReader:
 class FollowedStream(EventReader):
     """Remembers the token ids of a stream, and takes them out of the events: the client did not ask for them.
 
-    ``prompt`` and ``produced`` are the ids so far. Up to ``safe`` of the produced ones, their text has reached the
-    client and nothing more; ``beyond`` is the text that the client has of those behind. (A token may end in the middle
-    of a character: its text comes with a later token.) ``finished``: the client was told how the answer ended.
-    ``known`` turns False when the ids are not known to the end, so that no other worker can go on. ``identity_key``:
-    the tokenizer whose ids these are; empty if it is not known.
+    ``prompt`` and ``produced`` are the ids so far. The client has all text of the first ``safe`` produced ids, and
+    ``beyond`` is the text that it has of the ids behind them. (A token may end in the middle of a character: its text
+    comes with a later token.) ``finished``: the client has the reason why the answer ended. ``known`` turns False when
+    ids are missing, so that no other worker can go on. ``identity_key``: the tokenizer whose ids these are; empty if
+    none is known.
     """
 
     def __init__(self, client: Sink, kept: KeptIds, identity_key: str) -> None:
@@ -129,12 +129,12 @@ class FollowedStream(EventReader):
     def change(self, chunk: dict[str, Any]) -> bool:
         if not self.constant:
             self.constant = {name: chunk[name] for name in CONSTANT if name in chunk}
-        prompt = _taken(chunk, "prompt_token_ids")
+        prompt = _take_ids(chunk, "prompt_token_ids")
         choices = chunk.get("choices")
         if choices:
             choice = choices[0]
-            prompt = _taken(choice, "prompt_token_ids") or prompt
-            ids = _taken(choice, "token_ids")
+            prompt = _take_ids(choice, "prompt_token_ids") or prompt
+            ids = _take_ids(choice, "token_ids")
             text, plain = text_of(choice)
             self.finished = self.finished or choice.get("finish_reason") is not None
             self.known = self.known and plain and len(choices) == 1
@@ -155,7 +155,7 @@ class FollowedStream(EventReader):
         if prompt and not self.prompt:
             self.prompt.extend(prompt)
         if (text or ids) and not (ids and self.prompt):
-            self.known = False  # the worker does not tell ids
+            self.known = False  # the worker sends no ids
             return
         if ids:
             self.produced.extend(ids)
@@ -190,7 +190,7 @@ class Continuable(NamedTuple):
 
 
 class StreamCut(Exception):  # noqa: N818  a condition, as in ``errors``
-    """The engine broke off a stream that is followed. error: that the client is told if no other worker goes on."""
+    """The engine broke off a stream that is followed. error: for the client, if no other worker goes on."""
 
     def __init__(self, followed: FollowedStream, error: UpstreamError, worker_id: str) -> None:
         super().__init__(error.message)
@@ -202,8 +202,8 @@ class StreamCut(Exception):  # noqa: N818  a condition, as in ``errors``
 class ContinuedStream(EventReader):
     """The second part of a stream, from another worker, made to look like the first one's.
 
-    The worker begins behind the ``safe`` ids, so the text that the client has ``beyond`` them comes again, and must be
-    the same. It is left out.
+    The worker begins behind the ``safe`` ids, so the text that the client has ``beyond`` them comes again. That text
+    must be the same, and the client does not get it twice.
     """
 
     def __init__(self, first: FollowedStream) -> None:
@@ -247,7 +247,7 @@ class ContinuedStream(EventReader):
         self.cut = UpstreamError("Another worker went on with another text.")
 
     def _correct(self, usage: dict[str, Any] | None) -> None:
-        """The tokens that the first worker produced are a part of this one's prompt."""
+        """Count the first worker's tokens as a part of the answer. This worker counts them as a part of its prompt."""
         if not usage:
             return
         usage["prompt_tokens"] -= self._before
@@ -267,11 +267,11 @@ def text_of(choice: dict[str, Any]) -> tuple[str, bool]:
     return delta.get("content") or "", plain and not others
 
 
-def _taken(given: dict[str, Any], name: str) -> Sequence[int] | None:
-    """The ids under this name. In their place the event says null, as it does where nobody asked for ids."""
-    ids: Sequence[int] | None = given.get(name)
+def _take_ids(fields: dict[str, Any], name: str) -> Sequence[int] | None:
+    """The ids under this name. Null takes their place, as in an event whose client did not ask for ids."""
+    ids: Sequence[int] | None = fields.get(name)
     if ids is not None:
-        given[name] = None
+        fields[name] = None
     return ids
 
 

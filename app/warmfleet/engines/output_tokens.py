@@ -10,53 +10,49 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.followed_stream import Sink
 
-_TOLD = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # in a text of the answer, \" is not "
+_USAGE = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # in a text of the answer, \" is not "
 _EVENT = b"\ndata: {"
-_KEPT = 40  # bytes of a piece that are looked at again with the next one: as long as the longest of both
+_KEPT = 40  # bytes of a piece that are searched again with the next one: more than the longest match of both
 
 
 class OutputTokens:
-    """The tokens of one answer: as many as its ``usage`` tells; without that, its events.
+    """The tokens of an answer: the number in its ``usage``, or the number of its events if it has none.
 
     An engine sends an event for every token, or for several if they are made at once. The body stays as it is.
     """
 
     def __init__(self, body: bytes = b"") -> None:
         """body: of an answer that came whole."""
-        self._told = 0
+        self._reported = 0
         self._events = 0
         self._tail = b"\n"
-        self.see(body)
+        self.add(body)
 
-    def see(self, piece: bytes) -> None:
-        """Count what this piece of the body has."""
-        seen = self._tail + piece
-        self._events += seen.count(_EVENT) - self._tail.count(_EVENT)
-        if b"_tokens" in seen:
-            for told in _TOLD.finditer(seen):
-                self._told = int(told[1])
-        self._tail = seen[-_KEPT:]
+    def add(self, piece: bytes) -> None:
+        """Count the tokens in the next piece of the body."""
+        text = self._tail + piece
+        self._events += text.count(_EVENT) - self._tail.count(_EVENT)
+        if b"_tokens" in text:
+            for usage in _USAGE.finditer(text):
+                self._reported = int(usage[1])
+        self._tail = text[-_KEPT:]
 
     @property
     def count(self) -> int:
-        return self._told or self._events
-
-    def counted(self, client: Sink) -> Sink:
-        """``client``, with every piece that it gets seen here first."""
-        return Watched(self.see, client)
+        return self._reported or self._events
 
 
-class Watched:
-    """A client whose pieces of an answer are shown to ``see`` first."""
+class WatchedClient:
+    """A client. ``watch`` gets every piece of its answer first."""
 
-    def __init__(self, see: Callable[[bytes], None], client: Sink) -> None:
-        self._see = see
+    def __init__(self, watch: Callable[[bytes], None], client: Sink) -> None:
+        self._watch = watch
         self._client = client
 
     def pass_on(self, data: bytes) -> bool:
-        self._see(data)
+        self._watch(data)
         return self._client.pass_on(data)
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        self._see(data)
+        self._watch(data)
         await self._client.body(data, more=more)

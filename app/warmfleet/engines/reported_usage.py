@@ -1,14 +1,9 @@
-"""The end of an answer, where engines tell how many tokens of the prompt they had in their cache."""
+"""The end of an answer, where engines report how many tokens of the prompt they had in their cache."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
-
-from warmfleet.engines.output_tokens import Watched
-
-if TYPE_CHECKING:
-    from warmfleet.engines.followed_stream import Sink
+from typing import NamedTuple
 
 TAIL_BYTES = 2_048  # the usage, the event that ends a stream, and the fields that engines write behind the usage
 # In a text of the answer, \" is not ".
@@ -17,28 +12,24 @@ _PROMPT = re.compile(rb'"(?:prompt|input)_tokens" ?: ?(\d{1,9})')
 
 
 class Usage(NamedTuple):
-    """What an answer tells of its prompt. cached_tokens: None if the answer does not tell."""
+    """The tokens of a prompt, as the answer reports them. cached_tokens: None if the answer does not say."""
 
     prompt_tokens: int
     cached_tokens: int | None
 
 
 class AnswerTail:
-    """The last bytes of one answer; no other byte of it is kept or read."""
+    """The last bytes of an answer. No other byte of the answer is kept or read."""
 
     def __init__(self, body: bytes = b"") -> None:
         """body: of an answer that came whole."""
         self._tail = body[-TAIL_BYTES:]
 
-    def see(self, piece: bytes) -> None:
+    def add(self, piece: bytes) -> None:
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
 
-    def watching(self, client: Sink) -> Sink:
-        """``client``, with every piece that it gets seen here first."""
-        return Watched(self.see, client)
-
     def usage(self) -> Usage | None:
-        """The last usage that the tail has; None if it has none, as in a stream that was not asked for it."""
+        """The last usage in the tail; None if it has none, as in a stream whose client did not ask for usage."""
         prompts, cached = _PROMPT.findall(self._tail), _CACHED.findall(self._tail)
         if not prompts or not int(prompts[-1]):
             return None

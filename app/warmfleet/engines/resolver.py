@@ -16,7 +16,7 @@ MAX_NAMES = 4_096
 
 
 class Resolver:
-    """Remembers what names resolved to. Callers connect to the addresses returned, never to the name again."""
+    """Remembers the addresses of names. Callers connect to the addresses returned, never to the name again."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses
@@ -27,7 +27,7 @@ class Resolver:
 
         A name is resolved once in RESOLVED_FOR_S, also when many requests ask for it at the same time.
         """
-        # The addresses are checked at each use.
+        # Remembered addresses are checked as well: the operator's names may have changed.
         return self._addresses.allowed_of(host, await self.addresses(host, port))
 
     async def addresses(self, host: str, port: int) -> list[str]:
@@ -35,7 +35,7 @@ class Resolver:
         if _is_literal(host):
             return [host]
         until, task = self._known.get((host, port), (0.0, None))
-        if task is None or time.monotonic() >= until or (task.done() and not _succeeded(task)):
+        if task is None or time.monotonic() >= until or _has_failed(task):
             task = asyncio.create_task(_look_up(host, port))
             if len(self._known) >= MAX_NAMES:
                 self._known.clear()
@@ -48,8 +48,8 @@ async def _look_up(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in entries))
 
 
-def _succeeded(task: asyncio.Task[list[str]]) -> bool:
-    return not task.cancelled() and task.exception() is None
+def _has_failed(task: asyncio.Task[list[str]]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _is_literal(host: str) -> bool:

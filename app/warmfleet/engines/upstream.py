@@ -54,11 +54,11 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Close the kept connections. Those in use belong to their requests."""
+        """Close the kept connections. Connections in use belong to their requests."""
         self._forget_engines()
 
     async def sweep(self) -> None:
-        """Close the connections that are idle for too long. Without this ``start`` leaves them out, but they stay."""
+        """Close the connections that are idle for too long, which ``start`` never uses but does not close."""
         for engine in self._engines.values():
             engine.kept.sweep()
 
@@ -117,14 +117,14 @@ class Upstream:
         try:
             connection = await self._connection(engine)
         except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
-            answer.connecting = None  # it is this task, which needs no cancelling
+            answer.connecting = None  # this task, which needs no cancelling
             why = f"The worker does not answer: {type(error).__name__}"
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
         else:
             connection.send(answer)
 
     async def _connection(self, engine: Engine) -> Connection:
-        """A new connection to the first address of the engine that takes one. Raises OSError, TimeoutError."""
+        """A new connection to the first address of the engine that accepts. Raises OSError, TimeoutError."""
         *others, last = await self._resolver.resolve(engine.host, engine.port)
         for address in others:
             try:
@@ -144,7 +144,7 @@ class Upstream:
 
 
 class Engine:
-    """Where requests for one base URL go, and the part of their head that is always the same."""
+    """The address of requests for one base URL, and the part of their head that is always the same."""
 
     __slots__ = ("_authorization", "_lines", "_path", "_replace", "host", "kept", "port", "tls")
 
@@ -198,5 +198,5 @@ def _ascii_name(host: str) -> str:
 
 def _basic(user: str) -> bytes:
     name, _, password = user.partition(":")
-    given = unquote_to_bytes(name) + b":" + unquote_to_bytes(password)
-    return b"Authorization: Basic %b\r\n" % base64.b64encode(given)
+    pair = unquote_to_bytes(name) + b":" + unquote_to_bytes(password)
+    return b"Authorization: Basic %b\r\n" % base64.b64encode(pair)

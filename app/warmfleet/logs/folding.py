@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, MutableSequence
 
 WINDOW_S = 60.0
-SOME = 8  # warnings of one kind that differ pass in a window: a few engines with the same fault are all named
-MAX_KINDS = 1_000  # that are remembered; beyond, the window of the oldest ends early
+MAX_TEXTS = 8  # of one kind pass in a window, if they differ: a few engines with the same fault are all named
+MAX_KINDS = 1_000  # are remembered; with more, the window of the oldest ends early
 
 
 class _Kind:
-    """Lines alike since ``began`` (monotonic time): the texts that passed, and how many more there were.
+    """Lines alike since ``began`` (monotonic time): the texts that passed, and the number of lines that did not.
 
     ``last_text``: of the last record, as it was when the line was logged.
     """
@@ -35,8 +35,9 @@ class Folding(logging.Filter):
     """A filter for handlers. Warnings and errors are of one kind if one statement made them; others if they are equal.
 
     Lines of exceptions of different types are never of one kind: the statement that logs them may be far from the bug.
-    So of a fault that repeats the first line is told at once, and its number once a minute (``ended``). Lines of debug
-    level pass. It may be called by several threads, and by a signal's handler in the middle of itself.
+    So the first line of a fault that repeats passes at once, and a line with their number follows once a minute
+    (``ended``). Lines of debug level pass. Several threads may call the filter, and the handler of a signal that
+    interrupts it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +48,7 @@ class Folding(logging.Filter):
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is told now; else it is counted."""
+        """Whether the record passes now; else it is counted."""
         if record.levelno < logging.INFO:
             return True
         text = record.getMessage()
@@ -60,7 +61,7 @@ class Folding(logging.Filter):
                 if len(self._kinds) >= MAX_KINDS:
                     self._end(next(iter(self._kinds)), self._early)
                 kind = self._kinds[key] = _Kind(self._clock(), record)
-            if text in kind.texts or len(kind.texts) >= SOME:
+            if text in kind.texts or len(kind.texts) >= MAX_TEXTS:
                 kind.folded += 1
                 kind.last, kind.last_text = record, text
                 return False
@@ -68,7 +69,7 @@ class Folding(logging.Filter):
             return True
 
     def ended(self) -> list[logging.LogRecord]:
-        """A record for each kind whose window is over and that had more lines than were told; it begins anew then."""
+        """A record for each kind whose window is over and of which lines were folded. Its next line begins a window."""
         return self._ended(self._clock() - WINDOW_S)
 
     def close(self) -> list[logging.LogRecord]:
@@ -77,20 +78,20 @@ class Folding(logging.Filter):
 
     def _ended(self, began_by: float) -> list[logging.LogRecord]:
         with self._lock:
-            told = list(self._early)
+            summaries = list(self._early)
             self._early.clear()
             for key in [key for key, kind in self._kinds.items() if kind.began <= began_by]:
-                self._end(key, told)
-        return told
+                self._end(key, summaries)
+        return summaries
 
-    def _end(self, key: Hashable, told: MutableSequence[logging.LogRecord]) -> None:
+    def _end(self, key: Hashable, summaries: MutableSequence[logging.LogRecord]) -> None:
         kind = self._kinds.pop(key, None)
         if kind is not None and kind.folded:
-            told.append(_summary(kind, self._clock() - kind.began))
+            summaries.append(_summary(kind, self._clock() - kind.began))
 
 
 def _summary(kind: _Kind, seconds: float) -> logging.LogRecord:
-    """It has the exception of the last line, so that its traceback is told, too."""
+    """The record that counts the folded lines. The exception is the last line's, so that its traceback is logged."""
     last = kind.last
     text = f"... {kind.folded} more like it in {max(1.0, seconds):.0f} s, the last: {kind.last_text}"
     return logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, text, None, last.exc_info)

@@ -14,13 +14,13 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The task that serves a request, by its ``id``, and the ids of the request and of its trace. A task that this one
-#: starts inherits them, but is another one: it may serve others long after the request.
+#: The ``id`` of the task that serves a request, and the ids of the request and of its trace. A task that it starts
+#: inherits these values, but has another ``id``: such a task may work for others long after the request.
 _SERVED: ContextVar[tuple[int, str, str]] = ContextVar("served", default=(0, "", ""))
 
 
 class Line(NamedTuple):
-    """A line that was never a LogRecord, which takes ten times as long. at: Unix time. fields: for JsonLines."""
+    """A line without a LogRecord, which takes ten times as long. at: Unix time. fields: more fields, for JsonLines."""
 
     at: float
     level: str
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def log_request_id(request_id: str, trace_id: str = "") -> None:
-    """Each line that the current task logs from here on tells this X-Request-Id, and as JSON its trace."""
+    """Put this X-Request-Id, and in JSON the trace, into each line that the current task logs from now on."""
     _SERVED.set((id(asyncio.current_task()), request_id, trace_id))
 
 
@@ -59,7 +59,7 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def in_ascii(record: logging.LogRecord) -> logging.LogRecord:
-    """Text, time and place of a prepared record that cannot be formatted: every format takes these."""
+    """Text, time and place of a prepared record that cannot be formatted. Every format takes ASCII."""
     text = ascii(record.getMessage())
     plain = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
     plain.created, plain.msecs = record.created, record.msecs
@@ -71,18 +71,18 @@ class TextLines(logging.Formatter):
     """Time, level, place and text. The request id follows the text where there is one."""
 
     def __init__(self, replica: str) -> None:
-        """replica: which of several on one port this is; empty if it is alone."""
+        """replica: the name of this process among the replicas on one port; empty if it is alone."""
         self._name = f"replica-{replica} " if replica else ""
         self._second, self._shown = 0, ""
         super().__init__(f"%(asctime)s %(levelname)s {self._name}%(name)s %(message)s")
 
-    def line(self, told: Line) -> str:
-        """As ``format``, of a line that was never a record."""
-        second = int(told.at)
+    def line(self, content: Line) -> str:
+        """As ``format``, for a line without a record."""
+        second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, time.strftime(self.default_time_format, self.converter(second))
-        head = f"{self._shown},{int(1_000 * (told.at - second)):03d} {told.level} {self._name}{told.logger}"
-        return f"{head} {told.message} [request {told.request_id}]"
+        head = f"{self._shown},{int(1_000 * (content.at - second)):03d} {content.level} {self._name}{content.logger}"
+        return f"{head} {content.message} [request {content.request_id}]"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
         line = super().formatMessage(record)
@@ -91,7 +91,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there is one.
+    """An object a line: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there is one.
 
     The fields of a ``Line`` stand beside these.
     """
@@ -102,23 +102,23 @@ class JsonLines(logging.Formatter):
         self._replica = replica
         self._second, self._shown = 0, ""
 
-    def line(self, told: Line) -> str:
-        """As ``format``, of a line that was never a record."""
-        second = int(told.at)
+    def line(self, content: Line) -> str:
+        """As ``format``, for a line without a record."""
+        second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
         line: dict[str, Any] = {
-            "time": f"{self._shown}.{int(1_000 * (told.at - second)):03d}+00:00",
-            "level": told.level.lower(),
-            "logger": told.logger,
-            "message": told.message,
-            "request_id": told.request_id,
+            "time": f"{self._shown}.{int(1_000 * (content.at - second)):03d}+00:00",
+            "level": content.level.lower(),
+            "logger": content.logger,
+            "message": content.message,
+            "request_id": content.request_id,
         }
-        if told.trace_id:
-            line["trace_id"] = told.trace_id
+        if content.trace_id:
+            line["trace_id"] = content.trace_id
         if self._replica:
             line["replica"] = self._replica
-        line.update(told.fields)
+        line.update(content.fields)
         return orjson.dumps(line).decode()
 
     def format(self, record: logging.LogRecord) -> str:

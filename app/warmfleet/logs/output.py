@@ -20,22 +20,18 @@ if TYPE_CHECKING:
     from warmfleet.logs.lines import Line
 
 MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
-FOLDED_LOOK_S = 5.0  # between two looks whether folded lines are to be told
-GATHERED_S = 0.05  # lines that the thread makes are gathered for so long: it wakes and writes once for all of them
+FOLDED_LOOK_S = 5.0  # between two looks whether a window of folded lines has ended
+GATHERED_S = 0.05  # lines that the thread makes are gathered for so long, and written at once
 CLOSE_S = 2.0  # for the lines that wait at the end
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}
 
 
-def no_metric() -> None:
-    """Stands for the counter of dropped lines until there is one."""
-
-
 class LogOutput(logging.Handler):
-    """The one handler of a process, between ``with`` and its end. ``on_drop`` is called for each line that is dropped.
+    """The only handler of a process, between ``with`` and its end. Lines are dropped while MAX_WAITING wait.
 
-    It is called, too, for a line that cannot be written as it is. Lines are dropped while MAX_WAITING wait; once the
-    reader goes on, a line tells how many were.
+    ``on_drop`` is called for each line that is dropped, or cannot be written as it is. Once the reader goes on, a line
+    says how many were dropped.
     """
 
     def __init__(self, level: str, form: str, replica: str = "", stream: TextIO | None = None) -> None:
@@ -44,7 +40,7 @@ class LogOutput(logging.Handler):
         stream: standard error by default.
         """
         super().__init__()
-        self.on_drop: Callable[[], None] = no_metric
+        self.on_drop: Callable[[], None] = lambda: None
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
         # No Queue, as QueueHandler has: its lock is not safe in the handler of a signal.
@@ -61,9 +57,9 @@ class LogOutput(logging.Handler):
         root, ours = logging.getLogger(), logging.getLogger("warmfleet")
         self._before = (root.level, ours.level, root.handlers[:])
         root.handlers[:] = [self]
-        root.setLevel(max(self._level_of_ours, logging.INFO))  # libraries tell too much at debug level
+        root.setLevel(max(self._level_of_ours, logging.INFO))  # libraries log too much at debug level
         ours.setLevel(self._level_of_ours)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it tells of a start, our own lines tell, too
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router's own lines say as much about a start
         self._thread.start()
         return self
 
@@ -98,31 +94,34 @@ class LogOutput(logging.Handler):
         return passes
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Tell where a line could not be made, within ``except``. Neither its text nor its arguments are looked at."""
+        """Log the place of a line that could not be made, within ``except``, but neither its text nor its arguments."""
         kind = getattr(sys.exc_info()[0], "__name__", "")
         place = (record.pathname, record.lineno)
-        text, told = "the log line of %s:%d cannot be made: %s", (*place, kind)
-        wrong = logging.LogRecord("warmfleet.logs", logging.ERROR, *place, text, told, None)
-        if self._folding.filter(wrong):
-            self.emit(wrong)
+        text = "the log line of %s:%d cannot be made: %s"
+        complaint = logging.LogRecord("warmfleet.logs", logging.ERROR, *place, text, (*place, kind), None)
+        if self._folding.filter(complaint):
+            self.emit(complaint)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._waiting.qsize() >= MAX_WAITING:
-            self._dropped += 1
-            self.on_drop()
+            self._drop()
             return
         self._waiting.put(prepared(record))
 
     def later(self, make: Callable[[Any], Line], subject: object) -> None:
-        """Write the line that ``make`` makes of ``subject``, in the thread. It is never folded. This never waits."""
+        """Have the thread make a line of ``subject`` by ``make``, and write it. Such lines are never folded."""
         unmade = self._unmade
         if len(unmade) >= MAX_WAITING:
-            self._dropped += 1
-            self.on_drop()
+            self._drop()
             return
         unmade.append((make, subject))
         if len(unmade) == 1:
             self._waiting.put(LATER)
+
+    def _drop(self, lines: int = 1) -> None:
+        self._dropped += lines
+        for _ in range(lines):
+            self.on_drop()
 
     # ------------------------------------------------ the thread
 
@@ -133,7 +132,7 @@ class LogOutput(logging.Handler):
                 record = self._waiting.get(timeout=FOLDED_LOOK_S)
                 if record is None:
                     self._make_lines()
-                    self._tell_of(self._folding.close())
+                    self._write_summaries(self._folding.close())
                     return
                 if record == LATER:
                     time.sleep(GATHERED_S)
@@ -147,7 +146,7 @@ class LogOutput(logging.Handler):
                 pass
             if time.monotonic() - looked_at >= FOLDED_LOOK_S:
                 looked_at = time.monotonic()
-                self._tell_of(self._folding.ended())
+                self._write_summaries(self._folding.ended())
 
     def _make_lines(self) -> None:
         """Make the lines that wait to be made, and write them at once."""
@@ -156,16 +155,15 @@ class LogOutput(logging.Handler):
             make, subject = unmade.popleft()
             try:
                 made.append(self._lines.line(make(subject)) + "\n")
-            except Exception:  # noqa: BLE001  what cannot be told costs this line, and neither the thread nor a request
-                self._dropped += 1
-                self.on_drop()
+            except Exception:  # noqa: BLE001  a fault of ``make`` costs this line, and neither the thread nor a request
+                self._drop()
         if made:
             self._put("".join(made), len(made))
-        if unmade:  # more came meanwhile, and nothing else tells of them
+        if unmade:  # more came meanwhile, and nothing else wakes the thread for them
             self._waiting.put(LATER)
 
-    def _tell_of(self, folded: list[logging.LogRecord]) -> None:
-        """Tell of the lines that were folded or dropped."""
+    def _write_summaries(self, folded: list[logging.LogRecord]) -> None:
+        """Write the records that count folded lines, and a line that counts the dropped ones."""
         for record in folded:
             self._write(prepared(record))
         if self._dropped and self._waiting.qsize() < MAX_WAITING // 2:
@@ -174,20 +172,16 @@ class LogOutput(logging.Handler):
             self._write(logging.LogRecord("warmfleet.logs", logging.WARNING, "", 0, text, None, None))
 
     def _write(self, record: logging.LogRecord) -> None:
-        self._put(self._line(record) + "\n", 1)
+        try:
+            text = self.format(record)
+        except Exception:  # noqa: BLE001  JSON knows no half characters, and no integers beyond 64 bits
+            self.on_drop()
+            text = self.format(in_ascii(record))
+        self._put(text + "\n", 1)
 
     def _put(self, text: str, lines: int) -> None:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except Exception:  # noqa: BLE001  nobody reads it any more: there is no place left to tell so
-            self._dropped += lines
-            for _ in range(lines):
-                self.on_drop()
-
-    def _line(self, record: logging.LogRecord) -> str:
-        try:
-            return self.format(record)
-        except Exception:  # noqa: BLE001  JSON knows no half characters, and no integers beyond 64 bits
-            self.on_drop()
-            return self.format(in_ascii(record))
+        except Exception:  # noqa: BLE001  nobody reads the log any more, so there is no place left to say so
+            self._drop(lines)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from warmfleet.engines.output_tokens import Watched
+from warmfleet.engines.output_tokens import WatchedClient
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import Sink
@@ -42,7 +42,7 @@ class ErrorEvents:
 
     def watching(self, client: Sink) -> Sink:
         """``client``; where events have numbers, with every piece that it gets seen here first."""
-        return Watched(self.see, client) if self._form == "responses" else client
+        return WatchedClient(self.see, client) if self._form == "responses" else client
 
     async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:
         """End the answer with the error; the record of its request tells it. A client that hung up is told nothing."""

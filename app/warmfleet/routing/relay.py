@@ -13,7 +13,7 @@ import orjson
 from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
-from warmfleet.engines.output_tokens import OutputTokens
+from warmfleet.engines.output_tokens import OutputTokens, WatchedClient
 from warmfleet.engines.reported_usage import AnswerTail
 from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
@@ -92,7 +92,7 @@ class Relay:
                 await _head(response)
                 if response.status < 400:
                     self._handoff.refused(worker_id, refused.status)
-            if response.status == 500 and engine_death.told_in(await _seen_piece(response)):
+            if response.status == 500 and engine_death.is_reported_in(await _seen_piece(response)):
                 raise UpstreamGone("The worker says that its engine has died.")
             if response.status in tried_elsewhere:
                 begun = response.status in (500, 504)
@@ -367,7 +367,7 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
     event = first_event.read(piece[: first_event.MAX_BYTES], ended=response.at_eof)
     error = None if event is None else first_event.error_of(event)
     if error is not None and error.status in first_event.FAILED | tried_elsewhere:
-        refused, died = error.status not in (500, 504), engine_death.told_in(piece)
+        refused, died = error.status not in (500, 504), engine_death.is_reported_in(piece)
         text = f"The worker's stream began with an error: {error.message}"
         raise UpstreamGone(text, refused=refused and not died, answered=not died)
     return piece
@@ -411,8 +411,8 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
 def _watched(attempt: Attempt, client: Sink) -> Sink:
     """``client``, whose pieces are seen first by whatever reads the answer on its way. Most answers nothing reads."""
     if attempt.output is not None:
-        client = attempt.output.counted(client)
-    return client if attempt.tail is None else attempt.tail.watching(client)
+        client = WatchedClient(attempt.output.add, client)
+    return client if attempt.tail is None else WatchedClient(attempt.tail.add, client)
 
 
 async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:

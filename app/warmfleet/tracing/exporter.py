@@ -1,7 +1,7 @@
 """Samples requests, and sends the spans of those that are kept to a collector, from a thread of its own.
 
-No request waits for that: a finished one is put into a queue with a bound, and what finds no room there is counted and
-forgotten.
+No request waits for that: a finished one is put into a queue with a bound. Requests that find no room there are counted
+and forgotten.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_BATCH = 256  # requests in one message: about 300 kB
 INTERVAL_S = 1.0  # between two looks at the queue: no request wakes the thread
 RETRY_AFTER_S = (1.0, 3.0)  # before the second and the third try to send a batch
 RETRYABLE = frozenset({429, 502, 503, 504})  # as the standard has it
-MAX_TOLD_BYTES = 200  # of a collector's refusal, for the log
+MAX_REFUSAL_BYTES = 200  # of a collector's refusal, for the log
 CLOSE_S = 2.0
 
 
@@ -49,8 +49,8 @@ class Tracing:
     def __init__(self, options: TracingOptions, metrics: Metrics) -> None:
         """Raises BadArgument if a certificate cannot be used."""
         self._options = options
-        self._sampler = Sampler(options.share, by_parent=options.by_parent)
-        # Each of these counters is counted by one thread: the first one by the event loop's, the others by ours.
+        self.context = Sampler(options.share, by_parent=options.by_parent).context
+        # A counter may be counted by one thread only: the first one by the event loop's, the two others by ours.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
         self._tls = _tls(options)
         self._waiting: deque[RequestSpan] = deque()
@@ -65,12 +65,8 @@ class Tracing:
 
     # ------------------------------------------------ in the event loop
 
-    def context(self, given: bytes, state: bytes) -> TraceContext:
-        """The trace of a request. given: its traceparent, state: its tracestate; empty if it has none."""
-        return self._sampler.context(given, state)
-
     def end(self, request: RequestSpan) -> None:
-        """The request is over; it waits for the next round. This never waits."""
+        """The request is over. Its spans wait for the next round, and the caller waits for nothing."""
         if len(self._waiting) >= MAX_WAITING:
             self._dropped.inc()
             return
@@ -104,24 +100,24 @@ class Tracing:
             if not batch:
                 return
             try:
-                why = self._send(transport, batch)
+                refusal = self._send(transport, batch)
             except Exception:  # a bug of ours costs a batch, and neither the thread nor a request
                 self._failed.inc(len(batch))
                 logger.exception("traces are lost")
                 continue
-            if not why:
+            if not refusal:
                 self._exported.inc(len(batch))
                 continue
             self._failed.inc(len(batch))
-            # Without the number of requests, so that lines alike are folded: the metric has it.
-            logger.warning("traces are lost: the collector %s does not take them: %s", self._options.endpoint, why)
+            # Without the number of requests, which the metric has: lines alike are folded.
+            logger.warning("traces are lost: the collector %s does not take them: %s", self._options.endpoint, refusal)
 
     def _send(self, transport: httpx.HTTPTransport, batch: list[RequestSpan]) -> str:
-        """Send one batch, in several tries if need be. Returns why the collector did not take it; empty if it did."""
+        """Send a batch, in several tries if need be. Returns why the collector did not take it; empty if it did."""
         spans = []
-        for one in batch:
-            spans.append(request_spans(one))
-            time.sleep(0)  # lets the event loop go on: to make all spans of a batch may take 20 ms
+        for finished in batch:
+            spans.append(request_spans(finished))
+            time.sleep(0)  # lets the event loop go on: making all spans of a batch may take 20 ms
         body = export_request(self._resource, self._resource["service.version"], spans)
         headers = {"Content-Type": "application/x-protobuf", **self._options.headers}
         if self._options.gzip:
@@ -129,10 +125,10 @@ class Tracing:
         limits = {"timeout": httpx.Timeout(self._options.timeout_s).as_dict()}
         request = httpx.Request("POST", self._options.endpoint, content=body, headers=headers, extensions=limits)
         for wait_s in (*RETRY_AFTER_S, 0.0):
-            why, again = _exchange(transport, request)
-            if not again or not wait_s or self._stopping.wait(wait_s):
+            refusal, may_help = _exchange(transport, request)
+            if not may_help or not wait_s or self._stopping.wait(wait_s):
                 break
-        return why
+        return refusal
 
 
 def tracing_of(environment: Mapping[str, str], metrics: Metrics) -> Tracing | None:
@@ -142,7 +138,7 @@ def tracing_of(environment: Mapping[str, str], metrics: Metrics) -> Tracing | No
 
 
 def unsampled(context: TraceContext) -> bytes:
-    """The traceparent by which an engine learns that this trace is not kept, or it would decide by itself."""
+    """The traceparent by which an engine learns that this trace is not kept. Else the engine would decide by itself."""
     return traceparent(context.trace_id, new_span_id(), sampled=False)
 
 
@@ -151,10 +147,10 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
     try:
         answer = transport.handle_request(request)
         try:
-            text = answer.read()[:MAX_TOLD_BYTES].decode("utf-8", "replace")
+            text = answer.read()[:MAX_REFUSAL_BYTES].decode("utf-8", "replace")
         finally:
             answer.close()
-    except httpx.LocalProtocolError as error:  # its text may hold the value of a header, which is secret
+    except httpx.LocalProtocolError as error:  # whose text may hold the value of a header, which is secret
         return type(error).__name__, False
     except (httpx.HTTPError, OSError) as error:
         return f"{type(error).__name__}: {error}", True

@@ -25,14 +25,14 @@ KEPT = 512
 SLOWEST, MINUTES = 16, 60  # so many of each minute, for so many minutes in which there were requests
 FAILED = 256  # of the last requests that the fleet failed, or whose client hung up
 MINUTE_S = 60.0
-UNBOOKED = "unbooked."  # before the request's id, in the id that an engine got of a request that Redis did not book
+UNBOOKED = "unbooked."  # an engine's id of a request that Redis did not book begins so; the request's id follows
 _RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{RESERVATION_LENGTH - len(RESERVATION_PREFIX)}}}")
 
-Slow = tuple[float, int, "RequestRecord"]  # how late, a number that no other has, the request
+Slow = tuple[float, int, "RequestRecord"]  # seconds that the client waited, a unique number, the request
 
 
 class LastRequests:
-    """``begun`` and ``ended`` are called for every request; everything else only when somebody asks."""
+    """The records that are kept. Every request calls ``begun`` and ``ended``; people call all other methods."""
 
     def __init__(self) -> None:
         self._last: deque[RequestRecord] = deque(maxlen=KEPT)
@@ -43,14 +43,14 @@ class LastRequests:
         self._numbers = count()
 
     def begun(self, record: RequestRecord) -> None:
-        """Keep a request from now on, while it is under way, too."""
+        """Keep a request from its beginning on."""
         record.kept = True
         self._last.append(record)
 
     def ended(self, record: RequestRecord) -> None:
         """The request is over: keep it for longer if it failed, or is among the slowest of this minute.
 
-        A request that was never kept, as its client is not known, displaces none.
+        A request of an unknown client was never kept, and displaces none.
         """
         if not record.kept:
             return
@@ -82,45 +82,45 @@ class LastRequests:
         return (record for minute in self._minutes for _, _, record in minute)
 
     def failed(self) -> list[RequestRecord]:
-        """Those that the fleet failed, and those whose answer did not reach its end; the newest first."""
+        """The requests that the fleet failed, or whose answer did not reach its end; the newest first."""
         return list(reversed(self._failed))
 
     def slowest(self) -> list[RequestRecord]:
-        """The slowest first, those that are still under way among them."""
+        """The slowest requests, the slowest first. Requests that are still under way are among them."""
         now, under_way = time.perf_counter(), (record for record in self._last if not record.ended_at)
         return sorted({*self._slow(), *under_way}, key=lambda record: -lateness_s(record, now))
 
-    def found(self, asked: str, request_id: str) -> list[RequestRecord]:
+    def found(self, identifier: str, request_id: str) -> list[RequestRecord]:
         """The requests with this id, the newest first.
 
-        asked: an id that has a reservation in it, as an engine's log, the id in the body of an answer, or a gateway's
-        placement. Without one it is the X-Request-Id of a client, as routers read it in ``request_id``.
+        identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
+        placement; else the X-Request-Id of a client. request_id: the latter as routers read it.
         """
-        reservations = {found[0] for found in _RESERVATION.finditer(asked)}
+        reservations = {match[0] for match in _RESERVATION.finditer(identifier)}
         if reservations:
-            return [one for one in self.all() if any(booked in reservations for booked in _reservations(one))]
-        _, unbooked, behind = asked.partition(UNBOOKED)
+            return [record for record in self.all() if reservations.intersection(_reservations(record))]
+        _, unbooked, behind = identifier.partition(UNBOOKED)
         if not unbooked:
-            return [one for one in self.all() if one.request_id == request_id]
+            return [record for record in self.all() if record.request_id == request_id]
         behind = behind.removeprefix(ENDED_MARK)  # an engine puts more behind the id that it got
-        found = [one for one in self.all() if behind.startswith(one.request_id)]
-        longest = max((len(one.request_id) for one in found), default=0)
-        return [one for one in found if len(one.request_id) == longest]
+        found = [record for record in self.all() if behind.startswith(record.request_id)]
+        longest = max((len(record.request_id) for record in found), default=0)
+        return [record for record in found if len(record.request_id) == longest]
 
 
 def _reservations(record: RequestRecord) -> Iterator[str]:
-    return (one.reservation[:RESERVATION_LENGTH] for one in record.tries)
+    return (attempt.reservation[:RESERVATION_LENGTH] for attempt in record.tries)
 
 
 def lateness_s(record: RequestRecord, now: float = 0.0) -> float:
     """How long the client waited at a stretch: for the first byte, or in the middle of its answer.
 
-    now: counts for a request that is still under way.
+    now: the end of the wait, for a request that is still under way.
     """
     first_s = gap_s = 0.0
-    for one in record.tries:
-        if one.first_byte_at and not first_s:
-            first_s = one.first_byte_at - record.began_at
-        if one.gap_s > gap_s:
-            gap_s = one.gap_s
+    for attempt in record.tries:
+        if attempt.first_byte_at and not first_s:
+            first_s = attempt.first_byte_at - record.began_at
+        if attempt.gap_s > gap_s:
+            gap_s = attempt.gap_s
     return max(first_s or (record.ended_at or now) - record.began_at, gap_s)

@@ -37,11 +37,11 @@ SAMPLERS: dict[str, tuple[bool, float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class TracingOptions:
-    """``endpoint``: the URL that spans are posted to. ``share``, ``by_parent``: see ``Sampler``.
+    """Options of tracing. ``endpoint``: the URL that spans are posted to. ``share``, ``by_parent``: see ``Sampler``.
 
     ``certificate``: a PEM file of the authority that signed the collector's certificate; empty = the system's.
-    ``client_certificate``, ``client_key``: PEM files that the collector may ask for. ``resource``: what all spans of
-    this replica have in common. ``headers`` are secret, so no representation shows them.
+    ``client_certificate``, ``client_key``: PEM files that the collector may ask for. ``resource``: attributes that all
+    spans of this replica have in common. ``headers`` are secret, so no representation shows them.
     """
 
     endpoint: str
@@ -68,13 +68,13 @@ def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
         return None
     if exporter != "otlp":
         raise BadArgument(f"OTEL_TRACES_EXPORTER={exporter!r}: known are otlp, none")
-    protocol = _given(environment, "PROTOCOL") or PROTOCOL
+    protocol = _of_exporter(environment, "PROTOCOL") or PROTOCOL
     if protocol != PROTOCOL:
         raise BadArgument(
             f"{PREFIX}PROTOCOL={protocol!r}: a router speaks {PROTOCOL} only, for which collectors usually have port "
             f"4318 (4317 is for grpc)"
         )
-    compression = _given(environment, "COMPRESSION") or "none"
+    compression = _of_exporter(environment, "COMPRESSION") or "none"
     if compression not in ("none", "gzip"):
         raise BadArgument(f"{PREFIX}COMPRESSION={compression!r}: known are gzip, none")
     by_parent, share = _sampler(environment)
@@ -86,17 +86,25 @@ def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
         headers=_headers(f"{PREFIX}HEADERS", environment) | _headers(f"{PREFIX}TRACES_HEADERS", environment),
         timeout_s=_timeout_s(environment),
         gzip=compression == "gzip",
-        certificate=_given(environment, "CERTIFICATE"),
-        client_certificate=_given(environment, "CLIENT_CERTIFICATE"),
-        client_key=_given(environment, "CLIENT_KEY"),
+        certificate=_of_exporter(environment, "CERTIFICATE"),
+        client_certificate=_of_exporter(environment, "CLIENT_CERTIFICATE"),
+        client_key=_of_exporter(environment, "CLIENT_KEY"),
         by_parent=by_parent,
         share=share,
         resource=resource,
     )
 
 
-def _given(environment: Mapping[str, str], name: str) -> str:
-    """The value of an exporter's variable; the one for traces wins over the one for everything."""
+def _number(text: str) -> float:
+    """The number that the text writes; NaN if it writes none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _of_exporter(environment: Mapping[str, str], name: str) -> str:
+    """The value of an exporter's variable. The variable for traces wins over the one for everything."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
@@ -126,11 +134,8 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 def _timeout_s(environment: Mapping[str, str]) -> float:
     """Raises BadArgument. The standard has milliseconds."""
-    text = _given(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
-    try:
-        ms = float(text)
-    except ValueError:
-        ms = math.nan
+    text = _of_exporter(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
+    ms = _number(text)
     if not 0 < ms < math.inf:
         raise BadArgument(f"{PREFIX}TIMEOUT={text!r} is not a number of milliseconds above 0")
     return ms / 1_000
@@ -145,10 +150,7 @@ def _sampler(environment: Mapping[str, str]) -> tuple[bool, float]:
     if share is not None:
         return by_parent, share
     text = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip() or "1.0"
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
+    share = _number(text)
     if not 0 <= share <= 1:
         raise BadArgument(f"OTEL_TRACES_SAMPLER_ARG={text!r} is a share: 0 to 1")
     return by_parent, share

@@ -35,11 +35,11 @@ def export_request(resource: Mapping[str, str], version: str, spans: Iterable[by
 def request_spans(request: RequestSpan) -> bytes:
     """All spans of one request."""
     trace_id = bytes.fromhex(request.trace_id)
-    state = request.tracestate.decode("ascii", "replace")
+    state = _text(3, request.tracestate.decode("ascii", "replace")) if request.tracestate else b""
     first = _span(
         _message(1, trace_id)
         + _message(2, bytes.fromhex(request.span_id))
-        + (_text(3, state) if state else b"")
+        + state
         + (_message(4, bytes.fromhex(request.parent_id)) if request.parent_id else b"")
         + _text(5, request.name)
         + _int(6, SERVER),
@@ -48,11 +48,11 @@ def request_spans(request: RequestSpan) -> bytes:
         REMOTE_PARENT if request.parent_id else LOCAL_PARENT,
     )
     parent = _message(4, bytes.fromhex(request.span_id))
-    common = _message(1, trace_id) + (_text(3, state) if state else b"") + parent + _text(5, "try") + _int(6, CLIENT)
+    common = _message(1, trace_id) + state + parent + _text(5, "try") + _int(6, CLIENT)
     tries = [
-        _span(common + _message(2, bytes.fromhex(one.span_id)), one, request, LOCAL_PARENT)
-        for one in request.tries
-        if isinstance(one, TrySpan)
+        _span(common + _message(2, bytes.fromhex(attempt.span_id)), attempt, request, LOCAL_PARENT)
+        for attempt in request.tries
+        if isinstance(attempt, TrySpan)
     ]
     return b"".join((first, *tries))
 
@@ -73,12 +73,12 @@ def _span(head: bytes, span: RequestSpan | TrySpan, request: RequestSpan, flags:
 
 
 def _event(offset_ns: int, event: Event) -> bytes:
-    told = b"".join(_attribute(3, name, value) for name, value in event.attributes.items())
-    return _message(11, _fixed64(1, _unix_ns(offset_ns, event.at)) + _text(2, event.name) + told)
+    attributes = b"".join(_attribute(3, name, value) for name, value in event.attributes.items())
+    return _message(11, _fixed64(1, _unix_ns(offset_ns, event.at)) + _text(2, event.name) + attributes)
 
 
 def _status(error: Failure | None) -> bytes:
-    """Empty unless the span failed: then a collector takes it as unset."""
+    """The status of a span; empty unless the span failed: a collector reads that as unset."""
     if error is None:
         return b""
     return _message(15, (_text(2, error.message) if error.message else b"") + STATUS_ERROR)
@@ -99,7 +99,7 @@ def _key(name: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """An AnyValue. A bool is an int for Python, so it is looked for first."""
+    """An AnyValue. For Python a bool is an int as well, so bools come first."""
     if isinstance(value, str):
         return _text(1, value)
     if isinstance(value, bool):
@@ -114,7 +114,7 @@ def _text(number: int, text: str) -> bytes:
 
 
 def _message(number: int, data: bytes) -> bytes:
-    """A field whose length is told: a message, a string or bytes. number: below 16."""
+    """A field that begins with its length: a message, a string or bytes. number: below 16."""
     size = len(data)
     if size < 128:
         return b"%c%c%b" % (number << 3 | 2, size, data)

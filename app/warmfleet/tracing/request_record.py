@@ -1,8 +1,9 @@
-"""What happened to one request, from when its body was complete until its answer ended, and in each try at a worker.
+"""The record of a request and of its tries at workers: times, sizes and results.
 
-Every request has a record, so what is noted on its way is a time or a reference, and no more. The words for people are
-made when somebody asks (``api/request_reasons``) or in the thread of the log. Of a prompt and an answer a record holds
-the sizes and nothing else. All times are by ``time.perf_counter``, 0 = it did not happen.
+A record begins when the request's body is complete, and ends with the answer. Every request has a record, so each step
+notes a time or a reference, and no more. The words for people are made when somebody asks (``api/request_reasons``) or
+in the thread of the log. Of a prompt and an answer a record holds the sizes and nothing else. All times are by
+``time.perf_counter``, 0 = it did not happen.
 
 A field that was not set has the value of its class, which costs nothing: most requests need few of them.
 """
@@ -13,6 +14,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from warmfleet.engines.reported_usage import TAIL_BYTES
 from warmfleet.errors import UpstreamGone
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 MAX_ERROR_CHARACTERS = 300
 MAX_MODEL_CHARACTERS = 200  # of its name, as the client wrote it
 MAX_EVENTS = 16  # of a request: it has at most four tries, one second worker and one continuation
-TAIL_BYTES = 2_048  # of an answer: the usage, and the fields that engines write behind it
 HUNG_UP = "client_hung_up"
 USAGE = b'"usage"'
 LONGEST_OPENING = len(USAGE) + len(" : {")
@@ -40,7 +41,7 @@ Attributes = dict[str, Value]
 
 
 class Event(NamedTuple):
-    """Something that happened at one moment of a request."""
+    """An event at one moment of a request."""
 
     at: float
     name: str
@@ -48,30 +49,30 @@ class Event(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a request or a try failed. word: of few, for queries, such as the code of an error."""
+    """Why a request or a try failed. word: one of few, for queries, such as the code of an error."""
 
     word: str
     message: str
 
 
 def _failure(error: WarmfleetError) -> Failure:
-    """Without the words of an engine that answered, which stand behind a colon: they may repeat what it was asked."""
+    """The failure without the words of an engine, which stand behind a colon: they may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
     return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
 
 
 class TryRecord:
-    """One try at a worker, from before the decision until everything is given back.
+    """A try at a worker, from before the decision until everything is given back.
 
     ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and
-    seconds of prefill in the queue when this one got its ticket. ``policy``: that chose; empty if Redis did not
-    choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
-    speed is known. ``pool``: the tag of the chosen one; empty where the model has one pool. ``engine_request_id``:
+    seconds of prefill in the queue when this one got its ticket. ``policy``: the policy that chose; empty if Redis did
+    not choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
+    speed is known. ``pool``: the tag of the chosen pool; empty where the model has one pool. ``engine_request_id``:
     the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
     try. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence between two of them.
     ``usage``: the engine's count of tokens in its own words, without anything behind it. ``cached_tokens``: of the
-    prompt, as the plugin reported them, None while nobody has. ``client_s``: how long the client was too slow.
+    prompt, as the plugin reported them; None before. ``client_s``: how long the engine's answer waited for the client.
     """
 
     asked_at = queued_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
@@ -123,13 +124,13 @@ class TryRecord:
             self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
-        """All of the answer came that will."""
+        """The answer is complete, or no more of it will come."""
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail
         begins = tail.rfind(USAGE, -TAIL_BYTES)
         if begins >= 0 and tail.find(b"{", begins, begins + LONGEST_OPENING) > 0:  # else null, as in most events
             ends = tail.find(b"}", begins) + 1
-            if tail[ends : ends + 1] == b"," and tail.count(b"{", begins, ends) > 1:  # that was an object within it
+            if tail[ends : ends + 1] == b"," and tail.count(b"{", begins, ends) > 1:  # the end of an object within it
                 ends = tail.find(b"}", ends) + 1
             self.usage = tail[begins:ends]
 
@@ -143,18 +144,18 @@ class TryRecord:
         """Everything was given back."""
         self.ended_at, self.outcome = time.perf_counter(), outcome
         if self.decision is not None and self.decision.seen is not None:
-            self.decision = replace(self.decision, seen=None)  # a record lives long, and this is the whole fleet
+            self.decision = replace(self.decision, seen=None)  # a record lives long, and ``seen`` is the whole fleet
         if self.log_step is not None:
             self.log_step(f"settled: {outcome}")
 
 
 class RequestRecord:
-    """One request of a client, from when its body was complete until its answer ended.
+    """A request of a client, from when its body was complete until its answer ended.
 
-    ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: that the client got, 0 if
-    it got none. ``error_status``: of the error that ended the request, also if the answer had begun with another one.
-    ``complete``: the answer did not break off. ``placed``: a gateway sends the request by itself.
-    ``kept``: among the last requests.
+    ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: of the client's answer, 0
+    if none came. ``error_status``: of the error that ended the request, also if the answer had begun with another
+    status. ``complete``: the answer did not break off. ``placed``: a gateway sends the request by itself. ``kept``: the
+    record is among the last requests.
     """
 
     model = kind = reason = trace_id = ""
@@ -191,7 +192,7 @@ class RequestRecord:
             self.log_step(f"identified: {kind}{why}, {tokens} tokens for {self.model}")
 
     def event(self, name: str, **attributes: Value) -> None:
-        """Something that happened between two tries. The first MAX_EVENTS are kept."""
+        """Note an event between two tries. The first MAX_EVENTS are kept."""
         if len(self.happened) < MAX_EVENTS:
             self.happened = (*self.happened, Event(time.perf_counter(), name, attributes))
         if self.log_step is not None:
@@ -215,4 +216,4 @@ class RequestRecord:
     @property
     def first_byte_at(self) -> float:
         """When the first byte of the answer came from a worker."""
-        return min([one.first_byte_at for one in self.tries if one.first_byte_at], default=0.0)
+        return min([attempt.first_byte_at for attempt in self.tries if attempt.first_byte_at], default=0.0)

@@ -1,6 +1,6 @@
-"""The spans of one sampled request: one for the request itself, and one for each try at a worker.
+"""The spans of a sampled request: one for the request itself, and one for each try at a worker.
 
-They are the records that every request has, with the ids of a trace. The names that a collector gets are made
+A span is the record that every request or try has, with the ids of a trace. The names that a collector gets are made
 afterwards, by ``attributes`` and ``events``, in the exporter's thread.
 """
 
@@ -25,7 +25,7 @@ OPERATIONS = {"completions": "text_completion", "chat": "chat", "messages": "cha
 
 
 class TrySpan(TryRecord):
-    """One try at a worker, from before the decision until everything is given back."""
+    """The span of a try at a worker."""
 
     def __init__(self, trace_id: str, reservation: str = "") -> None:
         super().__init__(reservation)
@@ -35,11 +35,11 @@ class TrySpan(TryRecord):
         self.headers = b"traceparent: %b\r\n" % traceparent(trace_id, self.span_id, sampled=True)
 
     def attributes(self) -> Attributes:
-        """What the span tells."""
-        told: Attributes = {"warmfleet.outcome": self.outcome or "cancelled"}
+        """The names and values that the collector gets."""
+        found: Attributes = {"warmfleet.outcome": self.outcome or "cancelled"}
         decision = self.decision
         if decision is not None:
-            told |= {
+            found |= {
                 "warmfleet.worker": decision.worker_id,
                 "warmfleet.reservation": decision.reservation,
                 "warmfleet.decide_seconds": self.decided_at - self.began_at,
@@ -47,27 +47,27 @@ class TrySpan(TryRecord):
                 "warmfleet.matched_tokens": decision.matched_tokens,
                 "warmfleet.approximate": decision.approximate,
             }
-            told |= _address(decision.url)
+            found |= _address(decision.url)
             if self.pool:
-                told["warmfleet.pool"] = self.pool
+                found["warmfleet.pool"] = self.pool
         if decision is not None and self.policy:
-            told |= {
+            found |= {
                 "warmfleet.policy": self.policy,
                 "warmfleet.why": decision.why,
                 "warmfleet.cost_seconds": decision.cost_s,
                 "warmfleet.wait_tokens": decision.wait_tokens,
             }
         if self.fallback:
-            told["warmfleet.fallback"] = self.fallback
+            found["warmfleet.fallback"] = self.fallback
         if self.queued_at:
-            told["warmfleet.queue_seconds"] = (self.decided_at or self.ended_at) - self.queued_at
+            found["warmfleet.queue_seconds"] = (self.decided_at or self.ended_at) - self.queued_at
         if self.sent_at:
-            told |= {"warmfleet.engine_request_id": self.engine_request_id, "warmfleet.token_ids": self.sent_ids}
+            found |= {"warmfleet.engine_request_id": self.engine_request_id, "warmfleet.token_ids": self.sent_ids}
         if self.status:
-            told["http.response.status_code"] = self.status
+            found["http.response.status_code"] = self.status
         if self.error is not None:
-            told["error.type"] = self.error.word
-        return told
+            found["error.type"] = self.error.word
+        return found
 
     @property
     def error(self) -> Failure | None:
@@ -89,10 +89,10 @@ class TrySpan(TryRecord):
 
 
 class RequestSpan(RequestRecord):
-    """One request of a client, from when its body was complete until its answer ended.
+    """The span of a client's request.
 
-    ``name``: one of few, so that it lacks a path that only a pattern of the operator covers. ``offset_ns``: what makes
-    the time of this span's clock Unix time. ``tracestate``: as the client sent it.
+    ``name``: one of few, so a path that only a pattern of the operator covers is not in it. ``offset_ns``: Unix time
+    minus the time of this span's clock. ``tracestate``: as the client sent it.
     """
 
     def __init__(self, context: TraceContext, path: EnginePath, method: str, request_id: str, began_at: float) -> None:
@@ -113,18 +113,18 @@ class RequestSpan(RequestRecord):
     def error(self) -> Failure | None:
         """Why this request failed by the fleet's fault, or None.
 
-        An error that is the client's own is none here, and neither is a client that hangs up. An answer that another
-        worker completed did not fail.
+        Neither a client's own error nor a client that hangs up counts here. An answer that another worker completed did
+        not fail.
         """
         if self.failure is not None:
             return self.failure if self.error_status >= 500 else None
-        if any(one.outcome == "finished" for one in self.tries):
+        if any(attempt.outcome == "finished" for attempt in self.tries):
             return None
-        return next((one.failure for one in reversed(self.tries) if one.failure is not None), None)
+        return next((attempt.failure for attempt in reversed(self.tries) if attempt.failure is not None), None)
 
     def attributes(self) -> Attributes:
-        """What the span tells."""
-        told: Attributes = {
+        """The names and values that the collector gets."""
+        found: Attributes = {
             "http.request.method": self.method,
             "url.path": self.path.path[:MAX_PATH_CHARACTERS],
             "warmfleet.request_id": self.request_id,
@@ -132,9 +132,9 @@ class RequestSpan(RequestRecord):
         }
         operation = "embeddings" if self.path.name == "embeddings" else OPERATIONS.get(self.path.form)
         if operation is not None:
-            told["gen_ai.operation.name"] = operation
+            found["gen_ai.operation.name"] = operation
         if self.identified_at:
-            told |= {
+            found |= {
                 "gen_ai.request.model": self.model,
                 "gen_ai.usage.input_tokens": self.prompt_tokens,
                 "warmfleet.stream": self.streams,
@@ -142,15 +142,15 @@ class RequestSpan(RequestRecord):
                 "warmfleet.identify_seconds": self.identified_at - self.began_at,
             }
             if self.reason:
-                told["warmfleet.identity_reason"] = self.reason
+                found["warmfleet.identity_reason"] = self.reason
         if self.status:
-            told["http.response.status_code"] = self.status
+            found["http.response.status_code"] = self.status
         if self.first_byte_at:
-            told["warmfleet.first_byte_seconds"] = self.first_byte_at - self.began_at
+            found["warmfleet.first_byte_seconds"] = self.first_byte_at - self.began_at
         failed = self.failure or self.error
         if failed is not None:
-            told["error.type"] = failed.word
-        return told
+            found["error.type"] = failed.word
+        return found
 
     def events(self) -> Iterator[Event]:
         """The moments of this request that belong to no single try."""
@@ -163,9 +163,6 @@ def _address(url: str) -> Attributes:
     """Host and port of an engine, without user and password."""
     try:
         parts = urlsplit(url)
-        told: Attributes = {"server.address": parts.hostname or ""}
-        if parts.port:
-            told["server.port"] = parts.port
+        return {"server.address": parts.hostname or ""} | ({"server.port": parts.port} if parts.port else {})
     except ValueError:
         return {}
-    return told

@@ -14,9 +14,9 @@ SAMPLED = 1  # the flag
 
 
 class TraceContext(NamedTuple):
-    """parent_id: of the caller's span; empty if the trace begins here. sampled: the spans of this replica are kept.
+    """The trace of a request. parent_id: of the caller's span; empty if the trace begins here.
 
-    state: the caller's tracestate, for the span; empty if it is too long.
+    sampled: the spans of this replica are kept. state: the caller's tracestate, for the span; empty if it is too long.
     """
 
     trace_id: str
@@ -33,13 +33,13 @@ class Sampler:
         self._below = round(share * 2**64)  # of the lower half of a trace id
         self._by_parent = by_parent
 
-    def context(self, given: bytes, state: bytes = b"") -> TraceContext:
-        """The trace of a request. given: its traceparent, empty if it has none; state: its tracestate.
+    def context(self, header: bytes, state: bytes = b"") -> TraceContext:
+        """The trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
 
-        With a traceparent that is none, both count as absent, as the standard has it: a new trace begins.
+        Both count as absent if the header is not valid, as the standard has it: a new trace begins.
         """
-        found = _TRACEPARENT.fullmatch(given) if given else None
-        if found is None or (found[1] == b"00" and len(given) != VERSION_0_LENGTH):
+        found = _TRACEPARENT.fullmatch(header) if header else None
+        if found is None or (found[1] == b"00" and len(header) != VERSION_0_LENGTH):
             trace_id = f"{random.getrandbits(128):032x}"
             return TraceContext(trace_id, "", self._keeps(trace_id))
         trace_id = found[2].decode()

@@ -294,5 +294,5 @@ MESSAGES = (
 def test_tokens_are_counted_however_the_answer_is_cut(body: bytes, tokens: int, size: int) -> None:
     output = OutputTokens()
     for at in range(0, len(body), size):
-        output.see(body[at : at + size])
+        output.add(body[at : at + size])
     assert output.count == tokens

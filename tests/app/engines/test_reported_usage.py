@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from warmfleet.engines.output_tokens import WatchedClient
 from warmfleet.engines.reported_usage import TAIL_BYTES, AnswerTail, Usage
 
 
@@ -60,7 +61,7 @@ def test_a_stream_tells_it_wherever_its_bytes_are_cut() -> None:
     for size in (1, 7, 100, 10_000):
         tail = AnswerTail()
         for at in range(0, len(stream), size):
-            tail.see(stream[at : at + size])
+            tail.add(stream[at : at + size])
         assert tail.usage() == Usage(900, 880), size
         assert len(tail._tail) <= TAIL_BYTES
 
@@ -78,9 +79,9 @@ def test_the_client_gets_every_byte() -> None:
             self.got.append(data)
 
     client, tail = Client(), AnswerTail()
-    watching = tail.watching(client)
-    assert watching.pass_on(b"one")
-    assert not watching.pass_on(b"two"), "a slow client slows the engine as before"
-    asyncio.run(watching.body(b'{"usage":{"prompt_tokens":3,"x":{"cached_tokens":2}}}', more=False))
+    watched = WatchedClient(tail.add, client)
+    assert watched.pass_on(b"one")
+    assert not watched.pass_on(b"two"), "a slow client slows the engine as before"
+    asyncio.run(watched.body(b'{"usage":{"prompt_tokens":3,"x":{"cached_tokens":2}}}', more=False))
     assert client.got[:2] == [b"one", b"two"]
     assert tail.usage() == Usage(3, 2)

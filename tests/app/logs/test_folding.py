@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from warmfleet.logs import folding
-from warmfleet.logs.folding import SOME, WINDOW_S, Folding
+from warmfleet.logs.folding import MAX_TEXTS, WINDOW_S, Folding
 
 if TYPE_CHECKING:
     import pytest
@@ -39,7 +39,7 @@ def test_a_warning_that_repeats_is_told_once_and_counted_once_a_minute() -> None
 def test_of_warnings_that_differ_in_their_figures_some_are_told() -> None:
     fold = Folding(Clock())
     told = [fold.filter(line("engine %s is away", number)) for number in range(100)]
-    assert told == [True] * SOME + [False] * (100 - SOME)
+    assert told == [True] * MAX_TEXTS + [False] * (100 - MAX_TEXTS)
     assert fold.filter(line("engine %s is away", 1, name="warmfleet.y")), "of another place"
     assert fold.filter(line("engine %s is away", 1, level=logging.ERROR))
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from warmfleet.engines.allowed_addresses import tells_credentials
+from warmfleet.engines.allowed_addresses import gives_credentials
 from warmfleet.errors import BadArgument
 from warmfleet.followed_file import FollowedFile
 from warmfleet.settings import EngineSource, engine_source, engine_url, without_userinfo
@@ -87,7 +87,7 @@ class EngineList:
             self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
             return
         # The addresses that are engines are allowed as if the operator had listed them, and get the engines' key.
-        engines = [address for address in addresses if not tells_credentials(address)]
+        engines = [address for address in addresses if not gives_credentials(address)]
         left_out = f"{host}: addresses that tell a machine's credentials are no engines and are left out"
         self._note(source.where, left_out if len(engines) < len(addresses) else "")
         hosts = [f"[{address}]" if ":" in address else address for address in engines]
