@@ -41,32 +41,32 @@ async def answer_ok(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) 
 
 
 async def test_connections_are_used_again() -> None:
-    async with engine("m", answer_ok) as one, small_calls() as client:
-        assert await client.get(one.url + "/", "/v1/models", {}, 5) == (
+    async with engine("m", answer_ok) as server, small_calls() as client:
+        assert await client.get(server.url + "/", "/v1/models", {}, 5) == (
             200,
             b'{"object": "list", "data": [{"id": "m"}]}',
         )
         for _ in range(3):
-            assert await client.post(one.url, "/tokenize", b"{}", {"X-Name": "value"}) == (200, b"ok")
-        assert one.connections["opened"] == 1
-    assert [seen.path for seen in one.seen] == ["/tokenize"] * 3
-    assert one.seen[0].headers == {"host": urlsplit(one.url).netloc, "content-length": "2", "x-name": "value"}
+            assert await client.post(server.url, "/tokenize", b"{}", {"X-Name": "value"}) == (200, b"ok")
+        assert server.connections["opened"] == 1
+    assert [seen.path for seen in server.seen] == ["/tokenize"] * 3
+    assert server.seen[0].headers == {"host": urlsplit(server.url).netloc, "content-length": "2", "x-name": "value"}
 
 
 async def test_the_user_in_an_address_is_sent() -> None:
-    async with engine("m", answer_ok) as one, small_calls() as client:
-        address = one.url.replace("http://", "http://me:s%20ecret@")
+    async with engine("m", answer_ok) as server, small_calls() as client:
+        address = server.url.replace("http://", "http://me:s%20ecret@")
         await client.post(address, "/x", b"{}", {})
         with pytest.raises(UpstreamError, match="names a user"):  # as on the hot path: requests would fail there
             await client.post(address, "/x", b"{}", {"Authorization": "Bearer key"})
     expected = "Basic " + base64.b64encode(b"me:s ecret").decode()
-    assert [seen.headers["authorization"] for seen in one.seen] == [expected]
+    assert [seen.headers["authorization"] for seen in server.seen] == [expected]
 
 
 async def test_a_header_of_a_client_need_not_be_ascii() -> None:
-    async with engine("m", answer_ok) as one, small_calls() as client:
-        assert await client.post(one.url, "/x", b"{}", {"Authorization": "Bearer é"}) == (200, b"ok")
-    assert [seen.headers["authorization"] for seen in one.seen] == ["Bearer é"]
+    async with engine("m", answer_ok) as server, small_calls() as client:
+        assert await client.post(server.url, "/x", b"{}", {"Authorization": "Bearer é"}) == (200, b"ok")
+    assert [seen.headers["authorization"] for seen in server.seen] == ["Bearer é"]
 
 
 # ------------------------------------------------ where they may go
@@ -80,15 +80,18 @@ async def test_an_address_outside_the_ranges_is_not_connected_to(url: str) -> No
 
 
 async def test_a_name_that_resolves_outside_the_ranges_is_not_connected_to() -> None:
-    async with engine("m", answer_ok) as one, small_calls(Addresses(("10.0.0.0/8",))) as client:
+    async with engine("m", answer_ok) as server, small_calls(Addresses(("10.0.0.0/8",))) as client:
         with pytest.raises(UpstreamGone):
-            await client.post(by_name(one.url), "/x", b"{}", {})
-    assert not one.connections["opened"]
+            await client.post(by_name(server.url), "/x", b"{}", {})
+    assert not server.connections["opened"]
 
 
 async def test_a_host_of_the_settings_is_always_allowed() -> None:
-    async with engine("m", answer_ok) as one, small_calls(Addresses((), [one.url, by_name(one.url)])) as client:
-        for url in (one.url, by_name(one.url)):
+    async with (
+        engine("m", answer_ok) as server,
+        small_calls(Addresses((), [server.url, by_name(server.url)])) as client,
+    ):
+        for url in (server.url, by_name(server.url)):
             assert (await client.post(url, "/x", b"{}", {}))[0] == 200
 
 
@@ -104,23 +107,23 @@ async def test_addresses_of_a_name_are_tried_in_turn(monkeypatch: pytest.MonkeyP
             (socket.AF_INET, kind, *any_protocol, ("127.0.0.1", port)),
         ]
 
-    async with engine("m", answer_ok) as one, small_calls() as client:
+    async with engine("m", answer_ok) as server, small_calls() as client:
         with monkeypatch.context() as patched:
             patched.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
             for _ in range(3):
-                assert await client.post(by_name(one.url, "engine.test"), "/x", b"{}", {}) == (200, b"ok")
+                assert await client.post(by_name(server.url, "engine.test"), "/x", b"{}", {}) == (200, b"ok")
     assert asked == ["engine.test"], "a name is not resolved anew for every call"
-    assert one.seen[0].headers["host"] == f"engine.test:{urlsplit(one.url).port}"
+    assert server.seen[0].headers["host"] == f"engine.test:{urlsplit(server.url).port}"
 
 
 async def test_a_redirect_is_an_answer_like_others() -> None:
     async def moved(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 302 Found\r\nlocation: http://8.8.8.8/\r\nset-cookie: a=b\r\ncontent-length: 0\r\n\r\n")
 
-    async with engine("m", moved) as one, small_calls() as client:
+    async with engine("m", moved) as server, small_calls() as client:
         for _ in range(2):
-            assert await client.post(one.url, "/x", b"{}", {}) == (302, b"")
-    assert "cookie" not in one.seen[1].headers
+            assert await client.post(server.url, "/x", b"{}", {}) == (302, b"")
+    assert "cookie" not in server.seen[1].headers
 
 
 # ------------------------------------------------ limits
@@ -133,18 +136,21 @@ async def test_a_body_is_cut_off_behind_its_limit() -> None:
             chunk(writer, b"x" * 10_000)
             await writer.drain()
 
-    async with engine("m", endless) as one, small_calls() as client:
-        status, body = await client.post(one.url, "/x", b"{}", {}, 50_000)
+    async with engine("m", endless) as server, small_calls() as client:
+        status, body = await client.post(server.url, "/x", b"{}", {}, 50_000)
         assert status == 200
         assert 50_000 <= len(body) < 200_000
 
 
 async def test_an_answer_is_not_waited_for_longer_than_its_limit() -> None:
-    async with engine("m", freezing(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")) as one, small_calls() as client:
+    async with (
+        engine("m", freezing(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")) as server,
+        small_calls() as client,
+    ):
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
-                await client.post(one.url, "/x", b"{}", {})
+                await client.post(server.url, "/x", b"{}", {})
     async with silent_server() as url, small_calls() as client:
         with pytest.raises(UpstreamGone, match="TimeoutError"):
             await client.get(url, "/health", {}, 0.1)
@@ -167,10 +173,10 @@ async def test_an_answer_that_is_none_is_an_error_of_ours(answer: bytes, error: 
         await writer.drain()
         writer.close()
 
-    async with engine("m", bad) as one, small_calls() as client:
+    async with engine("m", bad) as server, small_calls() as client:
         with pytest.raises(error):
-            await client.post(one.url, "/x", b"{}", {})
-    assert len(one.seen) == 1, "an engine that may have died of a request does not get it again"
+            await client.post(server.url, "/x", b"{}", {})
+    assert len(server.seen) == 1, "an engine that may have died of a request does not get it again"
 
 
 async def test_an_engine_that_is_not_there_has_refused() -> None:
@@ -188,27 +194,27 @@ async def test_an_engine_that_is_not_there_has_refused() -> None:
 async def test_a_connection_that_was_dead_is_replaced_once() -> None:
     """The engine reads the second request of a connection and resets: as if its close had crossed that request."""
 
-    async def once(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
-        if len(one.seen) % 2:
+    async def once(server: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(server.seen) % 2:
             reply(writer, b"ok")
         else:
             reset(writer)
 
-    async with engine("m", once) as one, small_calls() as client:
+    async with engine("m", once) as server, small_calls() as client:
         for _ in range(2):
-            assert await client.post(one.url, "/x", b"{}", {}) == (200, b"ok")
-        assert (one.connections["opened"], len(one.seen)) == (2, 3)
+            assert await client.post(server.url, "/x", b"{}", {}) == (200, b"ok")
+        assert (server.connections["opened"], len(server.seen)) == (2, 3)
 
 
 async def test_a_request_is_sent_twice_at_most() -> None:
-    async def first_only(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
-        if len(one.seen) == 1:
+    async def first_only(server: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(server.seen) == 1:
             reply(writer, b"ok")
         else:
             reset(writer)
 
-    async with engine("m", first_only) as one, small_calls() as client:
-        await client.post(one.url, "/x", b"{}", {})
+    async with engine("m", first_only) as server, small_calls() as client:
+        await client.post(server.url, "/x", b"{}", {})
         with pytest.raises(UpstreamGone):
-            await client.post(one.url, "/x", b"{}", {})
-        assert len(one.seen) == 3
+            await client.post(server.url, "/x", b"{}", {})
+        assert len(server.seen) == 3

@@ -1,4 +1,4 @@
-"""What engines send back, byte by byte: answers come out alike however they are cut, hostile ones are refused."""
+"""Answers of engines, byte by byte: they come out alike however they are cut, and hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_connections_are_used_again_the_youngest_first(monkeypatch: pytest.Monke
         now += 1.0
     now = engine_connection.KEEPALIVE_S + 0.5
     kept.sweep()
-    assert [one._transport.is_closing() for one in made] == [True, False, False]
+    assert [connection._transport.is_closing() for connection in made] == [True, False, False]
     made[2].connection_lost(None)
     assert kept.take() is made[1]
     assert kept.take() is None

@@ -1,4 +1,4 @@
-"""Which first events of a stream are errors, in the words of every engine and API, and when that is known."""
+"""First events of streams that are errors, in the words of every engine and API, and the moment when that is known."""
 
 from __future__ import annotations
 
@@ -116,18 +116,16 @@ def test_any_bytes_can_be_read(piece: bytes, ended: bool) -> None:
     is_open(piece)
 
 
+FIELDS = ["error", "type", "code", "message", "object", "response", "status"]
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
-        lambda one: (
-            st.lists(one)
-            | st.dictionaries(
-                st.sampled_from(["error", "type", "code", "message", "object", "response", "status"]), one
-            )
-        ),
+        lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(FIELDS), inner),
     )
 )
-def test_any_error_is_read(told: object) -> None:
+def test_any_error_is_read(data: object) -> None:
     for name in (b"", b"error", b"response.failed"):
-        error = error_of(Event(name, json.dumps(told).encode()))
+        error = error_of(Event(name, json.dumps(data).encode()))
         assert error is None or 400 <= error.status < 600

@@ -19,19 +19,15 @@ def body(usage: object, text: str = "ok", **more: object) -> bytes:
 
 
 def usage(**details: object) -> dict[str, object]:
-    return {
-        "prompt_tokens": 900,
-        "total_tokens": 950,
-        "completion_tokens": 50,
-        "prompt_tokens_details": details or None,
-    }
+    counts = {"prompt_tokens": 900, "total_tokens": 950, "completion_tokens": 50}
+    return {**counts, "prompt_tokens_details": details or None}
 
 
 QUOTES = 'He said "cached_tokens": 7, and "prompt_tokens": 8.'
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [
         (body(usage(cached_tokens=880)), Usage(900, 880)),
         (body(usage(cached_tokens=0, created_cache_tokens=None)), Usage(900, 0)),
@@ -51,8 +47,8 @@ QUOTES = 'He said "cached_tokens": 7, and "prompt_tokens": 8.'
         *("more than the prompt", "an empty prompt", "nothing", "too far from the end"),
     ],
 )
-def test_what_the_end_of_an_answer_tells(answer: bytes, told: Usage | None) -> None:
-    assert AnswerTail(answer).usage() == told
+def test_what_the_end_of_an_answer_tells(answer: bytes, expected: Usage | None) -> None:
+    assert AnswerTail(answer).usage() == expected
 
 
 def test_a_stream_tells_it_wherever_its_bytes_are_cut() -> None:

@@ -113,11 +113,11 @@ async def answer_ok(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) 
 
 
 async def test_a_name_that_resolves_elsewhere_is_not_asked() -> None:
-    async with engine("m", answer_ok) as one, client(ranges=("10.0.0.0/8",)) as upstream:
+    async with engine("m", answer_ok) as server, client(ranges=("10.0.0.0/8",)) as upstream:
         with pytest.raises(UpstreamGone) as raised:
-            await exchange(upstream, by_name(one.url))
+            await exchange(upstream, by_name(server.url))
         assert raised.value.refused
-        assert not one.connections["opened"]
+        assert not server.connections["opened"]
 
 
 async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,31 +129,31 @@ async def test_a_name_is_resolved_once_and_the_checked_address_is_connected_to(m
         found = ["8.8.8.8", "127.0.0.9", "127.0.0.1"]  # nobody is allowed, nobody listens, the engine
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in found]
 
-    async with engine("m", answer_ok) as one, client() as upstream:
-        url = one.url.replace("127.0.0.1", "engine.test")
+    async with engine("m", answer_ok) as server, client() as upstream:
+        url = server.url.replace("127.0.0.1", "engine.test")
         with monkeypatch.context() as patched:
             patched.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
             assert await asyncio.gather(*(exchange(upstream, url) for _ in range(4))) == [(200, b"ok")] * 4
         assert asked == ["engine.test"]
-        assert one.seen[0].headers["host"] == f"engine.test:{urlsplit(one.url).port}"
+        assert server.seen[0].headers["host"] == f"engine.test:{urlsplit(server.url).port}"
 
 
 async def test_connections_are_kept_and_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engine("m", answer_ok) as one, client() as upstream:
+    async with engine("m", answer_ok) as server, client() as upstream:
         for _ in range(3):
-            assert await exchange(upstream, one.url) == (200, b"ok")
-        assert one.connections["opened"] == 1
+            assert await exchange(upstream, server.url) == (200, b"ok")
+        assert server.connections["opened"] == 1
         await upstream.sweep()
-        assert await exchange(upstream, one.url) == (200, b"ok")
-        assert one.connections["opened"] == 1, "a young connection stays"
+        assert await exchange(upstream, server.url) == (200, b"ok")
+        assert server.connections["opened"] == 1, "a young connection stays"
         monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.0)  # not before: an exchange may take longer
         await upstream.sweep()
-        await poll(lambda: one.connections["hung_up"] == 1, what="the idle connection is closed by its age")
+        await poll(lambda: server.connections["hung_up"] == 1, what="the idle connection is closed by its age")
 
 
 async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
-    async with engine(model) as one, client() as upstream:
-        answer = await upstream.send("POST", one.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', b"")
+    async with engine(model) as server, client() as upstream:
+        answer = await upstream.send("POST", server.url, "/v1/completions", b'{"stream": true, "max_tokens": 500}', b"")
         assert answer._connection is not None
         made = answer._connection._transport.get_extra_info("socket")
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -161,7 +161,7 @@ async def test_connections_notice_a_machine_that_vanished(model: str) -> None:
         assert [made.getsockopt(socket.IPPROTO_TCP, option) for option in options] == list(TCP_OPTIONS.values())
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         answer.close()
-        await poll(lambda: one.connections["hung_up"], what="closing the answer closes the connection at once")
+        await poll(lambda: server.connections["hung_up"], what="closing the answer closes the connection at once")
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
@@ -169,36 +169,36 @@ async def test_a_dead_kept_connection_is_replaced_once(read: bool) -> None:
     """A connection ends with RST if the engine had not read the request: then it did not die of that."""
     stale: list[bool] = []
 
-    async def once_each(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
-        if len(one.seen) in (2, 4, 5):
+    async def once_each(server: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(server.seen) in (2, 4, 5):
             hang_up(writer) if read else reset(writer)
         else:
             reply(writer, b"ok")
 
-    async with engine("m", once_each) as one, client(on_stale=lambda: stale.append(True)) as upstream:
+    async with engine("m", once_each) as server, client(on_stale=lambda: stale.append(True)) as upstream:
         for _ in range(2):
-            assert await exchange(upstream, one.url) == (200, b"ok")
-        assert (len(one.seen), len(stale)) == (3, 1)
+            assert await exchange(upstream, server.url) == (200, b"ok")
+        assert (len(server.seen), len(stale)) == (3, 1)
         with pytest.raises(UpstreamGone) as raised:
-            await exchange(upstream, one.url)
-        assert (len(one.seen), len(stale)) == (5, 2)
+            await exchange(upstream, server.url)
+        assert (len(server.seen), len(stale)) == (5, 2)
         assert raised.value.refused != read
 
 
 async def test_an_engine_that_died_between_two_requests_may_have_died_of_the_second(model: str) -> None:
-    async def dies(one: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
-        if len(one.seen) == 1:
+    async def dies(server: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if len(server.seen) == 1:
             reply(writer, b"ok")
         else:
-            await one.die()
+            await server.die()
 
-    async with engine("m", dies) as one, client() as upstream:
-        assert await exchange(upstream, one.url) == (200, b"ok")
+    async with engine("m", dies) as server, client() as upstream:
+        assert await exchange(upstream, server.url) == (200, b"ok")
         with pytest.raises(UpstreamGone) as raised:
-            await exchange(upstream, one.url)
+            await exchange(upstream, server.url)
         assert not raised.value.refused, "the engine had the request, though the last connection was refused"
         with pytest.raises(UpstreamGone) as raised:
-            await exchange(upstream, one.url)
+            await exchange(upstream, server.url)
         assert raised.value.refused
 
 
@@ -240,29 +240,29 @@ async def test_a_connection_that_nobody_accepts_is_given_up() -> None:
 
 
 async def test_a_request_given_up_while_it_connects_is_not_sent() -> None:
-    async with engine("m", answer_ok) as one, client() as upstream:
-        answer = upstream.start("POST", one.url, "/x", b"{}", b"")
+    async with engine("m", answer_ok) as server, client() as upstream:
+        answer = upstream.start("POST", server.url, "/x", b"{}", b"")
         answer.close()
         with pytest.raises(UpstreamError):
             await answer.head()
-        assert await exchange(upstream, one.url) == (200, b"ok")
-        assert len(one.seen) == 1
+        assert await exchange(upstream, server.url) == (200, b"ok")
+        assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("size", [0, 200, 40_000, 9_000_000])
 async def test_bodies_of_every_size_are_sent_as_they_are(size: int) -> None:
-    async with engine("m", answer_ok) as one, client() as upstream:
+    async with engine("m", answer_ok) as server, client() as upstream:
         for byte in (b"a", b"b"):
-            assert await exchange(upstream, one.url, byte * size) == (200, b"ok")
-        assert [seen.body for seen in one.seen] == [b"a" * size, b"b" * size]
+            assert await exchange(upstream, server.url, byte * size) == (200, b"ok")
+        assert [seen.body for seen in server.seen] == [b"a" * size, b"b" * size]
 
 
 async def test_the_user_in_an_address_is_sent() -> None:
-    async with engine("m", answer_ok) as one, client() as upstream:
-        address = one.url.replace("http://", "http://me:s%20ecret@") + "/base/"
+    async with engine("m", answer_ok) as server, client() as upstream:
+        address = server.url.replace("http://", "http://me:s%20ecret@") + "/base/"
         assert await exchange(upstream, address) == (200, b"ok")
-        assert one.seen[0].headers["authorization"] == "Basic " + base64.b64encode(b"me:s ecret").decode()
-        assert one.seen[0].path == "/base/v1/completions"
+        assert server.seen[0].headers["authorization"] == "Basic " + base64.b64encode(b"me:s ecret").decode()
+        assert server.seen[0].path == "/base/v1/completions"
         with pytest.raises(UpstreamError, match="names a user"):
             await exchange(upstream, address, headers=b"Authorization: Bearer key\r\n")
 
@@ -314,10 +314,10 @@ def test_a_header_cannot_bring_another(value: bytes) -> None:
     ],
 )  # fmt: skip
 async def test_a_path_cannot_end_the_request_line(method: str, path: str) -> None:
-    async with engine("m", answer_ok) as one, client() as upstream:
+    async with engine("m", answer_ok) as server, client() as upstream:
         with pytest.raises(UpstreamError):
-            upstream.start(method, one.url, path, b"", b"")
-        assert not one.connections["opened"]
+            upstream.start(method, server.url, path, b"", b"")
+        assert not server.connections["opened"]
 
 
 @pytest.mark.parametrize(
@@ -375,13 +375,13 @@ async def test_a_prompt_too_long_for_every_engine_is_tried_once(
         hang_up(writer)
 
     async with (
-        engine(model, fails) as one,
+        engine(model, fails) as server,
         engine(model, fails) as other,
-        replica(valkey_url, model, one.url, other.url) as router,
+        replica(valkey_url, model, server.url, other.url) as router,
     ):
         status, _, _ = await router.post({"model": model, "prompt": "x" * (1_000 * TOKEN_BYTES + 1)})
         assert status == 502
-        assert bool(one.seen) != bool(other.seen)
+        assert bool(server.seen) != bool(other.seen)
         assert await router.metric('warmfleet_retries_total{where="another"}') == 0
         assert await router.metric('warmfleet_load_only_requests_total{reason="too_long"}') == 1
         await router.unloaded()

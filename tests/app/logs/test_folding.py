@@ -29,17 +29,17 @@ def test_a_warning_that_repeats_is_told_once_and_counted_once_a_minute() -> None
     assert [fold.filter(line("engine %s is away", "a")) for _ in range(241)] == [True] + [False] * 240
     assert fold.ended() == []
     clock.now = WINDOW_S
-    (told,) = fold.ended()
-    assert told.getMessage() == "... 240 more like it in 60 s, the last: engine a is away"
-    assert (told.levelno, told.name) == (logging.WARNING, "warmfleet.x")
+    (summary,) = fold.ended()
+    assert summary.getMessage() == "... 240 more like it in 60 s, the last: engine a is away"
+    assert (summary.levelno, summary.name) == (logging.WARNING, "warmfleet.x")
     assert fold.ended() == []
     assert fold.filter(line("engine %s is away", "a")), "the next minute begins anew"
 
 
 def test_of_warnings_that_differ_in_their_figures_some_are_told() -> None:
     fold = Folding(Clock())
-    told = [fold.filter(line("engine %s is away", number)) for number in range(100)]
-    assert told == [True] * MAX_TEXTS + [False] * (100 - MAX_TEXTS)
+    passed = [fold.filter(line("engine %s is away", number)) for number in range(100)]
+    assert passed == [True] * MAX_TEXTS + [False] * (100 - MAX_TEXTS)
     assert fold.filter(line("engine %s is away", 1, name="warmfleet.y")), "of another place"
     assert fold.filter(line("engine %s is away", 1, level=logging.ERROR))
 
@@ -67,7 +67,7 @@ def test_a_kind_that_must_make_room_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     clock.now = 3.0
     fold.filter(line("second"))
     fold.filter(line("third"))
-    assert [one.getMessage() for one in fold.ended()] == ["... 4 more like it in 3 s, the last: the first"]
+    assert [record.getMessage() for record in fold.ended()] == ["... 4 more like it in 3 s, the last: the first"]
     assert fold.ended() == []
 
 
@@ -76,7 +76,7 @@ def test_at_the_end_all_are_told() -> None:
     for _ in range(3):
         fold.filter(line("away"))
     assert fold.ended() == []
-    assert [one.getMessage() for one in fold.close()] == ["... 2 more like it in 1 s, the last: away"]
+    assert [record.getMessage() for record in fold.close()] == ["... 2 more like it in 1 s, the last: away"]
     assert fold.close() == []
 
 
@@ -92,9 +92,9 @@ def test_a_fault_hides_no_other_bug_of_the_same_statement() -> None:
     assert failed(ZeroDivisionError())
     last = KeyError("b")
     assert not failed(last)
-    (told,) = fold.close()
-    assert told.exc_info is not None
-    assert told.exc_info[1] is last, "its traceback is told, too"
+    (summary,) = fold.close()
+    assert summary.exc_info is not None
+    assert summary.exc_info[1] is last, "its traceback is told, too"
 
 
 def test_a_text_that_is_no_string_is_a_line_as_well() -> None:

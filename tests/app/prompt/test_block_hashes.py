@@ -129,13 +129,13 @@ def test_capped_as_the_engine_caps() -> None:
 
 
 def test_text_chain_shares_prefixes_only() -> None:
-    one, other = b"x" * 640 + b"one", b"x" * 640 + b"other"
-    assert text_chain(one).hashes == text_chain(other).hashes
-    assert len(text_chain(one).hashes) == 8 * 640 // TEXT_BLOCK_BYTES
-    assert text_chain(b"y" + one).hashes[:8] != text_chain(one).hashes[:8]
+    first, second = b"x" * 640 + b"one", b"x" * 640 + b"other"
+    assert text_chain(first).hashes == text_chain(second).hashes
+    assert len(text_chain(first).hashes) == 8 * 640 // TEXT_BLOCK_BYTES
+    assert text_chain(b"y" + first).hashes[:8] != text_chain(first).hashes[:8]
     assert text_chain(b"").hashes == b""
     assert (text_tokens(0), text_tokens(640)) == (1, 160)
-    assert text_chain(one).scheme_id == TEXT_SCHEME.scheme_id != hasher("sha256_cbor").scheme.scheme_id
+    assert text_chain(first).scheme_id == TEXT_SCHEME.scheme_id != hasher("sha256_cbor").scheme.scheme_id
 
 
 def test_text_scheme_is_one_that_a_record_may_carry() -> None:

@@ -46,9 +46,9 @@ def messages(rng: random.Random) -> list[dict[str, Any]]:
     return made
 
 
-def text(template: ChatTemplate, given: list[dict[str, Any]]) -> str:
+def text(template: ChatTemplate, chat: list[dict[str, Any]]) -> str:
     try:
-        return template.render(given, {}, {})
+        return template.render(chat, {}, {})
     except NotReproducible as error:
         return f"refused: {error.__cause__}"
 
@@ -58,10 +58,10 @@ def test_trusted_and_sandboxed_give_the_same_text(source: str) -> None:
     rng, trusted, sandboxed = random.Random(3), ChatTemplate(source, trusted=True), ChatTemplate(source)
     texts = []
     for _ in range(150):
-        given = messages(rng)
-        texts.append(text(trusted, given))
-        assert texts[-1] == text(sandboxed, given)
-    assert source == "{{ nobody.role }}" or any(not one.startswith("refused") for one in texts)
+        chat = messages(rng)
+        texts.append(text(trusted, chat))
+        assert texts[-1] == text(sandboxed, chat)
+    assert source == "{{ nobody.role }}" or any(not text.startswith("refused") for text in texts)
 
 
 def test_an_argument_may_not_stand_for_the_messages() -> None:
@@ -69,7 +69,7 @@ def test_an_argument_may_not_stand_for_the_messages() -> None:
     for trusted in (True, False):
         template = ChatTemplate(SEEN + "{{ m.content }}{% endfor %}{{ more }}", trusted=trusted)
         for also in ({}, {"continue_final_message": True}):
-            given = [{"role": "user", "content": "a"}]
-            assert template.render(given, {"more": "b"} | also, {}) == ("a" if also else "ab")
+            chat = [{"role": "user", "content": "a"}]
+            assert template.render(chat, {"more": "b"} | also, {}) == ("a" if also else "ab")
             with pytest.raises(NotReproducible):
-                template.render(given, {"messages": [{"role": "user", "content": "c"}]} | also, {})
+                template.render(chat, {"messages": [{"role": "user", "content": "c"}]} | also, {})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.requests.dialects import dialect_requests
 
 from warmfleet.errors import BadRequest
+from warmfleet.prompt.chat_template import ChatTemplate
 from warmfleet.prompt.dialects.bodies import parse
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.messages import NotReproducible
@@ -154,27 +155,13 @@ def test_fields_by_which_an_engine_makes_another_prompt_are_refused_here_too() -
                 make(**field)
 
 
+FIELDS = ["role", "content", "type", "text", "input", "tools", "system", "messages", "name", "id", "output", "status"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["", "text", "user", "assistant", "system"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                [
-                    "role",
-                    "content",
-                    "type",
-                    "text",
-                    "input",
-                    "tools",
-                    "system",
-                    "messages",
-                    "name",
-                    "id",
-                    "output",
-                    "status",
-                ]
-            ),
+            st.sampled_from(FIELDS),
             inner | st.sampled_from(["text", "tool_use", "tool_result", "message", "function_call", "reasoning"]),
             max_size=5,
         )
@@ -200,8 +187,6 @@ def test_requests_of_real_clients_are_turned(seed: int) -> None:
 
 
 def identity(encoder: Encoder, executor: Executor, **facts: Any) -> Identity:
-    from warmfleet.prompt.chat_template import ChatTemplate
-
     return Identity(encoder, ChatTemplate(TEMPLATE), facts, executor, Trie(10**6))
 
 

@@ -35,11 +35,11 @@ def written(value: Any, rng: random.Random) -> str:
     """JSON as clients may write it: with any white space, escapes and formats of numbers."""
     space = rng.choice(["", "", " ", "\n\t", "\r\n  "])
     if isinstance(value, str):
-        return f'{space}"{"".join(letter(one, rng) for one in value)}"{space}'
+        return f'{space}"{"".join(letter(plain, rng) for plain in value)}"{space}'
     if isinstance(value, float):
         return space + rng.choice(NUMBERS) + space
     if isinstance(value, list):
-        return f"{space}[{','.join(written(one, rng) for one in value) or space}]{space}"
+        return f"{space}[{','.join(written(member, rng) for member in value) or space}]{space}"
     if isinstance(value, dict):
         return space + written_object(list(value.items()), rng) + space
     return space + json.dumps(value) + space
@@ -49,11 +49,11 @@ def written_object(pairs: list[tuple[str, Any]], rng: random.Random) -> str:
     return "{" + (",".join(f"{written(key, rng)}:{written(value, rng)}" for key, value in pairs) or " ") + "}"
 
 
-def letter(one: str, rng: random.Random) -> str:
-    plain = json.dumps(one)[1:-1]
-    if rng.random() < 0.2 and ord(one) < 0x10000:
-        return f"\\u{ord(one):04{rng.choice('xX')}}"
-    return plain if one < " " or one in '"\\' or rng.random() < 0.2 else one
+def letter(plain: str, rng: random.Random) -> str:
+    escaped = json.dumps(plain)[1:-1]
+    if rng.random() < 0.2 and ord(plain) < 0x10000:
+        return f"\\u{ord(plain):04{rng.choice('xX')}}"
+    return escaped if plain < " " or plain in '"\\' or rng.random() < 0.2 else plain
 
 
 def place(text: str, key: str) -> tuple[int, int] | None:
@@ -102,7 +102,7 @@ def test_the_body_differs_in_one_key_only(looks: int, bodies: int) -> None:
 def differs_in_one_key(looks: int, body: list[tuple[str, Any]], own: Any, rng: random.Random, ids: list[int]) -> None:
     body.insert(rng.randrange(len(body) + 1), ("prompt", own if isinstance(own, list) else 'a \\" \\\\'))
     text = rng.choice(["", " \n"]) + written_object(body, rng) + rng.choice(["", "\r\n "])
-    raw, numbers = text.encode("utf-8", "surrogatepass"), [str(one) for one in ids]
+    raw, numbers = text.encode("utf-8", "surrogatepass"), [str(token) for token in ids]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_splice, "MAX_LOOKS", looks)
         value = json.loads(raw)["prompt"]
@@ -161,7 +161,7 @@ def test_escapes_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 def test_a_spliced_key_is_the_effective_one_and_nothing_else_changes(
     keys: list[tuple[str, Any]], before: str, after: str
 ) -> None:
-    """Also if the body has the key already: every parser takes the last value."""
+    """The body may have the key already: every parser takes the last value."""
     inside = f",{before}".join(f"{json.dumps(key)}{after}:{json.dumps(value)}" for key, value in keys)
     body = f"{before}{{{after}{inside}{before}}}{after}".encode()
     longer = with_key(body, "cache_salt", b'"new"')

@@ -61,7 +61,7 @@ def replaced(value: Any) -> Any:
     """``value`` as ``pairs`` reads it, with other ids."""
     if isinstance(value, str):
         return rename(value) if value.startswith("@") else value
-    return type(value)(replaced(one) for one in value) if isinstance(value, list | tuple) else value
+    return type(value)(replaced(member) for member in value) if isinstance(value, list | tuple) else value
 
 
 @pytest.mark.parametrize("case", BODIES)
@@ -113,12 +113,12 @@ def test_random_bodies_written_in_any_way() -> None:
 class Pairs(dict[str, Any]):
     """An object of pairs, so that a key may come twice."""
 
-    def __init__(self, given: list[tuple[str, Any]]) -> None:
-        super().__init__(given)
-        self._given = given
+    def __init__(self, members: list[tuple[str, Any]]) -> None:
+        super().__init__(members)
+        self._members = members
 
     def items(self) -> Any:
-        return self._given
+        return self._members
 
 
 def any_body(rng: random.Random) -> list[tuple[str, Any]]:
@@ -143,12 +143,12 @@ def message(rng: random.Random) -> Any:
 
 def part(rng: random.Random, depth: int) -> Any:
     inner = Pairs([("url", '= "uuid": "x" \\'), ("uuid", "=")])
-    given: list[tuple[str, Any]] = [("type", "image_url"), ("image_url", inner)]
+    members: list[tuple[str, Any]] = [("type", "image_url"), ("image_url", inner)]
     if rng.random() < 0.6:
-        given += [("uuid", "=")] * rng.randint(0, 1) + [("uuid", word(rng))]
+        members += [("uuid", "=")] * rng.randint(0, 1) + [("uuid", word(rng))]
     if depth < 3 and rng.random() < 0.4:
-        given.append(("content", [part(rng, depth + 1) for _ in range(rng.randint(0, 2))]))
-    return Pairs(given) if rng.random() < 0.9 else '= "uuid": "x"'
+        members.append(("content", [part(rng, depth + 1) for _ in range(rng.randint(0, 2))]))
+    return Pairs(members) if rng.random() < 0.9 else '= "uuid": "x"'
 
 
 def word(rng: random.Random) -> str:
@@ -157,8 +157,8 @@ def word(rng: random.Random) -> str:
 
 def mapped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: mapped(one) for key, one in value.items()}
-    return [mapped(one) for one in value] if isinstance(value, list) else replaced(value)
+        return {key: mapped(member) for key, member in value.items()}
+    return [mapped(member) for member in value] if isinstance(value, list) else replaced(value)
 
 
 MANY = {

@@ -1,7 +1,7 @@
 """Chats with parts that are not text: what the router takes for certain is what the engine's prompt begins with.
 
 The engine's side is written out here as vLLM does it (renderers/chat_utils.py): a template that reads parts gets
-``{"type": "image"}``, one that reads text gets the model's placeholder in front of the message's text; then the
+``{"type": "image"}``, a template that reads text gets the model's placeholder in front of the message's text; then the
 engine's processor puts as many tokens as it likes where the placeholder stood.
 """
 
@@ -52,8 +52,8 @@ TEMPLATES = {
 
 
 def made(encoder: Encoder, executor: ThreadPoolExecutor, template: str, **facts: Any) -> Identity:
-    told = {"multimodal": True, "placeholders": MARK} | facts
-    return Identity(encoder, ChatTemplate(template), told, executor, Trie(10**8), encoder.cuts(template))
+    facts = {"multimodal": True, "placeholders": MARK} | facts
+    return Identity(encoder, ChatTemplate(template), facts, executor, Trie(10**8), encoder.cuts(template))
 
 
 def engine_text(template: str, messages: list[dict[str, Any]]) -> str:
@@ -110,10 +110,10 @@ async def test_certain_ids_are_those_of_the_engine(name: str, encoder: Encoder, 
         text = engine_text(template, messages)
         first = min(at for mark in MARK.values() if (at := text.find(mark)) >= 0)
         # Two very different expansions of the placeholder: the ids that both begin with are those that stay.
-        one, other = (encoder.plain(text[:first] + more + text[first:]).tolist() for more in ("<img>" * 40, "\ue000"))
+        long, short = (encoder.plain(text[:first] + more + text[first:]).tolist() for more in ("<img>" * 40, "\ue000"))
         request = parse("chat", json.dumps({"messages": messages}).encode())
         ids, about = await made_here.beginning(request)
-        sure = common(one, other)
+        sure = common(long, short)
         assert ids == sure[: len(ids)]
         assert about > len(ids)
         kept, lost = kept + len(ids), lost + len(sure) - len(ids)
@@ -157,7 +157,7 @@ async def test_a_client_that_uses_our_word_gets_no_certain_ids(
 
 
 async def test_no_id_is_certain_if_it_depends_on_the_text_behind_it(executor: ThreadPoolExecutor) -> None:
-    """This tokenizer puts the length of the text first, so no id stays the same when text follows."""
+    """The tokenizer here puts the length of the text first, so no id stays the same when text follows."""
     facts = Facts.of(Tokenizer.from_str(demo().artifacts()["tokenizer.json"].decode()))
     ahead = Encoder("ahead", lambda text, _: array("I", [len(text), *map(ord, text)]), False, facts, None)
     request = parse("chat", json.dumps({"messages": [{"role": "user", "content": [IMAGE]}]}).encode())
@@ -177,13 +177,13 @@ async def test_a_request_with_an_image_goes_where_its_beginning_is(valkey_url: s
         looks = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}
         body = {"model": model, "messages": [head, looks], "max_tokens": 1}
         _, _, answer = await router.post(body, "/explain")
-        told = json.loads(answer)
-        assert (told["identity"], told["reason"]) == ("prefix", "parts")
-        assert told["blocks"] * 16 >= 176
-        assert [row["matched_tokens"] for row in told["candidates"]] == [told["blocks"] * 16]
+        explained = json.loads(answer)
+        assert (explained["identity"], explained["reason"]) == ("prefix", "parts")
+        assert explained["blocks"] * 16 >= 176
+        assert [row["matched_tokens"] for row in explained["candidates"]] == [explained["blocks"] * 16]
         _, headers, _ = await router.post(body, "/v1/chat/completions")  # the simulated engine refuses it: 400
-        assert int(headers["x-warmfleet-matched-tokens"]) == told["blocks"] * 16
-        assert int(headers["x-warmfleet-prompt-tokens"]) > told["blocks"] * 16
+        assert int(headers["x-warmfleet-matched-tokens"]) == explained["blocks"] * 16
+        assert int(headers["x-warmfleet-prompt-tokens"]) > explained["blocks"] * 16
         assert await router.metric('warmfleet_identified_requests_total{kind="prefix"}') == 1
         assert await router.metric('warmfleet_load_only_requests_total{reason="parts"}') == 0
         short = {"model": model, "messages": [looks], "max_tokens": 1}

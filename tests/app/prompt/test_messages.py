@@ -11,26 +11,18 @@ from warmfleet.prompt.messages import NotReproducible, conversation, tool_schema
 
 def test_tools_are_dumped_as_vllm_does() -> None:
     """Only known fields, in vLLM's order. Absent fields are null or left out. A tool's flag is also its function's."""
-    given = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
+    tool = {"function": {"strict": True, "x": 1, "name": "f"}, "defer_loading": False, "cache_control": {}}
+    function = {"name": "f", "description": None, "parameters": None, "strict": True, "defer_loading": False}
     plain = {"type": "function", "function": {"name": "g", "description": None, "parameters": {}, "strict": None}}
-    assert json.dumps(tool_schemas([given, plain])) == json.dumps(
+    assert json.dumps(tool_schemas([tool, plain])) == json.dumps(
         [
-            {
-                "type": "function",
-                "function": {
-                    "name": "f",
-                    "description": None,
-                    "parameters": None,
-                    "strict": True,
-                    "defer_loading": False,
-                },
-                "defer_loading": False,
-            },
+            {"type": "function", "function": function, "defer_loading": False},
             {"type": "function", "function": {"name": "g", "description": None, "parameters": {}}},
         ]
     )
-    with pytest.raises(NotReproducible, match="tools"):
-        tool_schemas([{"function": {"name": "f", "strict": "yes"}}])
+    for wrong in ({"name": "f", "strict": "yes"}, {"name": "f", "defer_loading": "yes"}):
+        with pytest.raises(NotReproducible, match="tools"):
+            tool_schemas([{"function": wrong, "defer_loading": True}])
 
 
 def test_unknown_fields_are_kept_where_vllm_keeps_them() -> None:

@@ -47,12 +47,12 @@ def test_the_most_used_come_first_and_end_where_prompts_part() -> None:
     for times, prefix in ((20, hot), (9, warm), (1, cold)):
         for _ in range(times):
             texts.ask(prefix + words(texts.rng, 1))
-    told = texts.tops()
-    assert len(told) == 2, "a prompt that was asked once is no common prefix"
-    for text, prefix in zip(told, (hot, warm), strict=True):
+    found = texts.tops()
+    assert len(found) == 2, "a prompt that was asked once is no common prefix"
+    for text, prefix in zip(found, (hot, warm), strict=True):
         assert prefix.startswith(text)
         assert len(text) > len(prefix) - 1.2 * LONG
-    assert texts.tops(1) == told[:1]
+    assert texts.tops(1) == found[:1]
 
 
 def test_a_prefix_of_a_chosen_one_is_not_chosen_besides() -> None:
@@ -62,8 +62,8 @@ def test_a_prefix_of_a_chosen_one_is_not_chosen_besides() -> None:
         texts.ask(base + more + words(texts.rng, 1))
     for _ in range(9):
         texts.ask(base + words(texts.rng, 1))
-    (told,) = texts.tops()
-    assert told.startswith(base)
+    (found,) = texts.tops()
+    assert found.startswith(base)
 
 
 def test_a_prefix_keeps_its_count_when_another_prompt_parts_in_its_middle() -> None:
@@ -72,8 +72,8 @@ def test_a_prefix_keeps_its_count_when_another_prompt_parts_in_its_middle() -> N
     for _ in range(9):
         texts.ask(hot + " short")
     texts.ask(hot[: 2 * LONG + 600] + words(texts.rng, 1))
-    (told,) = texts.tops(1)
-    assert len(told) > len(hot) - 1.2 * LONG
+    (found,) = texts.tops(1)
+    assert len(found) > len(hot) - 1.2 * LONG
     assert texts.uses._counts[texts.uses.most_used(1)[0].marked()] == 8.0
 
 

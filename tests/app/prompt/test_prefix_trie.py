@@ -112,7 +112,7 @@ def test_the_trie_changes_no_prompt_in_long_runs(any_encoder: Encoder, seed: int
 def test_the_rules_that_each_kind_of_tokenizer_passes(any_encoder: Encoder, request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.params["any_encoder"]
     cuts = cuts_of(any_encoder)
-    assert cuts.spaces is (kind != "llama2")  # its normalizer puts a "▁" before every piece
+    assert cuts.spaces is (kind != "llama2")  # whose normalizer puts a "▁" before every piece
     assert cuts.separators
 
 
@@ -126,7 +126,7 @@ def codes(text: str) -> array[int]:
 
 
 class PlainTrie:
-    """What a trie of single pieces without a limit would find, by the rule alone."""
+    """A trie of single pieces without a limit: it finds beginnings by the rule alone."""
 
     def __init__(self) -> None:
         self.paths: set[tuple[object, ...]] = set()
@@ -182,7 +182,7 @@ def test_runs_find_what_single_pieces_would(seed: int, limit_bytes: int) -> None
         assert b"".join(found.json()) == orjson.dumps(ids)
         assert [chain.hashes for chain in found.chains] == [hasher.chain(ids, salt).hashes for hasher in hashers]
         expected = plain.known(text, read) + 5
-        if text not in texts:  # its ending may be known as well
+        if text not in texts:  # else the ending may be known as well
             assert found.known_tokens == expected if limit_bytes == 10**9 else found.known_tokens <= expected
         check(trie)
         texts.append(text)
@@ -246,7 +246,7 @@ def test_tenants_schemes_and_specials_do_not_share_hashes(encoder: Encoder) -> N
     trie, text = Trie(10**8), "the cat sat on a mat " * 400
     plain = reading(encoder)
     variants = [plain, replace(plain, salt="a"), replace(plain, salt="b"), replace(plain, lora=("x", "/x"))]
-    chains = [trie.read(text, one).chains[0].hashes for one in variants for _ in range(2)]
+    chains = [trie.read(text, variant).chains[0].hashes for variant in variants for _ in range(2)]
     assert chains[::2] == chains[1::2]
     assert len(set(chains)) == len(variants)
     first_ids = replace(plain, prefix=array("I", [7]))
@@ -264,7 +264,7 @@ def test_the_least_recently_used_leave_first_and_leaves_before_their_parents(enc
         assert known(trie, kept, read) > 0.7 * len(kept)
     huge = " ".join(texts.some(2_000) for _ in range(100))
     trie.read(huge, read)
-    assert known(trie, kept, read) > 0.7 * len(kept)  # one prompt must not evict all others
+    assert known(trie, kept, read) > 0.7 * len(kept)  # a single prompt must not evict all others
     assert 1_000 < known(trie, huge, read) < len(huge) / 2  # of itself, its beginning is kept
     for node in trie.find(kept, read):
         assert node.parent is not None

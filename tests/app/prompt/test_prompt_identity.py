@@ -77,7 +77,7 @@ CONVERSATION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("trusted", [False, True])
 def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor, trusted: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    asked = request(CONVERSATION, tools=tools)
+    chat = request(CONVERSATION, tools=tools)
     made = Identity(encoder, ChatTemplate(CHATML, trusted=trusted), {}, executor, Trie(10**6))
     seen = conversation(CONVERSATION, "string")
     assert seen[1]["content"] == "one\ntwo"
@@ -85,13 +85,13 @@ def test_rendering_equals_transformers(encoder: Encoder, executor: ThreadPoolExe
         {"id": "c1", "function": {"arguments": {"q": "ü"}, "name": "f"}, "type": "function", "x": 1}
     ]
     dumped = [{"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}}]
-    assert made.render(asked) == transformers(seen, tools=dumped, add_generation_prompt=True)
+    assert made.render(chat) == transformers(seen, tools=dumped, add_generation_prompt=True)
 
 
 def test_continue_final_message_equals_transformers(encoder: Encoder, executor: ThreadPoolExecutor) -> None:
     messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, two "}]
-    asked = request(messages, add_generation_prompt=False, continue_final_message=True)
-    text = identity(encoder, executor, CHATML).render(asked)
+    chat = request(messages, add_generation_prompt=False, continue_final_message=True)
+    text = identity(encoder, executor, CHATML).render(chat)
     assert text == transformers(messages, continue_final_message=True)
     assert text.endswith("one, two ")
 
@@ -111,8 +111,8 @@ def test_content_format_is_detected_as_vllm_does(encoder: Encoder, executor: Thr
 def test_arguments_that_end_in_transformers_do_not_reach_the_template(
     encoder: Encoder, executor: ThreadPoolExecutor
 ) -> None:
-    asked = request([{"role": "user", "content": "x"}], chat_template_kwargs={"padding": True, "other": True})
-    assert identity(encoder, executor, "{{ padding is defined }}{{ other }}").render(asked) == "FalseTrue"
+    chat = request([{"role": "user", "content": "x"}], chat_template_kwargs={"padding": True, "other": True})
+    assert identity(encoder, executor, "{{ padding is defined }}{{ other }}").render(chat) == "FalseTrue"
 
 
 def test_developer_becomes_system_where_the_template_does_not_know_it(
@@ -164,11 +164,11 @@ async def test_token_ids_equal_the_reference(
     made = identity(encoder, executor, CHATML)
     text = "Zebra 中文 e\u0301 😀 <|im_start|> " * 300
     for inline in (0, 10**9):  # in the executor, and not
-        asked = parse("completions", json.dumps({"prompt": [text, "b"]}).encode())
-        ids = await made.token_ids(asked, inline)
+        completion = parse("completions", json.dumps({"prompt": [text, "b"]}).encode())
+        ids = await made.token_ids(completion, inline)
         assert ids == [reference.encode(t, add_special_tokens=True).ids for t in (text, "b")]
-    asked = request([{"role": "user", "content": text}])
-    assert await made.token_ids(asked, 0) == [reference.encode(made.render(asked), add_special_tokens=False).ids]
+    chat = request([{"role": "user", "content": text}])
+    assert await made.token_ids(chat, 0) == [reference.encode(made.render(chat), add_special_tokens=False).ids]
 
 
 async def test_large_chats_are_rendered_off_the_event_loop(
@@ -188,17 +188,17 @@ async def test_large_chats_are_rendered_off_the_event_loop(
     watched = replace(encoder, encode=encode, fast=True)
     made = Identity(watched, Watched(CHATML), {}, executor, Trie(10**6))  # without cuts: one piece
     for length, inline in ((1_000, True), (70_000, False)):
-        asked = request([{"role": "user", "content": "0123456789" * (length // 10)}])
-        ids = await made.token_ids(asked, 2_000)
+        chat = request([{"role": "user", "content": "0123456789" * (length // 10)}])
+        ids = await made.token_ids(chat, 2_000)
         assert seen == [("render", inline), ("encode", inline)]
-        assert ids == [encoder.encode(made.render(asked), False).tolist()]
+        assert ids == [encoder.encode(made.render(chat), False).tolist()]
         seen.clear()
     refused = request([{"role": "user", "content": ["x" * 70_000, {"type": "image_url"}]}])
     with pytest.raises(NotReproducible, match="parts"):
         await made.token_ids(refused, 2_000)
     monkeypatch.setattr("warmfleet.prompt.prompt_identity.MAX_WAITING", 0)
     with pytest.raises(NotReproducible, match="busy"):
-        await made.token_ids(asked, 2_000)
+        await made.token_ids(chat, 2_000)
 
 
 async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +245,10 @@ async def test_identities_are_built_once_and_bad_ones_refused(
 
 
 def test_canonical_text_keeps_prefixes_and_tenants_apart() -> None:
-    one = canonical_text(request(CONVERSATION[:2], model="m"))[0]
-    two = canonical_text(request(CONVERSATION, model="m"))[0]
-    assert two.startswith(one)
-    assert canonical_text(request(CONVERSATION[:2], model="m", cache_salt="s"))[0][:20] != one[:20]
+    short = canonical_text(request(CONVERSATION[:2], model="m"))[0]
+    long = canonical_text(request(CONVERSATION, model="m"))[0]
+    assert long.startswith(short)
+    assert canonical_text(request(CONVERSATION[:2], model="m", cache_salt="s"))[0][:20] != short[:20]
     call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
     bad = request([{"role": "assistant", "content": "", "tool_calls": [call]}])
     with pytest.raises(NotReproducible):

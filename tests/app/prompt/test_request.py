@@ -122,11 +122,6 @@ def test_fields_that_make_a_prompt_unforeseeable(field: str, value: Any, reason:
     assert parse("completions", json.dumps({"prompt": "x", field: value}).encode()).unforeseen == reason
 
 
-def test_echoed_logprobs_skip_the_cache() -> None:
-    assert parse("completions", b'{"prompt": "x", "echo": true}').unforeseen == ""
-    assert parse("completions", b'{"prompt": "x", "echo": true, "logprobs": 0}').unforeseen == "prompt_logprobs"
-
-
 def test_an_allowed_template_is_routed_by_load() -> None:
     body = json.dumps({"messages": [USER], "chat_template": "{{ messages }}"}).encode()
     assert parse("chat", body, ("chat_template",)).unforeseen == "chat_template"
@@ -134,14 +129,9 @@ def test_an_allowed_template_is_routed_by_load() -> None:
 
 def test_template_arguments_as_vllm_merges_them() -> None:
     body = {"messages": [USER], "reasoning_effort": "low", "chat_template_kwargs": {"style": "x", "documents": 1}}
-    assert parse("chat", json.dumps(body).encode()).arguments == {
-        "style": "x",
-        "documents": 1,
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "reasoning_effort": "low",
-        "enable_thinking": True,
-    }
+    merged = {"style": "x", "documents": 1, "reasoning_effort": "low", "enable_thinking": True}
+    defaults = {"add_generation_prompt": True, "continue_final_message": False}
+    assert parse("chat", json.dumps(body).encode()).arguments == merged | defaults
     request = parse("chat", json.dumps(body | {"reasoning_effort": "auto", "add_special_tokens": True}).encode())
     assert "reasoning_effort" not in request.arguments
     assert request.add_special_tokens
@@ -149,11 +139,8 @@ def test_template_arguments_as_vllm_merges_them() -> None:
 
 def test_null_and_auto_leave_the_choice_to_the_server() -> None:
     body = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": None, "style": "auto", "x": 0}}
-    assert set(parse("chat", json.dumps(body).encode()).arguments) == {
-        "x",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
+    arguments = parse("chat", json.dumps(body).encode()).arguments
+    assert set(arguments) == {"x", "add_generation_prompt", "continue_final_message"}
 
 
 def test_a_template_among_the_template_arguments() -> None:
@@ -183,7 +170,7 @@ def test_numbers_in_a_very_large_body_are_not_known() -> None:
     assert parse("chat", body.replace(str(2**70).encode(), b"7")).unforeseen == ""
 
 
-def test_echo_in_a_chat_skips_the_cache() -> None:
+def test_echoed_logprobs_and_echo_in_a_chat_skip_the_cache() -> None:
     assert parse("chat", json.dumps({"messages": [USER], "echo": True}).encode()).unforeseen == "prompt_logprobs"
     assert parse("completions", b'{"prompt": "a", "echo": true}').unforeseen == ""
     assert parse("completions", b'{"prompt": "a", "echo": true, "logprobs": 0}').unforeseen == "prompt_logprobs"
@@ -212,9 +199,8 @@ def test_a_body_that_would_hold_up_others_is_refused_unread() -> None:
     refused = time.process_time()
     orjson.loads(ids)
     assert refused - began < (time.process_time() - refused) / 3
-    assert (
-        len(parse("completions", json.dumps({"prompt": [7] * (MAX_VALUES - 9)}).encode()).prompts[0]) == MAX_VALUES - 9
-    )
+    largest = parse("completions", json.dumps({"prompt": [7] * (MAX_VALUES - 9)}).encode())
+    assert len(largest.prompts[0]) == MAX_VALUES - 9
     assert parse("completions", json.dumps({"prompt": "word " * 6_000_000}).encode()).size_bytes > 30_000_000
 
 

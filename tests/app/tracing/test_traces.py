@@ -72,7 +72,7 @@ async def traced(
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
         engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         router = await stack.enter_async_context(replica(redis_url, model, *urls, **settings))
         yield router, found, engines
 
@@ -116,20 +116,31 @@ async def test_a_request_is_traced_from_its_client_to_its_engine(
         assert (request.trace_id, request.parent_id, request.state) == (TRACE, SPAN, FROM_CLIENT["tracestate"])
         assert (request.name, request.status, request.flags) == ("POST /v1/completions", 0, 0x301)
         assert before_ns - 5e6 < request.began_ns < request.ended_ns < time.time_ns() + 5e6
-        (one,) = found.tries(request)
-        assert (one.name, one.kind, one.trace_id, one.state) == ("try", CLIENT, TRACE, FROM_CLIENT["tracestate"])
+        (attempt,) = found.tries(request)
+        assert (attempt.name, attempt.kind, attempt.trace_id, attempt.state) == (
+            "try",
+            CLIENT,
+            TRACE,
+            FROM_CLIENT["tracestate"],
+        )
         first, later = (seen.headers for seen in upstream.seen[-2:])
-        assert first["traceparent"] == f"00-{TRACE}-{one.span_id}-01"
+        assert first["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
         assert first["tracestate"] == FROM_CLIENT["tracestate"]
         expected = OF_REQUEST | {"gen_ai.request.model": model}
         assert request.attributes | expected == request.attributes
         assert 0 < request.attributes["warmfleet.identify_seconds"] < request.attributes["warmfleet.first_byte_seconds"]
         expected = of_try(answer, upstream) | {"warmfleet.engine_request_id": first["x-request-id"]}
-        assert one.attributes | expected == one.attributes
-        assert one.attributes["warmfleet.why"]
-        assert first["x-request-id"].startswith(one.attributes["warmfleet.reservation"])
-        assert one.event_names == ["decided", "sent", "first_byte"]
-        times = [request.began_ns, one.began_ns, *(at for _, at, _ in one.events), one.ended_ns, request.ended_ns]
+        assert attempt.attributes | expected == attempt.attributes
+        assert attempt.attributes["warmfleet.why"]
+        assert first["x-request-id"].startswith(attempt.attributes["warmfleet.reservation"])
+        assert attempt.event_names == ["decided", "sent", "first_byte"]
+        times = [
+            request.began_ns,
+            attempt.began_ns,
+            *(at for _, at, _ in attempt.events),
+            attempt.ended_ns,
+            request.ended_ns,
+        ]
         assert times == sorted(times)
 
         assert (second.parent_id, second.state, second.flags) == ("", "", 0x101)  # nobody began this trace before
@@ -158,7 +169,7 @@ async def test_an_engine_learns_that_a_request_is_not_sampled(
         await router.post(body, traceparent="00-ab", tracestate="a=1")
         seen = upstream.seen[-1].headers
         assert (len(seen["traceparent"]), seen["traceparent"][-3:]) == (55, "-00")
-        assert "tracestate" not in seen  # it belongs to a traceparent
+        assert "tracestate" not in seen  # which belongs to a traceparent
         await router.post(body, **FROM_CLIENT)  # the caller keeps this one
         (request,) = await found.requests()
         assert request.trace_id == TRACE
@@ -167,32 +178,30 @@ async def test_an_engine_learns_that_a_request_is_not_sampled(
 async def test_a_retry_is_a_second_try(monkeypatch: pytest.MonkeyPatch, valkey_url: str, model: str) -> None:
     asked: list[str] = []
 
-    async def first_dies(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        asked.append(one.url)
+    async def first_dies(upstream: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        asked.append(upstream.url)
         if len(asked) == 1:
             reset(writer)
         else:
-            await answer_well(one, seen, writer)
+            await answer_well(upstream, seen, writer)
 
     async with traced(monkeypatch, valkey_url, model, first_dies, first_dies) as (router, found, engines):
         status, answer, _ = await router.post({"model": model, "prompt": PROMPT}, **FROM_CLIENT)
         assert status == 200
         (request,) = await found.requests()
-        dead, replica_and_engine = found.tries(request)
+        dead, second = found.tries(request)
         assert (dead.status, dead.attributes["warmfleet.outcome"]) == (ERROR, "failed")
         assert dead.attributes["error.type"] == "upstream_gone"
         assert dead.message
-        assert (replica_and_engine.status, replica_and_engine.attributes["warmfleet.worker"]) == (
-            0,
-            answer["x-warmfleet-worker"],
-        )
+        assert (second.status, second.attributes["warmfleet.worker"]) == (0, answer["x-warmfleet-worker"])
         assert (request.status, request.attributes["warmfleet.tries"]) == (0, 2)
         assert "error.type" not in request.attributes
         assert request.event_names == ["identified", "retry"]
-        told = {"warmfleet.worker": dead.attributes["warmfleet.worker"], "error.type": "upstream_gone"}
-        assert request.events[1][2] == told
-        seen = [one.seen[-1].headers["traceparent"] for one in sorted(engines, key=lambda one: asked.index(one.url))]
-        assert seen == [f"00-{TRACE}-{one.span_id}-01" for one in (dead, replica_and_engine)]
+        cause = {"warmfleet.worker": dead.attributes["warmfleet.worker"], "error.type": "upstream_gone"}
+        assert request.events[1][2] == cause
+        engines.sort(key=lambda upstream: asked.index(upstream.url))
+        headers = [upstream.seen[-1].headers["traceparent"] for upstream in engines]
+        assert headers == [f"00-{TRACE}-{attempt.span_id}-01" for attempt in (dead, second)]
 
 
 async def test_a_request_that_waits_in_the_queue_says_how_long(
@@ -206,13 +215,14 @@ async def test_a_request_that_waits_in_the_queue_says_how_long(
         numbers = range(10, 310)  # a quarter of a second of the engine's time; it takes the second request meanwhile
         bodies = [{"prompt": [number + seed for number in numbers], "max_tokens": 1} for seed in range(4)]
         await asyncio.gather(*(router.post(body) for body in bodies))
-        tries = [one for request in await found.requests(4) for one in found.tries(request)]
-        waited = [one for one in tries if "queued" in one.event_names]
+        tries = [attempt for request in await found.requests(4) for attempt in found.tries(request)]
+        waited = [attempt for attempt in tries if "queued" in attempt.event_names]
         assert waited
-        for one in waited:
-            assert one.event_names == ["queued", "decided", "sent", "first_byte"]
-            assert 0 < one.attributes["warmfleet.queue_seconds"] <= one.attributes["warmfleet.decide_seconds"]
-        assert not [one for one in tries if one not in waited and "warmfleet.queue_seconds" in one.attributes]
+        for attempt in waited:
+            assert attempt.event_names == ["queued", "decided", "sent", "first_byte"]
+            assert 0 < attempt.attributes["warmfleet.queue_seconds"] <= attempt.attributes["warmfleet.decide_seconds"]
+        others = [attempt for attempt in tries if attempt not in waited]
+        assert not [attempt for attempt in others if "warmfleet.queue_seconds" in attempt.attributes]
 
 
 @pytest.mark.parametrize(
@@ -240,12 +250,12 @@ async def test_a_refused_request_is_a_span_without_tries(
 
 
 async def test_engines_errors_and_hang_ups(monkeypatch: pytest.MonkeyPatch, valkey_url: str, model: str) -> None:
-    async def by_prompt(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def by_prompt(upstream: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         word = seen.json["prompt"]
         if word == "refuse":
             reply(writer, b"{}", "400 Bad Request")
         elif word == "hang":
-            await freezing(b"")(one, seen, writer)
+            await freezing(b"")(upstream, seen, writer)
         else:
             writer.write(STREAM_HEAD)
             chunk(writer, event(" one"))
@@ -255,21 +265,21 @@ async def test_engines_errors_and_hang_ups(monkeypatch: pytest.MonkeyPatch, valk
     async with traced(monkeypatch, valkey_url, model, by_prompt) as (router, found, (upstream,)):
         await router.post({"model": model, "prompt": "refuse"})
         (refused,) = await found.requests()
-        (one,) = found.tries(refused)
+        (attempt,) = found.tries(refused)
         assert (refused.status, refused.attributes["http.response.status_code"]) == (0, 400)
-        assert (one.status, one.attributes["error.type"]) == (ERROR, "400")
+        assert (attempt.status, attempt.attributes["error.type"]) == (ERROR, "400")
         await router.post({"model": model, "prompt": "break", "stream": True})
         broken = (await found.requests(2))[1]
-        (one,) = found.tries(broken)
+        (attempt,) = found.tries(broken)
         assert (broken.status, broken.attributes["http.response.status_code"]) == (ERROR, 200)
-        assert broken.attributes["error.type"] == one.attributes["error.type"]
+        assert broken.attributes["error.type"] == attempt.attributes["error.type"]
         hangs = asyncio.create_task(router.post({"model": model, "prompt": "hang"}))
         await poll(lambda: len(upstream.seen) == 3, what="the engine has the request")
         hangs.cancel()
         gone = (await found.requests(3))[2]
-        (one,) = found.tries(gone)
+        (attempt,) = found.tries(gone)
         assert (gone.status, gone.attributes["error.type"]) == (0, "client_hung_up")
-        assert one.attributes["warmfleet.outcome"] == "cancelled"
+        assert attempt.attributes["warmfleet.outcome"] == "cancelled"
 
 
 async def test_without_redis_the_span_says_why(monkeypatch: pytest.MonkeyPatch, valkey_url: str, model: str) -> None:
@@ -277,10 +287,10 @@ async def test_without_redis_the_span_says_why(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(DegradedMode, "asks_redis", False)  # as for a second after two decisions that failed
         await router.post({"model": model, "prompt": "hello"})
         (request,) = await found.requests()
-        (one,) = found.tries(request)
-        assert one.attributes["warmfleet.fallback"] == "open"
-        assert not {"warmfleet.policy", "warmfleet.why"} & one.attributes.keys()
-        assert one.attributes["warmfleet.outcome"] == "finished"
+        (attempt,) = found.tries(request)
+        assert attempt.attributes["warmfleet.fallback"] == "open"
+        assert not {"warmfleet.policy", "warmfleet.why"} & attempt.attributes.keys()
+        assert attempt.attributes["warmfleet.outcome"] == "finished"
 
 
 async def test_off_by_default(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
@@ -332,8 +342,8 @@ async def test_a_collector_that_is_busy_gets_the_spans_later() -> None:
         assert len(await found.requests()) == 1
         assert len(found.headers) == 3
         sent = found.headers[-1]
-        told = (sent["content-type"], sent["content-encoding"], sent["key"])
-        assert told == ("application/x-protobuf", "gzip", "k")
+        values = (sent["content-type"], sent["content-encoding"], sent["key"])
+        assert values == ("application/x-protobuf", "gzip", "k")
         await poll(lambda: value(metrics, "exported") == 1)
         assert value(metrics, "failed") == 0
 
@@ -351,9 +361,15 @@ async def test_what_a_collector_refuses_is_counted_and_told_once(
         assert len(found.headers) == 7
         tracing.end(request_span())
         await found.requests()
-        told = [one for one in caplog.records if one.name == "warmfleet.tracing" and one.levelno == logging.WARNING]
-        assert [one.getMessage().partition(" it answered ")[2] for one in told] == ["400 not now", "503 not now"]
-        assert [one.getMessage().partition(", the last")[0] for one in folding.close()] == ["... 1 more like it in 1 s"]
+        warnings = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "warmfleet.tracing" and record.levelno == logging.WARNING
+        ]
+        assert [text.partition(" it answered ")[2] for text in warnings] == ["400 not now", "503 not now"]
+        assert [record.getMessage().partition(", the last")[0] for record in folding.close()] == [
+            "... 1 more like it in 1 s"
+        ]
 
 
 async def test_a_slow_collector_delays_nothing_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,21 +420,21 @@ def test_the_bytes_are_what_the_official_classes_read() -> None:
     span.event("retry", text="\u00e9" * 200, yes=True, no=False, number=-5, large=2**40, share=0.25, none=0)
     for _ in range(2 * MAX_EVENTS):
         span.event("more")
-    lost = span.begin_try()  # it never ends
+    lost = span.begin_try()  # a try that never ends
     assert isinstance(lost, TrySpan)
     span.end(200, complete=True)
-    (request, one) = read(export_request({"service.name": "x" * 300}, "1", [request_spans(span)]))
-    assert (request.kind, one.kind, one.span_id) == (SERVER, CLIENT, lost.span_id)
-    assert one.ended_ns == request.ended_ns
+    (request, attempt) = read(export_request({"service.name": "x" * 300}, "1", [request_spans(span)]))
+    assert (request.kind, attempt.kind, attempt.span_id) == (SERVER, CLIENT, lost.span_id)
+    assert attempt.ended_ns == request.ended_ns
     assert len(request.events) == MAX_EVENTS
     assert request.resource == {"service.name": "x" * 300}
     assert request.state == "\ufffd=1"
-    name, at, told = request.events[0]
+    name, at, attributes = request.events[0]
     assert (name, request.began_ns <= at <= request.ended_ns) == ("retry", True)
-    assert told == {
+    assert attributes == {
         "text": "\u00e9" * 200, "yes": True, "no": False, "number": -5, "large": 2**40, "share": 0.25, "none": 0,
     }  # fmt: skip
-    assert [type(one) for one in told.values()] == [str, bool, bool, int, int, float, int]
+    assert [type(value) for value in attributes.values()] == [str, bool, bool, int, int, float, int]
 
 
 def test_every_attribute_is_documented() -> None:

@@ -41,7 +41,7 @@ def process(box: Sandboxed) -> psutil.Process:
 def limits(box: Sandboxed) -> dict[str, float]:
     """How often each kind of limit was met."""
     [counter] = box._metrics.template_limits.collect()
-    return {one.labels["limit"]: one.value for one in counter.samples}
+    return {sample.labels["limit"]: sample.value for sample in counter.samples}
 
 
 async def refused(box: Sandboxed, messages: list[Message] = BOOM) -> str:
@@ -247,7 +247,7 @@ async def test_the_process_shares_nothing_with_its_replica(
 
 
 def held_files(pid: int) -> dict[str, str]:
-    return {one.name: str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()}
+    return {link.name: str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 @pytest.mark.parametrize(

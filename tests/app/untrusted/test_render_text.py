@@ -7,6 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.app.untrusted.test_render_process import HELLO, PLAIN
 from tests.support.requests.random_requests import random_requests
 
 from warmfleet.errors import BadRequest
@@ -19,12 +20,8 @@ if TYPE_CHECKING:
 
     from warmfleet.untrusted.render_process import Sandboxed
 
-PLAIN = (
-    "{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}{{ bos_token }}"
-    "{%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}"
-    "{%- if add_generation_prompt %}<assistant>{% endif %}"
-)
-HELLO: list[Message] = [{"role": "user", "content": "hello"}]
+
+NUMBERS = {"n": 2**70, "f": 1.5e300, "nan": float("nan"), "ü": "\u2028"}
 
 
 @pytest.mark.parametrize(
@@ -32,18 +29,7 @@ HELLO: list[Message] = [{"role": "user", "content": "hello"}]
     [
         ([{"role": "user", "content": "Zebra 中文 e\u0301 😀 <b>"}], {"add_generation_prompt": True}),
         ([{"role": "user", "content": "lone \ud800 half"}], {"unknown": [1, {"a": None}]}),
-        (
-            [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {"function": {"arguments": {"n": 2**70, "f": 1.5e300, "nan": float("nan"), "ü": "\u2028"}}}
-                    ],
-                }
-            ],
-            {},
-        ),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": NUMBERS}}]}], {}),
         ([{"role": "user", "content": "x" * 300_000}, {"role": "assistant", "content": "one "}], {}),
         ([{"role": "assistant", "content": "one, two "}], {"continue_final_message": True}),
     ],

@@ -123,8 +123,12 @@ async def test_a_setting_approves(valkey_url: str, model: str) -> None:
 # ------------------------------------------------ the parts
 
 
+def pools_of(*fleets: Fleet) -> Pools:
+    return Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0)) for fleet in fleets])
+
+
 async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) -> None:
-    pools = Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))])
+    pools = pools_of(fleet)
     templates = Templates(Metrics(), approved=["0" * 64])
     template = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(PLAIN)])
@@ -147,7 +151,7 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
 async def test_a_revocation_waits_for_no_other_models_template(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Getting ready to run elsewhere may take seconds: until then, a revoked template must not run here either."""
     other = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#other", timeouts=PATIENT)
-    pools = Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (other, fleet)])
+    pools = pools_of(other, fleet)
     templates, approved_meanwhile = Templates(Metrics()), []
     await fleet.approve([sha256(PLAIN)])
     await follow_approvals(pools, templates)
@@ -173,7 +177,7 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     monkeypatch.setattr(template_approval, "MAX_TEMPLATES", 2)
     damaged = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#damaged", timeouts=PATIENT)
     await fleet.redis.set(damaged.keys.operator_approved, "not a set")
-    pools = Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (damaged, fleet)])
+    pools = pools_of(damaged, fleet)
     templates, bad = Templates(Metrics()), "{{ x | bogus }}"
     held = await templates.take(PLAIN.encode(), "auto")
     await fleet.approve([sha256(bad), sha256(PLAIN)])
@@ -203,9 +207,9 @@ async def test_what_was_approved_for_a_pool_that_has_left_counts_no_longer(fleet
     left = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#left", timeouts=PATIENT)
     templates = Templates(Metrics())
     await left.approve([sha256(PLAIN)])
-    await follow_approvals(Pools([Pool(one.keys.tag, one, DegradedMode(1.0)) for one in (left, fleet)]), templates)
+    await follow_approvals(pools_of(left, fleet), templates)
     assert templates.is_approved(sha256(PLAIN))
-    await follow_approvals(Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))]), templates)
+    await follow_approvals(pools_of(fleet), templates)
     assert not templates.is_approved(sha256(PLAIN))
     await templates.close()
 
@@ -214,10 +218,12 @@ async def test_processes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_approval, "MAX_PROCESSES", 2)
     templates = Templates(Metrics())
     taken = [await templates.take(f"{number}{PLAIN}".encode(), "auto") for number in range(4)]
-    await poll(lambda: sum(one.sandbox._child is not None for one in taken) == 2, 20, "two processes are left")
-    assert [await one.render(MESSAGES, {}, {}) for one in taken] == [f"{n}<user>hello" for n in range(4)]
+    await poll(
+        lambda: sum(template.sandbox._child is not None for template in taken) == 2, 20, "two processes are left"
+    )
+    assert [await template.render(MESSAGES, {}, {}) for template in taken] == [f"{n}<user>hello" for n in range(4)]
     await templates.close()
-    assert all(one.sandbox._child is None for one in taken)
+    assert all(template.sandbox._child is None for template in taken)
 
 
 async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:

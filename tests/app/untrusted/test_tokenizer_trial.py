@@ -95,7 +95,7 @@ def charsmap(text: bytes) -> bytes:
 
 
 def grows(*contents: str) -> bytes:
-    return letters(normalizers.Sequence([normalizers.Replace(one[0], one) for one in contents]))
+    return letters(normalizers.Sequence([normalizers.Replace(content[0], content) for content in contents]))
 
 
 X = {"X": {"id": "X", "ids": [0], "tokens": ["X"]}}
@@ -136,7 +136,7 @@ trial_child.main()
 
 
 def test_a_trial_starts_no_thread_for_each_core() -> None:
-    """With 8 cores and more, the address space of so many threads was more than a trial may have."""
+    """The address space of a thread for each of 8 cores would be more than a trial may have."""
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout == "1\n"
@@ -256,12 +256,12 @@ async def test_a_text_on_which_a_tokenizer_fails_is_routed_by_load(encoders: Enc
         for inline in (10**6, 0):
             for text, reason in (("\ue005" * 40 + "xb", "tokenizer"), ("b\ud800", "unicode")):
                 with pytest.raises(NotReproducible) as caught:
-                    await identity.token_ids(asked(text), inline)
+                    await identity.token_ids(completion(text), inline)
                 assert caught.value.reason == reason
-            assert len((await identity.token_ids(asked("ab"), inline))[0]) > 0
+            assert len((await identity.token_ids(completion("ab"), inline))[0]) > 0
 
 
-def asked(text: str) -> Request:
+def completion(text: str) -> Request:
     return replace(parse("completions", b'{"prompt": "x"}'), prompts=[text])
 
 
