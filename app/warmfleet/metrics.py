@@ -120,7 +120,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.build_info = self._gauge("build_info", "1; the labels tell the versions of it", "version", "python")
+        self.build_info = self._gauge("build_info", "1; the labels name the versions", "version", "python")
         self.build_info.labels(version(), platform.python_version()).set(1)
         self._of_requests()
         self._of_decisions()
@@ -196,7 +196,7 @@ class Metrics:
         )
         self.log_lines_dropped = self._counter(
             "dropped_log_lines",
-            "Log lines that were dropped because what reads the log is too slow or gone, or told in ASCII because "
+            "Log lines that were dropped because the log's reader is too slow or gone, or written in ASCII because "
             "their format cannot hold them",
         )
         self.given_up = self._counter("given_up_requests", "Requests ended here because their worker fell silent")
@@ -256,8 +256,8 @@ class Metrics:
         )
         self.cached_predictions = self._counter(
             "cached_predictions",
-            "Answers of engines without the plugin that told their cached tokens: as_predicted, more or fewer (then "
-            "what is known of that engine was corrected)",
+            "Answers of engines without the plugin that reported their cached tokens: as_predicted, more or fewer "
+            "(then the knowledge of that engine was corrected)",
             "result",
         )
         self.identity = self._counter(
@@ -406,7 +406,7 @@ class Metrics:
         self.worker_decode_tokens = gauge("decode_tokens", "Answer tokens booked there, with those of other clients")
         self.worker_speed = gauge("prefill_tokens_per_second", "Measured speed of prefill; 0 while it is not known")
         self.worker_held_blocks = gauge("held_blocks", "Blocks that its cache holds")
-        self.worker_cache_blocks = gauge("cache_blocks", "Blocks that its cache has room for; 0 if it does not tell")
+        self.worker_cache_blocks = gauge("cache_blocks", "Blocks that its cache has room for; 0 if it does not say")
         self.worker_heartbeat_age = gauge("heartbeat_age_seconds", "Time since it was last heard, if it ever was")
         self.worker_lag_batches = gauge("apply_lag_batches", "Entries of its stream that nobody has applied")
         self.worker_lag_seconds = gauge("apply_lag_seconds", "Age of the oldest of these entries")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-PLACE_S = 1.0  # for ``place`` to resolve a name
+PLACE_S = 1.0  # in which ``place`` must resolve a name
 MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
 SMALL_ANSWER_BYTES = 1_048_576
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
@@ -86,7 +86,7 @@ class EngineClient:
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
 
     async def place(self, base: str) -> Place | None:
-        """Where connections to this engine end; None if its host cannot be resolved, or is one of several machines."""
+        """Where connections to this engine end; None if its host cannot be resolved, or is several machines."""
         try:
             url = httpx.URL(base)
             host, port = _host_and_port(url)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
 HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of the interim answers before it
-TRAILERS_MAX_BYTES = 8_192  # also bounds the line before a chunk, with its extensions
+TRAILERS_MAX_BYTES = 8_192  # the bound of trailers, and of the line before a chunk with its extensions
 FIELD_COST_BYTES = 32  # counted for a header besides its text, so that many short ones are bounded as well
 MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
 LAST_WORD_BYTES = 64  # a piece of at most this length is the end of a stream, such as [DONE], and holds no usage
 UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
-TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, -, ms
+TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, probes, ms
 #: The errors by which a connection ends if its engine died before it had read the whole request: the kernel sends RST.
 #: If the engine had read the request, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
@@ -184,7 +184,7 @@ class EngineResponse:
             connection.abort()
 
     def waited_for_client(self, seconds: float) -> None:
-        """Note that the client was slow to read for so long. That time is no silence of the engine."""
+        """Note for how long the client was slow to read. The engine was not silent in that time."""
         self.client_s += seconds
         self.came_at = math.inf
 
@@ -195,7 +195,7 @@ class EngineResponse:
         self._connection = connection
 
     def finish(self) -> None:
-        """The whole answer came, so it gives its connection up."""
+        """The whole answer came. From now on, its connection may serve other requests."""
         self.complete = True
         self._connection = None
 
@@ -258,7 +258,7 @@ class KeptConnections:
             self._idle.pop(0).abort()
 
     def close(self) -> None:
-        """Close all of them, and from now on each one that becomes idle."""
+        """Close all of them, and from now on every connection that becomes idle."""
         self._closed = True
         while self._idle:
             self._idle.pop().abort()
@@ -360,7 +360,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
-        if self._until_close and exc is None:  # the engine says by closing that this was all
+        if self._until_close and exc is None:  # by closing, the engine says that the answer is whole
             answer.finish()
             answer.wake()
             return

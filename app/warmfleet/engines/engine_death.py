@@ -1,4 +1,4 @@
-"""The words by which vLLM's API server says that its engine core has died, until the server ends, too.
+"""The words by which vLLM's API server says that its engine core has died, until the server ends as well.
 
 Such an answer looks like one of a request that fails by its own fault: both have status 500, or begin a stream with an
 error of that code.

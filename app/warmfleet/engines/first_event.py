@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: Of the beginning of a stream. Nothing later is looked at, and a longer event is no error.
+#: Bytes at the beginning of a stream that are looked at. A longer event is no error.
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
-OVERLOADED = 529  # of Anthropic's API
+OVERLOADED = 529  # a status of Anthropic's API alone
 #: So many bytes of an event show that it is no error, unless a word of an error is among them.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")

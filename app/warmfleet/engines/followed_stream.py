@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_EVENT_BYTES = 2_097_152  # the first event lists the ids of the prompt, with at most 8 bytes for each
-MAX_KEPT_TOKENS = 131_072  # of one stream, prompt and answer; a longer one is not continued
+MAX_KEPT_TOKENS = 131_072  # of a stream's prompt and answer; a longer stream is not continued
 MAX_KEPT_BYTES = 67_108_864  # of the ids of all streams of a replica
 ID_BYTES = 4
 #: Names that all events of one stream have in common.
@@ -27,7 +27,7 @@ PLAIN_DELTA = frozenset({"role", "content"})
 
 
 class KeptIds:
-    """The number of bytes that the ids of all streams of a replica take."""
+    """Counts the bytes that the ids of all streams of a replica take."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -52,7 +52,7 @@ class EventReader:
     def __init__(self, client: Sink) -> None:
         self.client = client
         self.cut: UpstreamError | None = None
-        self._rest = b""
+        self._unended = b""  # the beginning of the next event
 
     def change(self, chunk: dict[str, Any]) -> bool:
         """Change an event; returns whether the client gets it."""
@@ -77,13 +77,13 @@ class EventReader:
                 await self.client.body(events, more=True)  # sends the head as well if this is the first piece
             raise self.cut
         if not more:
-            events, self._rest = events + self._rest, b""
+            events, self._unended = events + self._unended, b""
         await self.client.body(events, more=more)
 
     def _events(self, data: bytes) -> bytes:
         """The whole events that ``data`` completes, as the client gets them."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
+        *events, self._unended = (self._unended + data).split(b"\n\n")
+        if len(self._unended) > MAX_EVENT_BYTES:
             self.cut = UpstreamError("The worker sent an event that is too long.")
         return b"".join([self._event(event) for event in events])
 
@@ -159,7 +159,7 @@ class FollowedStream(EventReader):
             return
         if ids:
             self.produced.extend(ids)
-            if text and len(ids) == 1:  # all bytes that came before are in this text
+            if text and len(ids) == 1:  # a whole character: the client has the text of all tokens so far
                 self.safe, self.beyond = len(self.produced), ""
             else:
                 self.beyond += text

@@ -58,7 +58,7 @@ class Upstream:
         self._forget_engines()
 
     async def sweep(self) -> None:
-        """Close the connections that are idle for too long, which ``start`` never uses but does not close."""
+        """Close the connections that are idle for too long. ``start`` closes those that it meets, and no others."""
         for engine in self._engines.values():
             engine.kept.sweep()
 
@@ -182,7 +182,7 @@ class Engine:
         return b"%b%b%bContent-Length: %d\r\n\r\n" % (line, self._lines, headers, length)
 
     def replace(self, answer: EngineResponse) -> None:
-        """The kept connection of ``answer`` was dead."""
+        """Send the request of ``answer`` again: its kept connection was dead."""
         self._replace(self, answer)
 
 

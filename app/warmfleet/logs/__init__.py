@@ -1,1 +1,1 @@
-"""How the log lines of a process reach its standard error: folded where they repeat, and never awaited."""
+"""The way of log lines to a process' standard error: lines that repeat are folded, and nobody waits for any."""

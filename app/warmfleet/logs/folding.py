@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, MutableSequence
 
 WINDOW_S = 60.0
-MAX_TEXTS = 8  # of one kind pass in a window, if they differ: a few engines with the same fault are all named
-MAX_KINDS = 1_000  # are remembered; with more, the window of the oldest ends early
+MAX_TEXTS = 8  # different lines of one kind pass in a window: a few engines with the same fault are all named
+MAX_KINDS = 1_000  # kinds that are remembered; with more, the window of the oldest ends early
 
 
 class _Kind:
@@ -69,7 +69,7 @@ class Folding(logging.Filter):
             return True
 
     def ended(self) -> list[logging.LogRecord]:
-        """A record for each kind whose window is over and of which lines were folded. Its next line begins a window."""
+        """A record for each kind whose window is over and of which lines were folded."""
         return self._ended(self._clock() - WINDOW_S)
 
     def close(self) -> list[logging.LogRecord]:

@@ -45,7 +45,7 @@ def _request_of_task() -> tuple[str, str]:
 
 
 def prepared(record: logging.LogRecord) -> logging.LogRecord:
-    """The record as another thread may write it: its text is made, and nothing of the request is held any longer."""
+    """The record for another thread: its text is made, and it holds no argument of the line any more."""
     record.msg, record.args = record.getMessage(), None
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)
@@ -68,7 +68,7 @@ def in_ascii(record: logging.LogRecord) -> logging.LogRecord:
 
 
 class TextLines(logging.Formatter):
-    """Time, level, place and text. The request id follows the text where there is one."""
+    """Lines of time, level, place and text. The request id follows the text if there is one."""
 
     def __init__(self, replica: str) -> None:
         """replica: the name of this process among the replicas on one port; empty if it is alone."""
@@ -91,7 +91,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there is one.
+    """Lines of one object: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there are.
 
     The fields of a ``Line`` stand beside these.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
 FOLDED_LOOK_S = 5.0  # between two looks whether a window of folded lines has ended
 GATHERED_S = 0.05  # lines that the thread makes are gathered for so long, and written at once
-CLOSE_S = 2.0  # for the lines that wait at the end
+CLOSE_S = 2.0  # for writing the lines that wait at the end
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}
 
@@ -168,7 +168,7 @@ class LogOutput(logging.Handler):
             self._write(prepared(record))
         if self._dropped and self._waiting.qsize() < MAX_WAITING // 2:
             dropped, self._dropped = self._dropped, 0
-            text = f"{dropped} log lines were dropped: what reads this log is too slow"
+            text = f"{dropped} log lines were dropped: the reader of this log is too slow"
             self._write(logging.LogRecord("warmfleet.logs", logging.WARNING, "", 0, text, None, None))
 
     def _write(self, record: logging.LogRecord) -> None:

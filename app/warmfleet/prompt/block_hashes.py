@@ -51,7 +51,7 @@ class Hasher:
         self._array_head = cbor_array_head(scheme.hash_block_tokens)
         self._steps = scheme.steps  # hashes for each block
         self._blocks_at_once = max(1, BLOCKS_AT_ONCE // self._steps)
-        self._words = self._digest_bytes // HASH_BYTES  # of a digest; the last one is the block hash
+        self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
         """The chain of a whole prompt. lora: name and path of its adapter."""
@@ -134,17 +134,17 @@ def text_tokens(length: int) -> int:
 
 
 def text_block_tokens(length: int, tokens: int) -> int:
-    """Tokens of one text block, of a prompt with ``length`` bytes and ``tokens`` tokens: TEXT_BLOCK_TOKENS at most."""
+    """The tokens that a text block counts as, in a prompt of ``length`` bytes and ``tokens`` tokens."""
     return max(1, min(TEXT_BLOCK_TOKENS, tokens * TEXT_BLOCK_BYTES // max(1, length)))
 
 
 def cbor_array_head(length: int) -> bytes:
-    """The bytes that begin a CBOR array of so many items."""
+    """The bytes that begin a CBOR array of ``length`` items."""
     return cbor.encode((0,) * length)[: -length or None]
 
 
 @cache
 def _cbor_table() -> tuple[bytes, ...]:
-    """The CBOR form of every token id below TABLE_TOKENS. Made once: it takes 0.1 s and 10 MB."""
+    """The CBOR form of every token id below TABLE_TOKENS. The table takes 0.1 s and 10 MB, so it is made once."""
     small = [cbor.encode(number) for number in range(65_536)]
     return (*small, *[struct.pack(">BI", 26, number) for number in range(65_536, TABLE_TOKENS)])

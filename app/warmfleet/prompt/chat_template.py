@@ -58,7 +58,7 @@ class DirectCode(jinja2.compiler.CodeGenerator):
         self._write_look(node.node, repr(node.attr), "getattr", frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
-        """``message["role"]`` likewise."""
+        """Compiles ``message["role"]`` to the same look."""
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None
         if not isinstance(node.node, nodes.Name) or not isinstance(key, str):
             super().visit_Getitem(node, frame)
@@ -121,7 +121,7 @@ class ChatTemplate:
         self._names = frozenset(jinja2.meta.find_undeclared_variables(tree)) - SWALLOWED | BASE_PARAMETERS
         self.knows_developer = knows_developer(source)
         detected: Format = "openai" if any(_content_loops(tree)) else "string"
-        self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]  # checked here
+        self.content_format: Format = content_format if content_format in ("string", "openai") else detected  # type: ignore[assignment]  # one of the two words
 
     @property
     def local(self) -> ChatTemplate:

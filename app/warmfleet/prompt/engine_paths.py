@@ -107,7 +107,7 @@ NEVER = frozenset(
         "/v1/realtime",
     }
 )
-#: No path below these passes, either.
+#: Paths below which no path passes, either.
 NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
 #: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
 SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"
@@ -134,7 +134,7 @@ class EnginePaths:
         self._above = tuple(text[:-1] for text in texts if text.endswith("/*"))
 
     def find(self, path: str) -> EnginePath | None:
-        """The path of engines that is written so, once decoded; None if such a path does not go to engines."""
+        """The entry of a request's decoded path; None if the path does not go to engines."""
         known = KNOWN.get(path)
         if known is not None:
             return known

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_MARKS = 4_096  # brackets and strings that a search for the prompt passes in a body
 MAX_LOOKS = 256  # escaped quotes that are examined one by one, at 0.2 us each
-MAX_SLASHES = 64  # backslashes before a quote
+MAX_SLASHES = 64  # backslashes before a quote that are counted
 
 _EMPTY = re.compile(rb"\s*\{\s*\}")
 _NESTED = re.compile(rb'["{}\[\]]')

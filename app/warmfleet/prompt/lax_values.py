@@ -18,7 +18,7 @@ def whole(value: Any) -> int | None:
     A number beyond 64 bits may arrive as a float: orjson reads it so, though vLLM takes it.
     """
     if isinstance(value, int):
-        return int(value)  # of true and false, too
+        return int(value)  # true and false become 1 and 0
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
     if isinstance(value, str) and len(value) <= MAX_DIGITS:

@@ -47,7 +47,7 @@ _STRINGS = re.compile(_STRING + rb"(\s*+:)?", re.DOTALL)
 
 
 class Place(NamedTuple):
-    """The place of an id. field: its name. start, end: of its JSON value in the body."""
+    """The place of an id. field: ``uuid`` or ``mm_hashes``. start, end: of the id's JSON value in the body."""
 
     field: str
     start: int
@@ -77,7 +77,7 @@ def places(body: bytes) -> list[Place]:
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
-    if _KEY.search(body) is None:  # 0.5 ns a byte of text, 3 ns a byte of JSON that is all keys
+    if _KEY.search(body) is None:  # takes 0.5 ns a byte of text, 3 ns a byte of JSON that is all keys
         return []
     values: list[Place] = []
     for count, match in enumerate(_NAMED.finditer(body)):

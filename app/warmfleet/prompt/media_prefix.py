@@ -35,7 +35,7 @@ MODALITIES = {
 }
 #: Words that stand for a part. They differ in their first character from each other and from any placeholder.
 REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
-UNSAFE_TOKENS = 8  # before the part: an engine's processor may change the text around a part
+UNSAFE_TOKENS = 8  # given up before a part: an engine's processor may change the text around it
 
 
 def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:

@@ -24,7 +24,7 @@ KNOWN_PART_FIELDS = frozenset(
         *("video_url", "video_embeds"),
     }
 )
-#: Roles whose messages are read further even where they have a text and nothing else.
+#: Roles whose messages are never just copied, even if they have a text and nothing else.
 _OTHER_FIELDS = frozenset({"system", "developer"})
 BILLING_HEADER = "x-anthropic-billing-header"  # a client's first line of system text: it differs in every request
 

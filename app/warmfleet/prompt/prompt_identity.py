@@ -1,4 +1,4 @@
-"""How one model turns a request into token ids and block hashes, exactly as its engines do.
+"""Turns requests for one model into token ids and block hashes, exactly as its engines do.
 
 A new prompt often begins like an earlier one. The common beginning is neither tokenised nor hashed again
 (``prefix_trie``).
@@ -93,7 +93,7 @@ class Identity:
         self._placeholders = dict(facts.get("placeholders") or {})
         self._executor = executor
         self._trie = trie
-        self._readings = {special: _reading(encoder, cuts, special=special) for special in (False, True)}
+        self._readings = {special: _base_reading(encoder, cuts, special=special) for special in (False, True)}
         self._last_reading = self._readings[True]
         self._waiting = 0
 
@@ -125,7 +125,7 @@ class Identity:
             if local is None and template is not None:
                 text = await self._render_apart(request, cast("WorkerTemplate", template))
             elif large:
-                return [await self._in_executor(self._render_and_read, request, reading)]
+                return [await self._in_executor(lambda: self._read_now(self.render(request), reading))]
             else:
                 text = self._rendered(request, local)
         elif large or len(request.prompts) > 1:
@@ -143,7 +143,8 @@ class Identity:
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
         """The way in which the texts of this request are read: mostly that of the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
-        same = last.name is base.name and last.hashers is hashers  # each base has a name object of its own
+        # Objects are compared, which is fast: each base reading has its own name, each view its own hashers.
+        same = last.name is base.name and last.hashers is hashers
         if not (same and last.salt == request.salt and last.lora == lora):
             last = replace(base, hashers=hashers, salt=request.salt, lora=lora)
             self._last_reading = last
@@ -251,9 +252,6 @@ class Identity:
             prompts[longest] = _prompt_of_ids(prompts[longest].ids, reading)
         return prompts
 
-    def _render_and_read(self, request: Request, reading: Reading) -> Prompt:
-        return self._read_now(self.render(request), reading)
-
     async def _in_executor(self, work: Callable[..., Result], *args: Any) -> Result:
         """Run ``work`` in the executor. Raises NotReproducible while MAX_WAITING texts wait for the executor."""
         if self._waiting >= MAX_WAITING:
@@ -265,8 +263,8 @@ class Identity:
             self._waiting -= 1
 
 
-def _reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """The way in which texts are read. Hashers, salt and adapter differ by request and are filled in later."""
+def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
+    """The way in which texts are read, without hashers, salt and adapter, which differ by request."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))

@@ -212,7 +212,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
     refuse_fields(data, allowed)
     request = Request(
         endpoint=endpoint,
-        model=_typed(data, "model", str, ""),
+        model=typed(data, "model", str, ""),
         stream=_flag(data, "stream"),
         samples=samples_to_book(_whole(data, "n")),
         max_tokens=_limit(data, "max_tokens") if endpoint == "completions" else _chats_limit(data),
@@ -237,8 +237,8 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
 
 
 def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request:
-    """``from_dict`` of a body with none of _ASKS_FOR_MORE: most bodies have only a model, a limit and a prompt."""
-    model, stream, limit = _typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
+    """``from_dict`` for a body with none of _ASKS_FOR_MORE: most bodies have only a model, a limit and a prompt."""
+    model, stream, limit = typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
     request = Request(endpoint, model, stream, 1, limit, None, endpoint == "completions", "")
     request.size_bytes = size_bytes
     if endpoint == "completions":
@@ -321,7 +321,7 @@ def too_long(request: Request, max_model_len: int) -> bool:
         return True
     if request.endpoint == "completions" or request.size_bytes <= limit:
         return False
-    try:  # the size without images
+    try:  # with the size of the request without its images
         return len(orjson.dumps([list(map(_text_only, request.messages)), request.tools, request.arguments])) > limit
     except TypeError:  # a lone surrogate, or nested deeper than orjson goes
         return True
@@ -341,7 +341,7 @@ def decode_tokens(request: Request, prompt_tokens: int) -> int:
 
 def salt_of(data: Mapping[str, Any]) -> str | None:
     """The body's ``cache_salt``; None if it has none. Raises BadRequest."""
-    salt: str | None = _typed(data, "cache_salt", str, None)
+    salt: str | None = typed(data, "cache_salt", str, None)
     if salt is not None and len(salt) > MAX_SALT:
         raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")
     return salt or None
@@ -366,7 +366,10 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
 
 
 def _read_prompts(request: Request, data: dict[str, Any]) -> None:
-    """Raises BadRequest. Ids in a form that only an engine reads, such as 5.0, are routed by load."""
+    """Read the prompts of a completion. Ids that only an engine reads, such as 5.0, are routed by load.
+
+    Raises BadRequest.
+    """
     prompt = data.get("prompt")
     if isinstance(prompt, str):
         request.prompts = [prompt]
@@ -397,7 +400,7 @@ def is_ids(value: Any) -> bool:
 
 
 def _read_messages(request: Request, data: dict[str, Any]) -> None:
-    """Raises BadRequest."""
+    """Read the messages of a chat. Raises BadRequest."""
     messages = data.get("messages")
     if not isinstance(messages, list):
         raise BadRequest("messages must be a list.", "messages")
@@ -415,7 +418,7 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
     if _ARGUMENTS.isdisjoint(data):
         return {"add_generation_prompt": True, "continue_final_message": False}
-    arguments = _typed(data, "chat_template_kwargs", dict, None) or {}
+    arguments = typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {
         "add_generation_prompt": _flag(data, "add_generation_prompt", default=True),
@@ -433,7 +436,8 @@ def _set(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
-def _typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """The value of a field, or ``default`` for null. kind: str or dict. Raises BadRequest for any other type."""
     value = data.get(name)
     if value is None:
         return default
@@ -443,7 +447,7 @@ def _typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _flag(data: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """Raises BadRequest."""
+    """The value of a field that is true or false, or ``default`` for null. Raises BadRequest."""
     value = data.get(name)
     if value is None:
         return default
@@ -460,7 +464,7 @@ def _may_be_set(data: dict[str, Any], name: str) -> bool:
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
-    """Raises BadRequest."""
+    """The value of a field that is a whole number. Raises BadRequest."""
     value = data.get(name)
     if value is None or type(value) is int:
         return value

@@ -52,9 +52,7 @@ class Encoder:
 
     @classmethod
     def load(cls, tokenizer_json: bytes) -> Encoder:
-        """Load a trusted file and try it in this process. Takes 0.1 to 6 s, so call it in an executor. Raises
-        ValueError.
-        """
+        """Load a trusted file and try it in this process. Takes 0.1 to 6 s, for an executor. Raises ValueError."""
         return cls.of(read(tokenizer_json), tokenizer_json)
 
     @classmethod
@@ -111,7 +109,7 @@ def in_words(error: BaseException | None) -> str:
     return " ".join(str(error).split())[:200]
 
 
-#: A panic in Rust arrives as a BaseException, as do these, which are no panics but end a thread or a task.
+#: BaseExceptions that end a thread or a task. A panic in Rust arrives as a BaseException of another class.
 ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 

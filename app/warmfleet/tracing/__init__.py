@@ -1,1 +1,1 @@
-"""Traces of requests for OpenTelemetry: which are sampled, what their spans tell, and how they reach a collector."""
+"""Traces of requests for OpenTelemetry: their sampling, their spans, and their way to a collector."""

@@ -38,7 +38,7 @@ MAX_WAITING = 4_096  # requests; each takes about 2 kB until it is sent
 MAX_BATCH = 256  # requests in one message: about 300 kB
 INTERVAL_S = 1.0  # between two looks at the queue: no request wakes the thread
 RETRY_AFTER_S = (1.0, 3.0)  # before the second and the third try to send a batch
-RETRYABLE = frozenset({429, 502, 503, 504})  # as the standard has it
+RETRYABLE = frozenset({429, 502, 503, 504})  # statuses, by the standard
 MAX_REFUSAL_BYTES = 200  # of a collector's refusal, for the log
 CLOSE_S = 2.0
 
@@ -66,7 +66,7 @@ class Tracing:
     # ------------------------------------------------ in the event loop
 
     def end(self, request: RequestSpan) -> None:
-        """The request is over. Its spans wait for the next round, and the caller waits for nothing."""
+        """The request is over. The spans wait for the next round, and the caller waits for nothing."""
         if len(self._waiting) >= MAX_WAITING:
             self._dropped.inc()
             return
@@ -109,7 +109,7 @@ class Tracing:
                 self._exported.inc(len(batch))
                 continue
             self._failed.inc(len(batch))
-            # Without the number of requests, which the metric has: lines alike are folded.
+            # Without the number of requests, so that the lines are equal and are folded. The metric has the number.
             logger.warning("traces are lost: the collector %s does not take them: %s", self._options.endpoint, refusal)
 
     def _send(self, transport: httpx.HTTPTransport, batch: list[RequestSpan]) -> str:
@@ -160,7 +160,7 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
 
 
 def _tls(options: TracingOptions) -> ssl.SSLContext | None:
-    """None without TLS. Raises BadArgument."""
+    """The context for an endpoint with TLS; None without. Raises BadArgument."""
     if not options.endpoint.startswith("https:"):
         return None
     try:

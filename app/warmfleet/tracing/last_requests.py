@@ -1,7 +1,7 @@
 """The last requests of this replica, kept for people who ask why one of them was slow (``warmfleet why``).
 
 A busy replica has thousands in a minute, and somebody who waited asks later. So the slowest of each minute are kept for
-an hour besides, and the last ones that failed.
+an hour as well, and the last ones that failed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord
 
-#: Of the last requests, each about 1.5 kB. With more than the cache of a core holds, each request costs 5 us more.
+#: Last requests, each of about 1.5 kB. If the cache of a core does not hold them, each request costs 5 us more.
 KEPT = 512
-SLOWEST, MINUTES = 16, 60  # so many of each minute, for so many minutes in which there were requests
+SLOWEST, MINUTES = 16, 60  # requests of each minute, and minutes in which there were requests
 FAILED = 256  # of the last requests that the fleet failed, or whose client hung up
 MINUTE_S = 60.0
 UNBOOKED = "unbooked."  # an engine's id of a request that Redis did not book begins so; the request's id follows
@@ -56,7 +56,7 @@ class LastRequests:
             return
         if record.error_status >= 500 or not record.complete:
             self._failed.append(record)
-        ended_at = record.ended_at  # nobody waited longer at a stretch than the request took
+        ended_at = record.ended_at  # no wait is longer than the request took
         if ended_at - record.began_at > self._least_s or ended_at >= self._minute_ends_at:
             self._keep_slow(lateness_s(record), record)
 

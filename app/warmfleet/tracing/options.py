@@ -1,7 +1,7 @@
 """The standard variables of OpenTelemetry that a replica obeys, read and checked.
 
 An address of a collector turns tracing on: ``OTEL_EXPORTER_OTLP_ENDPOINT``, or the same with ``TRACES`` before its last
-word, which wins, as for every variable of the exporter. ``app/docs/tracing.md`` lists all of them.
+word. The latter wins, as for every variable of the exporter. ``app/docs/tracing.md`` lists all of them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 
 def _timeout_s(environment: Mapping[str, str]) -> float:
-    """Raises BadArgument. The standard has milliseconds."""
+    """The time-out of a try, which the variable has in milliseconds. Raises BadArgument."""
     text = _of_exporter(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
     ms = _number(text)
     if not 0 < ms < math.inf:
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """As ``_pairs``, of what HTTP allows: else the first request would fail, with an error that shows the value."""
+    """The ``_pairs``, if HTTP allows them. Else the first request would fail, with an error that shows the value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

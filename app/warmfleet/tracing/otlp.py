@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from warmfleet.tracing.spans import RequestSpan
 
 SERVER, CLIENT = 2, 3  # kinds of spans
-STATUS_ERROR = b"\x18\x02"  # the status' code
+STATUS_ERROR = b"\x18\x02"  # the field with the status code of an error
 LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span: whether its parent is in another process
 SCOPE = "warmfleet"
-KEYS = 256  # names of attributes, of which there are a few dozen
+KEYS = 256  # names of attributes that are kept: there are a few dozen
 
 
 def export_request(resource: Mapping[str, str], version: str, spans: Iterable[bytes]) -> bytes:

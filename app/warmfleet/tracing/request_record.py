@@ -5,7 +5,7 @@ notes a time or a reference, and no more. The words for people are made when som
 in the thread of the log. Of a prompt and an answer a record holds the sizes and nothing else. All times are by
 ``time.perf_counter``, 0 = it did not happen.
 
-A field that was not set has the value of its class, which costs nothing: most requests need few of them.
+A field that was not set has the value of its class, which costs nothing: most requests set few fields.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     LogStep = Callable[[str], None]
 
 MAX_ERROR_CHARACTERS = 300
-MAX_MODEL_CHARACTERS = 200  # of its name, as the client wrote it
+MAX_MODEL_CHARACTERS = 200  # of a model's name, as the client wrote it
 MAX_EVENTS = 16  # of a request: it has at most four tries, one second worker and one continuation
 HUNG_UP = "client_hung_up"
 USAGE = b'"usage"'
@@ -93,7 +93,7 @@ class TryRecord:
         self.began_at = time.perf_counter()
 
     def queued(self, waiting: int, work_s: float) -> None:
-        """The request waits for its worker. The first time counts: a decision is asked for again and again."""
+        """The request waits for its worker. Only the first call counts: a decision is asked for again and again."""
         if not self.queued_at:
             self.queued_at = time.perf_counter()
             self.waiting, self.work_s = waiting, work_s

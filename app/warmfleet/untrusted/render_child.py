@@ -68,7 +68,7 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
     from warmfleet.prompt.messages import NotReproducible
 
     try:
-        return DONE, template.render(*marshal.loads(request))  # noqa: S302  as above
+        return DONE, template.render(*marshal.loads(request))  # noqa: S302  the parent has written it
     except NotReproducible as refusal:
         return REFUSED, refusal.reason
 

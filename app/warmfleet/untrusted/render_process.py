@@ -193,7 +193,7 @@ class Sandboxed:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Ask the process in turn. Shielded: a client that hangs up must not leave an answer in the socket."""
+        """Ask the process in turn. Shielded: a client that hangs up must leave no answer in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))
@@ -241,7 +241,7 @@ class Sandboxed:
         status, body = await self._child.ask(marshal.dumps((self._source, self._wanted_format)), START_S)
         text = _text(body)
         if status == DONE and text in ("string", "openai"):
-            self.content_format = text  # type: ignore[assignment]  # of these two words
+            self.content_format = text  # type: ignore[assignment]  # one of the two words
             return
         self._refused = True
         logger.warning("chat template %s does not compile (%s): chats are routed by load", self.name, text[:80])
@@ -276,7 +276,7 @@ class Sandboxed:
 
 
 def _text(body: bytes) -> str:
-    """Raises LimitMet if the process answered with no text."""
+    """The text of an answer. Raises LimitMet if the answer is no text."""
     try:
         return body.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

@@ -98,8 +98,8 @@ class Encoders:
         key = name, digest(template.encode())
         async with self._turns:
             until, reason = self._refused.get(name, (0.0, ""))
-            if (left := until - time.monotonic()) > 0:
-                raise Refused(name, reason, left)
+            if (again_s := until - time.monotonic()) > 0:
+                raise Refused(name, reason, again_s)
             verdict = self._verdicts.get(key)
             if verdict is None:
                 try:

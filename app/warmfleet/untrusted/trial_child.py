@@ -1,7 +1,7 @@
 """The program of a process that tries one tokenizer that a worker brought.
 
 ``tokenizer_trial`` starts it; a replica itself runs nothing of it. The file of a tokenizer holds patterns, replacements
-and tables that a library in Rust follows. Those of a hostile file need any amount of memory and time, and a crash of
+and tables that a library in Rust follows. A hostile file may need any amount of memory and time, and a crash of
 the library ends its process. So everything that may go wrong happens here first: loading, every probe, and texts that
 make bad patterns slow. The process takes a single request, framed as in ``render_child``, and answers it. The request
 is a marshalled ``(tokenizer.json, chat template)``; the answer is the JSON with which a replica loads the tokenizer
@@ -33,7 +33,7 @@ MEMORY_BYTES, MEMORY_PER_BYTE = 512 * 2**20, 24
 CPU_S, CPU_PER_MB = 5.0, 1.0
 SHORT, LONG = 2_500, 20_000  # characters of the two texts that are timed for each unit
 MAX_SECONDS = 0.25  # of CPU time for the long text: the slower library usually takes 0.03 s
-UNNOTICED_SECONDS = 0.03  # a long text that takes no more CPU time passes without comparison
+UNNOTICED_SECONDS = 0.03  # a long text that takes no more CPU time passes, whatever the short text takes
 TRIES = 5  # a busy machine makes single measurements slow, but not five in a row
 MAX_GROWTH = 32  # ratio of the long text's CPU time to the short text's: 8 is linear, 64 quadratic
 MAX_IDS = 8  # token ids per character of the long text: a character has at most 4 bytes

@@ -273,7 +273,7 @@ def test_connections_are_used_again_the_youngest_first(monkeypatch: pytest.Monke
     assert kept.take() is None
     kept.keep(made[1])
     now += engine_connection.KEEPALIVE_S
-    assert kept.take() is None, "it is too old even if no sweep came by"
+    assert kept.take() is None, "no sweep came by, but the connection is too old"
     kept.close()
     kept.keep(made[0])
     assert kept.take() is None

@@ -94,7 +94,7 @@ def test_a_fault_hides_no_other_bug_of_the_same_statement() -> None:
     assert not failed(last)
     (summary,) = fold.close()
     assert summary.exc_info is not None
-    assert summary.exc_info[1] is last, "its traceback is told, too"
+    assert summary.exc_info[1] is last, "the traceback is logged, too"
 
 
 def test_a_text_that_is_no_string_is_a_line_as_well() -> None:

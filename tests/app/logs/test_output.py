@@ -51,7 +51,7 @@ def test_text_and_json_tell_the_same() -> None:
     assert first.endswith(" ERROR warmfleet.tests a request failed [request abc]")
     assert others[0].startswith("Traceback")
     assert others[-2] == "KeyError: 'a bug'"
-    assert others[-1].endswith("work of another task"), "which may go on after the request, and belongs to none"
+    assert others[-1].endswith("work of another task"), "another task may go on after the request, and belongs to none"
     line, other = map(json.loads, logged("json", fail, replica="1"))
     assert {name: line[name] for name in ("level", "logger", "message", "request_id", "trace_id", "replica")} == {
         "level": "error",
@@ -129,7 +129,7 @@ def test_many_lines_at_once_wake_the_thread_seldom_and_are_bounded(monkeypatch: 
         for _ in range(150):
             log.later(answered, 200)
     lines = "".join(written).splitlines()
-    assert len(lines) + len(drops) == 150 + lines[-1].endswith("what reads this log is too slow")
+    assert len(lines) + len(drops) == 150 + lines[-1].endswith("the reader of this log is too slow")
     assert len(drops) == 50
     assert len(written) <= 4
 

@@ -230,7 +230,7 @@ async def test_identities_are_built_once_and_bad_ones_refused(
     for key in "cde":
         assert (await identities.build(key, artifacts, {})).encoder is built.encoder
     identities.keep({"a"})
-    assert [key for key in "acde" if identities.known(key)] == ["a", "d", "e"], "what is in use, and the last two"
+    assert [key for key in "acde" if identities.known(key)] == ["a", "d", "e"], "the identity in use, and the last two"
     words = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()
     assert (await identities.build("f", {"tokenizer.json": words}, {})).tokenizer.endswith(", no pieces")
     assert [text for text in caplog.messages if "f: slower than others" in text]

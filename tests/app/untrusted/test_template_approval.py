@@ -198,7 +198,7 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     await fleet.approve([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
         await follow_approvals(pools, templates)
-    assert held.local is not None, "it is not known any more, but in use"
+    assert held.local is not None, "an identity uses the template, though it is not known any more"
     assert held.sandbox._child is None
     await templates.close()
 

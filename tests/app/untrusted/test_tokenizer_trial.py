@@ -202,7 +202,7 @@ async def test_a_refusal_is_remembered_for_a_while(encoders: Encoders, monkeypat
 async def test_a_cancelled_trial_leaves_no_process(encoders: Encoders, later_s: float) -> None:
     before = set(psutil.Process().children())
     task = asyncio.ensure_future(encoders.take(SLOW["a quadratic pattern"][0], END, trusted=False))
-    await poll(lambda: set(psutil.Process().children()) - before, what="its process")
+    await poll(lambda: set(psutil.Process().children()) - before, what="the process of the trial")
     await asyncio.sleep(later_s)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -230,12 +230,12 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
         async def routable() -> bool:
             return any(worker.routable for worker in await router.fleet.workers())
 
-        await poll(routable, what="it is routed to")
+        await poll(routable, what="the worker is routed to")
 
         async def refused() -> bool:
             return await router.metric('warmfleet_task_failures_total{task="identity"}') > 0
 
-        await poll(refused, what="its tokenizer is refused")
+        await poll(refused, what="the tokenizer is refused")
         status, _, _ = await router.post({"model": model, "prompt": "x", "max_tokens": 1})
         assert status == 200
         assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') >= 1

@@ -1,1 +1,1 @@
-"""The words of the APIs that clients speak: each body becomes a ``Request``, as a chat where engines make one of it."""
+"""The bodies of the APIs that clients use. Each becomes a ``Request``, and a chat if engines make a chat of it."""

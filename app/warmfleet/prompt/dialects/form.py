@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 URL_ENCODED, MULTIPART = b"application/x-www-form-urlencoded", b"multipart/form-data"
 MAX_FIELDS = 2_000  # Starlette takes 1,000 fields and 1,000 files
-MAX_LOOKS = 8_000  # for a boundary, at some microseconds each
-MAX_HEAD_BYTES = 8_192  # the headers of a part
+MAX_LOOKS = 8_000  # searches for a boundary, of some microseconds each
+MAX_HEAD_BYTES = 8_192  # of the headers of a part
 MAX_OPTIONS_BYTES = 1_024  # of a header whose options are read
-MAX_VALUE_BYTES = 8_192  # of a field; those that routing reads are short
+MAX_VALUE_BYTES = 8_192  # of a field: the fields that routing reads are short
 
 
 def is_form(content_type: bytes) -> bool:

@@ -59,7 +59,7 @@ def _request(path: EnginePath, data: Mapping[str, Any], tokens: int, *, takes_sa
     limits = [limit for name in LIMITS if (limit := whole(data.get(name))) is not None and limit >= 0]
     return Request(
         endpoint="unread",
-        model=_model(data),
+        model=requests.typed(data, "model", str, ""),
         stream=flag(data.get("stream")) is True,
         samples=requests.samples_to_book(whole(data.get("n"))) if path.generates else 0,
         max_tokens=limits[0] if limits else None,
@@ -71,15 +71,6 @@ def _request(path: EnginePath, data: Mapping[str, Any], tokens: int, *, takes_sa
         estimated=1 if path.form == "none" else max(1, tokens),
         request_id=requests.request_id_of(data),
     )
-
-
-def _model(data: Mapping[str, Any]) -> str:
-    model = data.get("model")
-    if model is None:
-        return ""
-    if not isinstance(model, str):
-        raise BadRequest("model must be a string.", "model")
-    return model
 
 
 def _characters(value: Any, depth: int = 0) -> int:
