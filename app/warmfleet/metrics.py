@@ -120,7 +120,7 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.build_info = self._gauge("build_info", "1; the labels name the versions", "version", "python")
+        self.build_info = self._gauge("build_info", "1; the labels name the versions", "version python")
         self.build_info.labels(version(), platform.python_version()).set(1)
         self._of_requests()
         self._of_decisions()
@@ -165,10 +165,7 @@ class Metrics:
         self.requests = self._counter(
             "requests",
             "Requests that were answered; `model` is empty where a request was refused before its model was known",
-            "endpoint",
-            "status",
-            "reservation",
-            "model",
+            "endpoint status reservation model",
         )
         self.in_flight = self._gauge("in_flight_requests", "Requests that are being served now")
         self.connections = self._gauge("connections", "Connections of clients that are open now")
@@ -216,7 +213,7 @@ class Metrics:
             "decision_seconds", "Time that a request waited for its decision", "model"
         )
         self.decisions = self._counter(
-            "decisions", "Decisions by policy and by the rule that decided (operate.md)", "policy", "why", "model"
+            "decisions", "Decisions by policy and by the rule that decided (operate.md)", "policy why model"
         )
         self.decision_log = self._counter(
             "decision_log_records",
@@ -224,19 +221,17 @@ class Metrics:
             "result",
         )
         self.fallback = self._counter(
-            "fallback_requests", "Requests that were placed without a decision of Redis", "reason", "model"
+            "fallback_requests", "Requests that were placed without a decision of Redis", "reason model"
         )
         self.passed_over = self._counter(
             "passed_over_pools",
             "Requests for which a home pool was not asked, or could not serve: `away`, `late`, `empty`, `no_worker`",
-            "reason",
-            "model",
+            "reason model",
         )
         self.client_limits = self._counter(
             "limited_requests",
             "Requests refused by a limit of their key (`requests`, `tokens`), or placed without looking (`unchecked`)",
-            "client",
-            "result",
+            "client result",
         )
         self.settled = self._counter("settled_reservations", "Reservations by how their request ended", "outcome")
         self.settle_failures = self._counter(
@@ -263,20 +258,15 @@ class Metrics:
         self.identity = self._counter(
             "identified_requests",
             "Requests by how their prompt was identified: exact, engine, text, prefix, load",
-            "kind",
-            "model",
+            "kind model",
         )
         self.identified_tokens = self._counter(
             "identified_tokens",
             "Tokens of exact prompts: `known` from earlier prompts, or made anew (`new`)",
-            "source",
-            "model",
+            "source model",
         )
         self.load_only = self._counter(
-            "load_only_requests",
-            "Requests that were placed by load alone, by reason (identity.md)",
-            "reason",
-            "model",
+            "load_only_requests", "Requests that were placed by load alone, by reason (identity.md)", "reason model"
         )
         self.asked = self._counter(
             "asked_engines",
@@ -297,14 +287,12 @@ class Metrics:
             "first_byte_seconds",
             "Time from reading a request to the first byte of its answer: of a `stream` that is its first token; a "
             "`plain` answer, errors of engines included, comes whole",
-            "model",
-            "answer",
+            "model answer",
         )
         self.ttft_seconds = self._gauge(
             "ttft_seconds",
             "Percentile of the time to first byte of the last minute's streams; to join replicas, use the histogram",
-            "model",
-            "percentile",
+            "model percentile",
         )
         self.objective_seconds = self._gauge(
             "ttft_objective_seconds", "Time to first token that decisions aim at now; 0 = none", "model"
@@ -327,8 +315,7 @@ class Metrics:
         self.queue_rejections = self._counter(
             "queue_rejections",
             "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`",
-            "reason",
-            "model",
+            "reason model",
         )
 
     def _of_background(self) -> None:
@@ -357,7 +344,7 @@ class Metrics:
             "workers",
             "Workers by state, at the last reading: `proven` (or suspected), `identity` (load-only), `approximate`,"
             " `warming`, `draining`, `paused`, `ejected`, `misnamed`, `unheard`, `left`, `unroutable` (all others)",
-            *("state", "model"),
+            "state model",
         )
         self.probes = self._counter(
             "probes", "Probes by result: `proven`, `identity`, `url`, `none` (nothing was learned)", "result"
@@ -392,13 +379,13 @@ class Metrics:
         does not stay.
         """
 
-        def gauge(name: str, text: str, *more: str) -> Gauge:
-            return self._gauge(f"worker_{name}", text, "model", "worker", *more)
+        def gauge(name: str, text: str, more: str = "") -> Gauge:
+            return self._gauge(f"worker_{name}", text, f"model worker {more}")
 
         self.worker_info = gauge(
             "info",
             "1; labels: the worker's state by any of its names (worker-life.md), its last probe's result, its version",
-            *("state", "proof", "version"),
+            "state proof version",
         )
         self.worker_routable = gauge("routable", "1 if requests may go to the worker, else 0")
         self.worker_requests = gauge("in_flight_requests", "Requests of all replicas that the worker has")
@@ -454,11 +441,12 @@ class Metrics:
                 with suppress(KeyError):
                     self.client_limits.remove(name, result)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"warmfleet_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, labels: str = "") -> Counter:
+        """labels: names, separated by spaces, here and in the next two methods."""
+        return Counter(f"warmfleet_{name}", text, labels.split(), registry=self.registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"warmfleet_{name}", text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: str = "") -> Gauge:
+        return Gauge(f"warmfleet_{name}", text, labels.split(), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(f"warmfleet_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, labels: str = "") -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, labels.split(), registry=self.registry, buckets=_SECONDS)

@@ -92,8 +92,7 @@ def test_patterns_that_look_back_and_normalizers_forbid_cuts_at_spaces(
 
 
 @pytest.mark.parametrize(
-    "added",
-    [token("a b", 128_900), token("a\u2581b", 128_900, normalized=True), token("end", 128_900, rstrip=True)],
+    "added", [token("a b", 128_900), token("a\u2581b", 128_900, normalized=True), token("end", 128_900, rstrip=True)]
 )
 def test_tokens_that_span_a_letter_and_a_space_forbid_them(file: dict[str, Any], added: dict[str, Any]) -> None:
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -105,10 +104,7 @@ def test_a_vocabulary_that_spans_them_forbids_them(file: dict[str, Any]) -> None
     assert not rules(file, model=model).spaces
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"lstrip": True}, {"single_word": True}, {"special": False}, {"normalized": True}],
-)
+@pytest.mark.parametrize("changed", [{"lstrip": True}, {"single_word": True}, {"special": False}, {"normalized": True}])
 def test_soft_tokens_are_no_separators(file: dict[str, Any], changed: dict[str, bool]) -> None:
     tokens = [added | (changed if added["content"] == END else {}) for added in file["added_tokens"]]
     assert rules(file, added_tokens=tokens).separators == ()

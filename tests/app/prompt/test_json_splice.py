@@ -82,8 +82,7 @@ def pairs(text: bytes) -> Any:
 
 
 LONG = pytest.mark.long(
-    minutes=7,
-    shows="the body that an engine gets differs from the client's body in one key: 60,000 random bodies",
+    minutes=7, shows="the body that an engine gets differs from the client's body in one key: 60,000 random bodies"
 )
 MANY = pytest.param(20_000, marks=LONG)
 

