@@ -207,7 +207,7 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         stack.push_async_callback(replica.upstream.close)
         stack.push_async_callback(replica.engine_client.close)
         executor = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
-        templates = Templates(metrics, trust_all=settings.trust_templates, approved=settings.approved_templates)
+        templates = Templates(metrics, settings.approved_templates)
         stack.push_async_callback(templates.close)
         identities = Identities(executor, Trie(settings.trie_bytes), templates)
         stack.push_async_callback(_drain, replica.router)

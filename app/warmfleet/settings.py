@@ -290,10 +290,9 @@ class Settings:
         "`ec_transfer_params`",
     )
     approved_templates: tuple[str, ...] = _setting(
-        (), "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`"
-    )
-    trust_templates: bool = _setting(
-        False, "run every worker's chat template in this process, and load every worker's tokenizer untried"
+        (),
+        "sha256 of chat templates that may run in this process, besides those of `warmfleet artifacts approve`; `*` = "
+        "every worker's, and every worker's tokenizer is loaded untried",
     )
     policy: str = _setting(
         "cost",
@@ -467,8 +466,8 @@ class Settings:
     def _wrong_lists(self) -> Iterator[str]:
         """A message for each entry of a list that is wrong whatever the other settings are."""
         for digest in self.approved_templates:
-            if not _SHA256.match(digest):
-                yield f"APPROVED_TEMPLATES: {digest[:80]!r} is not a sha256 of 64 hex digits"
+            if digest != "*" and not _SHA256.match(digest):
+                yield f"APPROVED_TEMPLATES: {digest[:80]!r} is neither * nor a sha256 of 64 hex digits"
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 yield f"CORS_ORIGINS: {origin[:80]!r} is not an origin such as https://chat.example.com"

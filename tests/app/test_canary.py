@@ -134,7 +134,7 @@ async def ask_everything(router: Replica, model: str) -> set[int]:
 async def test_no_output_tells_a_prompt(valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     others = await keys(valkey_url)
     with everything_logged() as lines:
-        async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
+        async with simulated(valkey_url, model), replica(valkey_url, model, approved_templates=()) as router:
             await router.proven()
             assert {200, 400} <= await ask_everything(router, model)
             code = await asyncio.to_thread(main, ["explain", "--url", router.url, "--model", model, "--prompt", TEXT])

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def test_defaults_and_types() -> None:
-    given = {"WARMFLEET_MODELS": "a, b#pool,", "WARMFLEET_PORT": "9", "WARMFLEET_TRUST_TEMPLATES": "yes", "HOME": "/"}
+    given = {"WARMFLEET_MODELS": "a, b#pool,", "WARMFLEET_PORT": "9", "WARMFLEET_ACCESS_LOG": "yes", "HOME": "/"}
     read = Settings.from_environment(given)
-    assert (read.models, read.port, read.trust_templates) == (("a", "b#pool"), 9, True)
+    assert (read.models, read.port, read.access_log) == (("a", "b#pool"), 9, True)
     assert Settings.from_environment({}) == Settings()
 
 
@@ -38,7 +38,7 @@ def test_defaults_and_types() -> None:
         ("WORKER_ADDRESSES", "10.0.0.0/33"),
         ("APPROVED_TEMPLATES", "abc"),
         ("QUEUE_TIMEOUT_S", "nan"),
-        ("TRUST_TEMPLATES", "maybe"),
+        ("ACCESS_LOG", "maybe"),
         ("POLICY", "best"),
         ("TENANT_HEADER", "bad header"),
     ],

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: The store shares its core with engines and client, so it may answer late; and no request may have to queue, for
 #: the stubs report no progress, and booked work would seem to pile up.
 REPLICA = {
-    "WARMFLEET_TRUST_TEMPLATES": "1",
+    "WARMFLEET_APPROVED_TEMPLATES": "*",
     "WARMFLEET_DECIDE_TIMEOUT_S": "5",
     "WARMFLEET_MAX_ENGINE_WAIT_S": "3600",
     "WARMFLEET_PROBE_INTERVAL_S": "0",

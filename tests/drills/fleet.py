@@ -94,7 +94,7 @@ class Fleet:
 
     def start_replica(self, replica: Replica) -> None:
         settings = {"REDIS_URL": f"redis://127.0.0.1:{replica.redis.port}/0", "MODELS": MODEL}
-        settings |= {"PORT": str(replica.port), "TRUST_TEMPLATES": "1", "DRAIN_S": DRAIN_S, "ADMIN_PORT": "0"}
+        settings |= {"PORT": str(replica.port), "APPROVED_TEMPLATES": "*", "DRAIN_S": DRAIN_S, "ADMIN_PORT": "0"}
         settings |= {"DECIDE_TIMEOUT_S": DECIDE_TIMEOUT_S}
         environment = {f"WARMFLEET_{name}": value for name, value in settings.items()}
         self.processes.spawn("replica", replica.name, [sys.executable, "-m", "warmfleet", "serve"], environment)

@@ -71,7 +71,7 @@ class Spread:
 
     def start_replica(self, name: str, port: int, models: Sequence[str]) -> None:
         settings = {"REDIS_URL": self.cluster.url, "MODELS": ",".join(models), "PORT": str(port), "ADMIN_PORT": "0"}
-        settings |= {"TRUST_TEMPLATES": "1", "DRAIN_S": "2", "DECIDE_TIMEOUT_S": DECIDE_TIMEOUT_S}
+        settings |= {"APPROVED_TEMPLATES": "*", "DRAIN_S": "2", "DECIDE_TIMEOUT_S": DECIDE_TIMEOUT_S}
         environment = {f"WARMFLEET_{key}": value for key, value in settings.items()}
         self.processes.spawn("replica", name, [sys.executable, "-m", "warmfleet", "serve"], environment)
         self.replicas.append(Replica(name, port, NO_TOXIC))

@@ -60,7 +60,7 @@ def processes(redis_url: str, engines: Sequence[str], replicas: int = 2, **setti
         running.append(subprocess.Popen(argv, **quiet))
         for _ in range(replicas):
             port = free_port()
-            given = {"REDIS_URL": redis_url, "MODELS": MODEL, "PORT": port, "ADMIN_PORT": 0, "TRUST_TEMPLATES": "1"}
+            given = {"REDIS_URL": redis_url, "MODELS": MODEL, "PORT": port, "ADMIN_PORT": 0, "APPROVED_TEMPLATES": "*"}
             given |= {"DECIDE_TIMEOUT_S": 2} | {name.upper(): value for name, value in settings.items()}
             environment = os.environ | {f"WARMFLEET_{name}": str(value) for name, value in given.items()}
             made.replicas.append(

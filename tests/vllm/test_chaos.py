@@ -56,7 +56,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
         options = [engine_options(name, server, tmp_path) for name in ("vllm-a", "vllm-b")]
         engines = {one.worker_id: one for one in stack.enter_context(running(*options))}
         # A template's process that starves on a busy machine meets its limit, and such a chat predicts nothing.
-        replicas = stack.enter_context(running_replicas(server.url, WARMFLEET_TRUST_TEMPLATES="1"))
+        replicas = stack.enter_context(running_replicas(server.url, WARMFLEET_APPROVED_TEMPLATES="*"))
         load = Load(list(replicas), REQUESTS)
         chaos = Chaos(load, server, replicas)
         begun = time.monotonic()

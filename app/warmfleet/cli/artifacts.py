@@ -26,8 +26,8 @@ TEMPLATE = "chat_template.jinja"  # the only artifact that is code
 NAMED_WORKERS = 8
 APPROVED_TEMPLATES = "WARMFLEET_APPROVED_TEMPLATES"
 MAY_BE_APPROVED = (
-    f"Settings of routers may approve a template, too: {APPROVED_TEMPLATES}, or WARMFLEET_TRUST_TEMPLATES, which "
-    "`warmfleet up` sets for its own store."
+    f"Settings of routers may approve templates, too: {APPROVED_TEMPLATES} with digests, or with `*`, as "
+    "`warmfleet up` sets it for its own store."
 )
 _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 

@@ -192,7 +192,7 @@ examples:
   warmfleet artifacts revoke 3f1c09e2aa41              render it in the sandbox again
 
 This talks to Redis, and needs a user that may write there: `admin` of `warmfleet acl`, not `router`. A router's
-settings approve, too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for every worker's, WARMFLEET_TRUST_TEMPLATES=1.
+settings approve, too: WARMFLEET_APPROVED_TEMPLATES=SHA256,... or, for every worker's, `*`.
 """
 
 KEY = """\

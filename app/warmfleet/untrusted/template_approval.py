@@ -1,7 +1,7 @@
 """Decides where a worker's chat template runs: in this process if an operator has approved it, else in its own process.
 
 A chat template is code of the worker that brought it. A template is approved if a setting names its digest, if
-``warmfleet artifacts approve`` wrote its digest to Redis, or if the setting ``trust_templates`` approves all.
+``warmfleet artifacts approve`` wrote its digest to Redis, or if the settings approve all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.messages import Format, Message
 
+ALL = "*"  # in place of a digest: every template is approved
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
 
 MAX_TEMPLATES = 16
@@ -75,10 +76,11 @@ class Template:
 class Templates:
     """All templates of this replica, and the digests of the approved ones."""
 
-    def __init__(self, metrics: Metrics, *, trust_all: bool = False, approved: Collection[str] = ()) -> None:
+    def __init__(self, metrics: Metrics, approved: Collection[str] = ()) -> None:
+        """approved: digests that the settings name; ``*`` approves every template."""
         self._metrics = metrics
-        self.trust_all = trust_all
         self._configured = frozenset(approved)
+        self.trust_all = ALL in self._configured
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
         self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()

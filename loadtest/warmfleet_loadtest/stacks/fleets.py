@@ -233,7 +233,7 @@ def _start_replicas(
     processes: Processes, fleet: Fleet, store: str, engines: int, static_workers: Sequence[str]
 ) -> list[int]:
     ports = free_ports(fleet.replicas)
-    environment = {"WARMFLEET_TRUST_TEMPLATES": "1"}  # the templates are those of our own engines
+    environment = {"WARMFLEET_APPROVED_TEMPLATES": "*"}  # the templates are those of our own engines
     environment["WARMFLEET_ADMIN_PORT"] = "0"  # operators use the same port
     if static_workers:
         environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)

@@ -114,7 +114,7 @@ class LocustStack(Processes):
         """Start the replica of this name. Does not wait for it."""
         command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self.replicas[name])]
         environment = {"WARMFLEET_REDIS_URL": self._store, "WARMFLEET_MODELS": MODEL}
-        environment["WARMFLEET_TRUST_TEMPLATES"] = "1"  # the templates are those of our own engines
+        environment["WARMFLEET_APPROVED_TEMPLATES"] = "*"  # the templates are those of our own engines
         environment["WARMFLEET_ADMIN_PORT"] = "0"  # several replicas on this machine: /workers is on their own port
         self.spawn("replicas", name, command, environment)
 

@@ -85,13 +85,13 @@ def test_list_show_approve_revoke(
         [line] = [line for line in lines if "chat_template" in line]
         assert line.split()[:5] == [DIGEST, "chat_template.jinja", str(len(TEMPLATE)), "w1,", "w2"]
         assert line.endswith("not approved by command")
-        assert "WARMFLEET_TRUST_TEMPLATES" in " ".join(lines), "a footnote"
+        assert "WARMFLEET_APPROVED_TEMPLATES" in " ".join(lines), "a footnote"
         with monkeypatch.context() as routers:
             routers.setenv("WARMFLEET_APPROVED_TEMPLATES", f"{'b' * 64}, {DIGEST}")
             told = says("list")
             assert "approved by WARMFLEET_APPROVED_TEMPLATES" in told
             assert "not approved" not in told
-            assert "WARMFLEET_TRUST_TEMPLATES" not in told
+            assert "may approve templates" not in told
         [file] = [row for row in json.loads(says("--json", "--model", model))[model] if row["approved"] is not None]
         of_file = {"sha256": DIGEST, "artifact": "chat_template.jinja", "bytes": len(TEMPLATE)}
         assert file == {**of_file, "servers": ["w1", "w2"], "approved": False}

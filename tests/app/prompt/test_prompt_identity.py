@@ -222,7 +222,7 @@ async def test_a_twin_that_differs_is_not_used(tokenizer_json: bytes, monkeypatc
 async def test_identities_are_built_once_and_bad_ones_refused(
     tokenizer_json: bytes, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    identities = Identities(executor, Trie(10**6), Templates(Metrics(), trust_all=True))
+    identities = Identities(executor, Trie(10**6), Templates(Metrics(), approved="*"))
     artifacts = {"tokenizer.json": tokenizer_json, "chat_template.jinja": CHATML.encode()}
     built = await identities.build("a", artifacts, {})
     assert identities.known("a") is built

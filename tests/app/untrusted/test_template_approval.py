@@ -57,7 +57,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     model = "served"
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False, worker_addresses=LISTED) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -92,7 +92,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
 async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, trust_templates=False, worker_addresses=LISTED) as router,
+        replica(valkey_url, model, probe_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -112,7 +112,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
 async def test_a_setting_approves(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, approved_templates=(sha256(PLAIN),), trust_templates=False) as router,
+        replica(valkey_url, model, approved_templates=(sha256(PLAIN),)) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -234,7 +234,7 @@ async def test_templates_are_bounded_and_checked(monkeypatch: pytest.MonkeyPatch
     for source in (b"2", b"3"):
         await templates.take(source, "auto")
     await poll(lambda: first.sandbox._child is None, 20, "the oldest is forgotten")
-    assert (await Templates(Metrics(), trust_all=True).take(b"1", "auto")).local is not None
+    assert (await Templates(Metrics(), approved="*").take(b"1", "auto")).local is not None
     with pytest.raises(ValueError, match="bytes"):
         await templates.take(b"x" * (template_approval.MAX_SOURCE_BYTES + 1), "auto")
     with pytest.raises(jinja2.TemplateError):

@@ -225,7 +225,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
     monkeypatch.setattr(prober, "IDENTITY_WAIT_S", 0.0)
     content = HOSTILE["eight times ten"][0]
     monkeypatch.setattr(PromptTokenizer, "artifacts", lambda _: {"tokenizer.json": content})
-    async with simulated(valkey_url, model), replica(valkey_url, model, trust_templates=False) as router:
+    async with simulated(valkey_url, model), replica(valkey_url, model, approved_templates=()) as router:
 
         async def routable() -> bool:
             return any(worker.routable for worker in await router.fleet.workers())

@@ -44,9 +44,8 @@ class Told:
 async def doctor(url: str, model: str, *engines: str, **more: Any) -> Told:
     """Run it. more: fields of Plan and of Settings."""
     plan_fields = {name: more.pop(name) for name in ("admin_url", "routers", "url_from", "wall") if name in more}
-    settings = Settings(
-        redis_url=url, **({"models": (model,)} | {"trust_templates": True, "decide_timeout_s": 2.0} | more)
-    )
+    chosen: dict[str, Any] = {"models": (model,), "approved_templates": ("*",), "decide_timeout_s": 2.0}
+    settings = Settings(redis_url=url, **chosen | more)
     plan = Plan(settings, with_ca(url, settings.redis_ca), engines=engines, **plan_fields)
     out = io.StringIO()
     report = Report(out=out, secrets=secrets_of(plan))

@@ -179,7 +179,7 @@ async def replica(
     """
     log: LogOutput | None = settings.pop("log", None)
     chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
-    chosen |= {"shutdown_grace_s": 2.0, "trust_templates": True, "admin_port": 0}
+    chosen |= {"shutdown_grace_s": 2.0, "approved_templates": ("*",), "admin_port": 0}
     chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
     replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
     chosen = {"models": (model,), "static_workers": engines} | chosen

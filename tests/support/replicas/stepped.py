@@ -44,7 +44,7 @@ class SteppedReplica:
         fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
-        self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, trust_all=True))
+        self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, approved="*"))
         self.reader = ViewReader(self.pools, self.identities, Settings(), self.metrics)
         self.client = EngineClient(Addresses((), ()), 1.0)
         self.prober = Prober(self.pools, self.client, Settings(), self.metrics)

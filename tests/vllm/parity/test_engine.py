@@ -74,7 +74,7 @@ async def test_ids_and_blocks_of_a_real_engine(identities: Truth, kind: str) -> 
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(1) as executor, running(options) as [engine]:
         identity = await identities.identity(
-            Identities(executor, Trie(10**7), Templates(Metrics(), trust_all=True)), kind
+            Identities(executor, Trie(10**7), Templates(Metrics(), approved="*")), kind
         )
         hasher, expected = Hasher(SCHEME), set[bytes]()
         for ask in random_requests(7, REQUESTS, vocabulary=8_000):

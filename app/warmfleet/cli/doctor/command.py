@@ -560,7 +560,7 @@ def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[W
 async def _probe(plan: Plan, subject: Subject, report: Report) -> None:
     settings = plan.settings
     with ThreadPoolExecutor(1) as executor:
-        templates = Templates(Metrics(), trust_all=settings.trust_templates, approved=settings.approved_templates)
+        templates = Templates(Metrics(), settings.approved_templates)
         identities = Identities(executor, Trie(TRIE_BYTES), templates)
         try:
             report.progress("loading the announced tokenizer (large ones take seconds)")

@@ -238,7 +238,7 @@ class Stack:
         only the template of simulated engines is approved.
         """
         if not self.plan.redis_url:
-            return {"WARMFLEET_TRUST_TEMPLATES": "1"}
+            return {"WARMFLEET_APPROVED_TEMPLATES": "*"}
         if not self.plan.simulated:
             return {}
         given = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")

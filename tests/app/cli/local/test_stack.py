@@ -45,7 +45,7 @@ def test_only_a_plan_without_engines_of_the_user_is_simulated(plan: Plan, simula
 
 
 def test_every_template_in_a_private_store_is_trusted() -> None:
-    assert Stack(Plan())._approvals() == {"WARMFLEET_TRUST_TEMPLATES": "1"}
+    assert Stack(Plan())._approvals() == {"WARMFLEET_APPROVED_TEMPLATES": "*"}
 
 
 def test_in_a_store_of_the_user_the_simulated_engines_template_is_approved(monkeypatch: pytest.MonkeyPatch) -> None:
