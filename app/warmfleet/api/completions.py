@@ -165,7 +165,7 @@ class CompletionsProxy:
         for_router: dict[bytes, bytes],
     ) -> Call:
         """Raises BadRequest, Unauthorized."""
-        tenancy, raw, query = self._router.tenancy, request.headers, request.target.partition(b"?")[2]
+        query = request.target.partition(b"?")[2]
         if query and not _QUERY.fullmatch(query):
             raise BadRequest("The query of the URL must be ASCII, with every other byte written as %XX.")
         return Call(
@@ -173,8 +173,7 @@ class CompletionsProxy:
             request.body,
             record,
             header_lines(passed_on.values()),
-            tenancy.name(raw, client.name),
-            tenancy.flow(raw, client.name),
+            *self._router.tenancy.of(request.headers, client.name),
             patience_s(for_router.get(b"x-request-timeout-ms")) if for_router else math.inf,
             request.received_at,
             read_hints(for_router, passed_on.get(b"x-session-id", NOTHING)[1], self._explain_key),

@@ -82,10 +82,10 @@ class GatewayRoutes:
         client = given.get(TENANT, b"").decode("latin-1") if self._keys_required else ""
         if TENANT in given:
             raw = [*(field for field in raw if field[0] != self._tenant_header), (self._tenant_header, given[TENANT])]
-        key, tenancy = given.get(KEY, b""), self._tenancy
+        key = given.get(KEY, b"")
         if len(key) > MAX_KEY_BYTES:
             raise BadRequest(f"Idempotency-Key may have {MAX_KEY_BYTES} bytes.", "Idempotency-Key")
-        tenant = tenancy.name(raw, client)
+        tenant, flow = self._tenancy.of(raw, client)
         record = RequestRecord(request_id(raw), self._path(request), "POST", time.perf_counter())
         call = Call(
             record.path,
@@ -93,7 +93,7 @@ class GatewayRoutes:
             record,
             b"",
             tenant,
-            tenancy.flow(raw, client),
+            flow,
             patience_s(given.get(b"x-request-timeout-ms")),
             record.began_at,
             operators_hints(raw),

@@ -154,17 +154,14 @@ class ServiceRoutes:
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         requests.note_inexact(asked, data, body)
         raw = request.headers.raw
-        asked.salt = self._tenancy.salt(self._tenant(raw, tenant), asked.salt)
+        named, tenancy = None if tenant is None else tenant.encode("utf-8", "replace"), self._tenancy
+        owner, flow = tenancy.of(raw) if named is None else (named, tenancy.flow_of(named))
+        asked.salt = tenancy.salt(owner, asked.salt)
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
-        flow = self._tenancy.flow(raw) if tenant is None else self._tenancy.flow_of(tenant.encode("utf-8", "replace"))
         priority = requests.priority(asked) if self._settings.queue_priority else 0
         inquiry = fleet_status.Inquiry(asked, operators_hints(raw), flow, priority)
         return JSONResponse(await fleet_status.explain(model, pool, inquiry))
-
-    def _tenant(self, raw: list[tuple[bytes, bytes]], named: str | None) -> bytes:
-        """The tenant that the operator named in the body, else the one that the request's headers name."""
-        return self._tenancy.name(raw) if named is None else named.encode("utf-8", "replace")
 
     async def favicon(self, _request: HTTPRequest) -> Response:
         """Nothing, so that browsers cause no 404."""

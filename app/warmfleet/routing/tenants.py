@@ -34,14 +34,20 @@ class Tenancy:
         self._header = header.lower().encode("latin-1")
         self._no_flow = self.flow_of(b"")
 
-    def name(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
-        """The tenant of a request, b"" if tenants are not kept apart. client: the name of the request's key, if any.
+    def of(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> tuple[bytes, bytes]:
+        """The tenant of a request, b"" if tenants are not kept apart, and the flow by which the queue takes turns.
 
-        The name is made of all values of the tenant header, so a client cannot become another tenant by a second
-        header. Where that header is Authorization, the tenant of a named key is its name. Else X-Api-Key, by which
-        clients of Anthropic's API send their key, counts as Authorization if there is none.
+        client: the name of the request's key, if any. The tenant is made of all values of the tenant header, so a
+        client cannot become another tenant by a second header. Where that header is Authorization, the tenant of a
+        named key is its name. Else X-Api-Key, by which clients of Anthropic's API send their key, counts as
+        Authorization if there is none.
+
+        The flow has 8 bytes that do not tell the tenant header's value. Every request has a flow, whether tenants are
+        kept apart or not. Two tenants with the same flow share its turns; by chance this happens to one pair of tenants
+        in 10^19.
         """
-        return self._values(headers, client) if self._key else b""
+        values = self._values(headers, client)
+        return values if self._key else b"", self.flow_of(values) if values else self._no_flow
 
     def _values(self, headers: Sequence[tuple[bytes, bytes]], client: str) -> bytes:
         if client and self._header == b"authorization":
@@ -55,17 +61,8 @@ class Tenancy:
             return b""
         return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
 
-    def flow(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> bytes:
-        """The flow by which the queue takes turns: 8 bytes that do not tell the tenant header's value.
-
-        Every request has a flow, whether tenants are kept apart or not. Two tenants with the same flow share its turns;
-        by chance this happens to one pair of tenants in 10^19.
-        """
-        values = self._values(headers, client)
-        return self.flow_of(values) if values else self._no_flow
-
     def flow_of(self, values: bytes) -> bytes:
-        """``flow`` of the tenant header's values."""
+        """The flow of the tenant header's values."""
         return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:

@@ -69,8 +69,12 @@ class Handoff:
             return "text"
         if list in map(type, request.prompts):
             return "ids"  # an engine may refuse texts and ids in one request
-        tokens = [each.tokens for each in prompt.prompts]
-        if not tokens or not prompt.identity_key or 0 in tokens:
+        longest = 0
+        for each in prompt.prompts:
+            if not each.tokens:
+                return "unknown"
+            longest = max(longest, each.tokens)
+        if not longest or not prompt.identity_key:
             return "unknown"
         able = view.handoff.get(worker_id)
         if able is None or able.identity_key != prompt.identity_key or request.endpoint not in able.endpoints:
@@ -80,7 +84,7 @@ class Handoff:
             return "stale"
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
-        if max(tokens) >= able.limit_tokens:
+        if longest >= able.limit_tokens:
             return "length"  # too long: the engine's refusal names what it was given, and the client sent text
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()

@@ -209,8 +209,8 @@ def test_a_fault_in_the_file_ends_the_start(tmp_path: Path, text: str, why: str)
 def test_the_name_of_a_key_is_the_tenant() -> None:
     first, second = [(b"authorization", b"Bearer a")], [(b"authorization", b"bearer b")]
     tenancy = Tenancy("a secret of the operator", "Authorization")
-    assert tenancy.name(first, "team-a") == tenancy.name(second, "team-a") != tenancy.name(second, "team-b")
-    assert tenancy.flow(first, "team-a") == tenancy.flow(second, "team-a") != tenancy.flow(second, "team-b")
+    assert tenancy.of(first, "team-a")[0] == tenancy.of(second, "team-a")[0] != tenancy.of(second, "team-b")[0]
+    assert tenancy.of(first, "team-a")[1] == tenancy.of(second, "team-a")[1] != tenancy.of(second, "team-b")[1]
     assert Tenancy("a secret of the operator", "x-user").name([(b"x-user", b"u"), *first], "team-a") == b"u"
 
 

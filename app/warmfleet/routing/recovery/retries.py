@@ -31,22 +31,24 @@ class RetryBudget:
     """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
 
     A try after a refused connection is free: it did not cost the worker anything. ``empty``: there is no further try.
+    ``full``: what requests add is lost.
     """
 
     def __init__(self) -> None:
         self._left = BUDGET_MOST
-        self.empty = False
+        self.empty, self.full = False, True
 
     def earn(self) -> None:
-        """A request came."""
-        if self._left < BUDGET_MOST:
-            self._left = min(self._left + BUDGET_SHARE, BUDGET_MOST)
-            self.empty = self._left < 1.0
+        """A request came. Needs no call while the budget is full."""
+        self._add(BUDGET_SHARE)
 
     def spend(self) -> None:
         """A request is tried again."""
-        self._left -= 1.0
-        self.empty = self._left < 1.0
+        self._add(-1.0)
+
+    def _add(self, tries: float) -> None:
+        self._left = min(self._left + tries, BUDGET_MOST)
+        self.empty, self.full = self._left < 1.0, self._left == BUDGET_MOST
 
 
 class Retries:
@@ -69,7 +71,8 @@ class Retries:
     def __init__(self, job: Job, budget: RetryBudget) -> None:
         self._job = job
         self._budget = budget
-        budget.earn()
+        if not budget.full:
+            budget.earn()
 
     @property
     def tried_elsewhere(self) -> frozenset[int]:
