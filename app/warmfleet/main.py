@@ -166,7 +166,7 @@ def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
     upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
     engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
     decisions = DecisionLog(settings.decision_log, metrics)
-    identifier = Identifier(EngineTokenizer(engine_client, metrics).token_ids, metrics)
+    identifier = Identifier(EngineTokenizer(engine_client, metrics), metrics)
     past, may_ask, last = History(pools, metrics), Operators(settings), LastRequests()
     return _Replica(
         settings=settings,

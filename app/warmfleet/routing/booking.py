@@ -27,32 +27,15 @@ if TYPE_CHECKING:
 
 
 class BookingState(Enum):
-    """What Redis may hold of a booking.
+    """What Redis may hold of a booking, and which methods lead there.
 
-    ========  ==========================================================================================
-    NEW       Nothing: Redis was not asked yet, or refused the request.
-    ASKED     In doubt: a decision was asked for and Redis did not answer yet; it may hold a lease or a ticket.
-    QUEUED    No lease; perhaps a ticket in the queue.
-    BOOKED    A lease.
-    RELEASED  Nothing that is still this booking's: all of it was given back, or Redis is being told.
-    ========  ==========================================================================================
+    NEW: nothing; Redis was not asked yet, or the queue was full (``queued``). ASKED: in doubt, a lease or a ticket; a
+    decision was asked for and has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
+    ``not_booked``, ``unanswered``). BOOKED: a lease (``booked``). RELEASED: nothing that is still this booking's; Redis
+    has all of it back, or is being told (``release``), or a gateway has the lease (``hand_over``).
 
-    =================  =================================  ====================================================
-    method             from → to                          when
-    =================  =================================  ====================================================
-    ``asks``           NEW, QUEUED, ASKED → ASKED         a decision is asked for, first or when its turn came, or
-                                                          once more after Redis did not answer one that waits
-    ``booked``         ASKED → BOOKED                     a worker was chosen and its load was booked
-    ``queued``         ASKED → QUEUED                     its worker has no room now; the request got a ticket
-    ``queued``         ASKED → NEW                        the queue is full
-    ``limited``        ASKED → as it was before           the client's key is at a limit; an earlier ticket may be left
-    ``not_booked``     ASKED → QUEUED                     no worker can be chosen; an earlier ticket may be left
-    ``unanswered``     ASKED → QUEUED                     Redis failed; the reservation is cancelled besides
-    ``hand_over``      BOOKED → RELEASED                  a gateway keeps the lease, and settles it by itself
-    ``release``        every state → RELEASED             the attempt is over, or another pool got the request
-    =================  =================================  ====================================================
-
-    A worker that is chosen without Redis (``chose_without_redis``) changes no state: Redis holds what it held before.
+    ``limited`` leads back to the state before ``asks``. A worker that is chosen without Redis (``chose_without_redis``)
+    changes no state: Redis holds what it held before.
     """
 
     NEW = auto()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Question, Queued
@@ -17,7 +17,7 @@ from warmfleet.routing.explain_header import explanation
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from warmfleet.metrics import Counter, Histogram, Metrics
+    from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.booking import Booking
@@ -44,20 +44,6 @@ STILL_QUEUED = Queued("queued", 0, 0.0)
 NO_WORKER = "no_worker"  # the reason for which a worker is chosen without Redis though that answers
 
 
-class _OfModel(NamedTuple):
-    """The metrics of one model that every decision counts in, looked up once."""
-
-    seconds: Histogram
-    prompt_tokens: Counter
-    matched_tokens: Counter
-
-    @classmethod
-    def of(cls, metrics: Metrics, tag: str) -> _OfModel:
-        return cls(
-            metrics.decision_seconds.labels(tag), metrics.prompt_tokens.labels(tag), metrics.matched_tokens.labels(tag)
-        )
-
-
 class Decider:
     """Asks Redis, which chooses and books in one call, for a worker of a pool; without Redis nothing is booked."""
 
@@ -65,7 +51,8 @@ class Decider:
         self._log = log
         self._metrics = metrics
         self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
-        self._of_model = cache(partial(_OfModel.of, metrics))
+        seconds, prompt, matched = metrics.decision_seconds, metrics.prompt_tokens, metrics.matched_tokens
+        self._of_model = cache(lambda tag: (seconds.labels(tag), prompt.labels(tag), matched.labels(tag)))
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker of the chosen pool, or take a ticket if that has no room yet.
@@ -88,7 +75,7 @@ class Decider:
                 raise
             return await self.without_redis(job, attempt, booking, reason_of(error))
         finally:
-            self._of_model(pool.tag).seconds.observe(time.perf_counter() - booking.asked_at)
+            self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
         self._answered(job, booking, answer)
         if isinstance(answer, Decision):
             self.keep(job, attempt, answer)
@@ -117,7 +104,7 @@ class Decider:
         else:
             self._answered(job, booking, booking.answer)
         finally:
-            self._of_model(pool.tag).seconds.observe(time.perf_counter() - booking.asked_at)
+            self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
 
     def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
         """The question under the policy and the TTFT objective in force, and whether the answer is to explain itself.
@@ -153,22 +140,19 @@ class Decider:
         return question, explain
 
     def _answered(self, job: Job, booking: Booking, answer: Decision | Queued) -> None:
-        """Redis has answered."""
-        booking.pool.degraded.succeeded()
+        """Redis has answered: the booking has a worker or a ticket, and what the answer explains."""
+        pool, question = booking.pool, booking.question
+        pool.degraded.succeeded()
         if isinstance(answer, Queued):
             booking.queued(answer)
             return
         booking.booked(answer)
-        if answer.seen is not None:
-            self._explain(job, booking, answer)
-
-    def _explain(self, job: Job, booking: Booking, decision: Decision) -> None:
-        """Give the booking its line of the decision log if it is logged, and the explanation if it is wanted."""
-        pool, question = booking.pool, booking.question
+        if answer.seen is None:
+            return
         if booking.rings is not None:
-            booking.log_line = record(pool.tag, question, pool.fleet.weights, decision, booking.rings)
+            booking.log_line = record(pool.tag, question, pool.fleet.weights, answer, booking.rings)
         if job.call.hints.explain:
-            booking.explanation = explanation(question, pool.fleet.weights, decision)
+            booking.explanation = explanation(question, pool.fleet.weights, answer)
 
     def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
         """Note what an error leaves of the booking. True if the request goes on waiting, as Redis is silent for a
@@ -198,9 +182,9 @@ class Decider:
         if booking.log_line is not None:
             self._log.note(booking.log_line)
         attempt.record.decided(decision, policy, booking.asked_at, pool.view.token_s_of(decision.worker_id))
-        of_model = self._of_model(pool.tag)
-        of_model.prompt_tokens.inc(decision.prompt_tokens)
-        of_model.matched_tokens.inc(decision.matched_tokens)
+        _, prompt_tokens, matched_tokens = self._of_model(pool.tag)
+        prompt_tokens.inc(decision.prompt_tokens)
+        matched_tokens.inc(decision.matched_tokens)
         self._decisions(policy, decision.why, pool.tag).inc()
         pool.recent.note(call.record.request_id, call.path.name, prompt.kind, policy, decision)
         if len(prompt.prompts) == 1:

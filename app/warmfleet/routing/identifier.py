@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from warmfleet.pools.identified_prompt import identify_here, identify_ids
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.request import Request
+    from warmfleet.routing.engine_tokenizer import EngineTokenizer
 
 logger = logging.getLogger("warmfleet.routing.identifier")
 
@@ -20,19 +21,11 @@ logger = logging.getLogger("warmfleet.routing.identifier")
 ENGINE_CAN_TELL = frozenset({"no_template", "no_identity", "tools"})
 
 
-class AskEngine(Protocol):
-    """Asks an engine for the token ids of a request; an empty list if no engine tells them."""
-
-    async def __call__(
-        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
-    ) -> list[int]: ...
-
-
 class Identifier:
     """Identifies prompts for the router, and counts in the metrics how each was identified."""
 
-    def __init__(self, ask_engine: AskEngine, metrics: Metrics) -> None:
-        self._ask_engine = ask_engine
+    def __init__(self, engines: EngineTokenizer, metrics: Metrics) -> None:
+        self._engines = engines
         self._metrics = metrics
         self._kinds = cache(metrics.identity.labels)
         tokens = metrics.identified_tokens
@@ -57,7 +50,7 @@ class Identifier:
         given = [ids for ids in request.prompts if isinstance(ids, list)]
         if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
             return identify_ids(request, pool.view, given, "exact")
-        ids = await self._ask_engine(pool, request, prompt, body, headers)
+        ids = await self._engines.token_ids(pool, request, prompt, body, headers)
         return identify_ids(request, pool.view, [ids], "engine") if ids else prompt
 
     def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:

@@ -99,7 +99,10 @@ class Relay:
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
             ended = await self._relay(job, attempt, decision, response, answer, tried_elsewhere)
             if attempt.tail is not None:
-                attempt.shortfall = self._shortfall(job, attempt, decision, attempt.tail)
+                view = booking.pool.view
+                held = self._cache_reports.held_blocks(view, booking.prompt, decision, attempt.tail.usage())
+                if held is not None:
+                    attempt.shortfall = Shortfall(held, time.perf_counter() - job.call.received_at)
             return ended  # noqa: TRY300  an else would part the steps
         except UpstreamError as error:
             attempt.record.failed(error)
@@ -198,11 +201,6 @@ class Relay:
             if followed is not None:
                 followed.close()
         return "finished" if response.status < 400 else "failed"
-
-    def _shortfall(self, job: Job, attempt: Attempt, decision: Decision, tail: AnswerTail) -> Shortfall | None:
-        """What an approximate worker lacked of the prompt, by its answer; None if it lacked nothing that is known."""
-        held = self._cache_reports.held_blocks(attempt.chosen.pool.view, attempt.chosen.prompt, decision, tail.usage())
-        return None if held is None else Shortfall(held, time.perf_counter() - job.call.received_at)
 
     async def go_on(self, job: Job, attempt: Attempt, decision: Decision, continued: ContinuedStream) -> Ended:
         """Let the chosen worker continue a stream whose first part the client has. Raises UpstreamError if it fails."""

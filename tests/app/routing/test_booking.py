@@ -229,26 +229,6 @@ async def test_an_outcome_is_kept_no_longer_than_its_lease_lives(monkeypatch: py
     assert booking.pool.reservations.outcomes() == []
 
 
-async def test_a_request_that_is_cancelled_while_it_releases_still_settles() -> None:
-    booking, settlements, store = begun()
-    booked(booking)
-
-    async def request() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            booking.release("cancelled")
-
-    task = asyncio.ensure_future(request())
-    await asyncio.sleep(0)
-    task.cancel()
-    asyncio.get_running_loop().call_soon(task.cancel)
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await settlements.drained()
-    assert store.settled == ["cancelled"]
-
-
 async def test_drained_waits_until_redis_has_taken_or_refused_every_outcome() -> None:
     booking, settlements, store = begun()
     booked(booking)

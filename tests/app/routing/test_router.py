@@ -347,7 +347,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         client = Upstream(addresses, 1.0)
         await client.open()
         tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), metrics)
-        identifier = Identifier(tokenizer.token_ids, metrics)
+        identifier = Identifier(tokenizer, metrics)
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()
         task = asyncio.create_task(
