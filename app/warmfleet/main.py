@@ -62,7 +62,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import ANNOUNCE_S, QUEUE_PATIENCE, Fleet, QueueLimits, RedisConnections, Timeouts
+from warmfleet.fleet import ANNOUNCE_S, QUEUE_PATIENCE, Constants, Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
@@ -361,9 +361,9 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
         client = redis.of(model_tag(tag))
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
-    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s))
+    limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), Constants(limits=limits))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    fleet.limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
     return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S, tag), policy, objective_s)
 
 
@@ -477,8 +477,8 @@ async def _meet(pools: Pools, url: str, contact: asyncio.Event) -> None:
 
 async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
     """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
-    await pool.fleet.suspected.wait()
-    pool.fleet.suspected.clear()
+    await pool.fleet.upkeep.suspected.wait()
+    pool.fleet.upkeep.suspected.clear()
     await _look(reader.refresh, prober)
 
 

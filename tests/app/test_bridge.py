@@ -65,7 +65,7 @@ async def ask(engine: Engine, model: str, prompt: list[int], tokens: int = 8) ->
 async def indexed(router: Replica) -> dict[str, set[bytes]]:
     """What the index says each worker holds, by worker_id."""
     found = {}
-    for worker in await router.fleet.workers():
+    for worker in await router.fleet.workers.read():
         found[worker.worker_id] = await cast(
             "Any", router.fleet.redis.smembers(router.fleet.keys.slot(worker.load.slot))
         )
@@ -142,7 +142,7 @@ async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model
             await ask(engine, model, prompt(3))
             await equal(router, engine)
 
-            slot = (await router.fleet.workers())[0].load.slot
+            slot = (await router.fleet.workers.read())[0].load.slot
             ports = events.port, events.replay_port
             events.close()  # another process with an empty cache, at the same addresses
             engine.core.scheduler.pool.reset()
@@ -150,7 +150,7 @@ async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model
             engine.core.stepped = engine.kv_events.publish
             await ask(engine, model, prompt(4))
             await equal(router, engine)
-            assert (await router.fleet.workers())[0].load.slot != slot
+            assert (await router.fleet.workers.read())[0].load.slot != slot
             await router.routable(1)
 
 

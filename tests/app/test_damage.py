@@ -121,7 +121,7 @@ async def healthy(keyspace: Keyspace) -> None:
         await keyspace.store.zadd(keyspace.keys.alive, {f"w{number}.0": 2**41})
         record = {"nonce": "n1", "server_id": f"w{number}", "rank": 0, "slot": number, "scheme": SCHEME.as_dict()}
         await cast("Any", keyspace.store.hset(keyspace.keys.workers, f"w{number}.0", wire.dumps(record)))
-        await keyspace.fleet.prove(f"w{number}.0", "n1", Proof("proven", ""))
+        await keyspace.fleet.probes.prove(f"w{number}.0", "n1", Proof("proven", ""))
 
 
 async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) -> None:
@@ -138,7 +138,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
             await replica.applied()
             for one in evil:
                 if damage.rng.random() < 0.7:  # as if it had answered a probe
-                    await fleet.prove(one.worker, f"n{number}", Proof("proven", ""))
+                    await fleet.probes.prove(one.worker, f"n{number}", Proof("proven", ""))
                 if damage.rng.random() < 0.4:
                     await one.forge(f"n{number}")
             shown = await replica.look()
@@ -146,7 +146,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
             for worker in damage.rng.sample(replica.pool.view.workers, 2):
                 if worker.worker_id.startswith("evil") and worker.server:
                     await replica.probed(worker)
-            seen, unreadable = seen + len(shown["workers"]) - 2, unreadable + fleet.records.unreadable
+            seen, unreadable = seen + len(shown["workers"]) - 2, unreadable + fleet.workers.records.unreadable
             routable = {worker["worker_id"]: worker["url"] for worker in shown["workers"] if worker["routable"]}
             assert {"w1.0", "w2.0"} <= routable.keys(), f"seed {seed}, round {number}"
             assert all(url for url in routable.values())
@@ -154,7 +154,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
             assert await replica.asked() == {"exact", "prefix"}
             for one in evil:
                 await one.restore()
-        counts = await fleet.counts()
+        counts = await fleet.index.counts()
         assert counts["malformed"] > rounds * EVIL, "most of it was refused"
         assert seen > rounds * EVIL / 4, "some of it was not"
         assert unreadable > rounds, "and some only here"

@@ -34,7 +34,7 @@ CAUSES = {"template": ["chat"], "tokenizer": ["text", "chat"], "seed": ["tokens"
 
 
 async def the(router: Replica) -> WorkerView:
-    (view,) = await router.fleet.workers()
+    (view,) = await router.fleet.workers.read()
     return view
 
 
@@ -152,7 +152,7 @@ async def pester(router: Replica, make: Callable[[], Any], times: int) -> None:
 
 
 async def suspicions(router: Replica) -> int:
-    return sum(count for name, count in (await router.fleet.counts()).items() if name.startswith("suspect"))
+    return sum(count for name, count in (await router.fleet.index.counts()).items() if name.startswith("suspect"))
 
 
 async def no_tenant_talks_a_worker_down(redis_url: str, model: str, times: int) -> None:
@@ -170,7 +170,7 @@ async def no_tenant_talks_a_worker_down(redis_url: str, model: str, times: int) 
         await pester(router, lambda: ask(router, body | {"max_tokens": 3}, headers=forged), times)
         view = await the(router)
         assert (await suspicions(router), view.proof, view.record.get("strikes", 0)) == (0, "proven", 0)
-        counts = await router.fleet.counts()
+        counts = await router.fleet.index.counts()
         assert counts["exact"] > times
         assert "downgrade" not in " ".join(counts)
         assert worker.engine.core.scheduler.pool.evicted > 0
@@ -218,7 +218,7 @@ async def test_constant_evictions_downgrade_no_worker_and_hide_none(
         finally:
             await stop(clients)
         assert worker.engine.core.scheduler.pool.evicted > 5_000
-        counts = await router.fleet.counts()
+        counts = await router.fleet.index.counts()
         results = {one: await router.metric(f'warmfleet_probes_total{{result="{one}"}}') for one in RESULTS}
         print(kind, results, {name: count for name, count in counts.items() if "suspect" in name or "down" in name})
         assert results["proven"] >= (2 if kind == "right" else 1)

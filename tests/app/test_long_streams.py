@@ -30,7 +30,7 @@ class Watch:
         self._router, self.seen = router, [(0, 0, 0)]
 
     async def look(self) -> None:
-        rows = [worker.load for worker in await self._router.fleet.workers()]
+        rows = [worker.load for worker in await self._router.fleet.workers.read()]
         prefill, decode = sum(row.prefill_tokens for row in rows), sum(row.decode_tokens for row in rows)
         now = (prefill, decode, sum(row.in_flight for row in rows))
         self.seen += [now] if now != self.seen[-1] else []

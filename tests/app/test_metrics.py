@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.support.fleet.constants_alone import ConstantsAlone
 
 from warmfleet import metrics
 from warmfleet.api.service_routes import Health, ServiceRoutes
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
     from warmfleet.routing.router import Router
 
-IDLE_FLEET = SimpleNamespace(limits=SimpleNamespace(max_engine_wait_s=0.0))
+IDLE_FLEET = ConstantsAlone()
 
 
 def shown(made: object) -> str:

@@ -23,7 +23,7 @@ from tests.support.engines.scripted import (
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
-from warmfleet.fleet import Flag, views
+from warmfleet.fleet import Flag, workers
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.recovery import retries
@@ -68,7 +68,7 @@ async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterat
 
 
 async def flags_of(router: Replica, one: Engine) -> int:
-    return next(worker.load.flags for worker in await router.fleet.workers() if worker.url == one.url)
+    return next(worker.load.flags for worker in await router.fleet.workers.read() if worker.url == one.url)
 
 
 async def ejected(router: Replica, one: Engine) -> bool:
@@ -131,7 +131,7 @@ async def test_an_error_in_a_stream_that_is_the_clients_reaches_the_client(valke
 async def test_one_that_recovers_comes_back_by_one_request(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(views, "EJECTED_S", (0.2, 300.0))
+    monkeypatch.setattr(workers, "EJECTED_S", (0.2, 300.0))
     async with fleet_of(valkey_url, model, failing("500"), answer_well, answer_well) as (router, engines):
 
         async def on_trial() -> bool:

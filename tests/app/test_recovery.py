@@ -154,7 +154,7 @@ async def test_an_emptied_redis_and_dead_engines_fail_nobody(model: str) -> None
 async def test_leases_of_a_dead_replica_are_reaped_without_any_request(valkey_url: str, model: str) -> None:
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         for number in range(20):
-            await router.fleet.decide(Question(f"wf-left-behind-{number:08d}", (), 100, 100))
+            await router.fleet.bookings.decide(Question(f"wf-left-behind-{number:08d}", (), 100, 100))
         keys = router.fleet.keys
         for member in await router.fleet.redis.zrange(keys.leases, 0, -1):
             await router.fleet.redis.zadd(keys.leases, {cast("bytes", member): 1})

@@ -10,7 +10,9 @@ from tests.support.engines.scripted import engine
 from tests.support.replicas.replica import replica
 
 from warmfleet.background import view_reader
-from warmfleet.fleet import Decision, Fleet, Question, Queued, new_reservation
+from warmfleet.fleet import Decision, Question, Queued, new_reservation
+from warmfleet.fleet.bookings import Bookings
+from warmfleet.fleet.queueing import Queue
 from warmfleet.pools.fleet_view import View, view_of
 from warmfleet_worker.protocol import wire
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmfleet.fleet import WorkerView
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Outcome
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -50,9 +52,9 @@ async def test_the_first_byte_speaks_for_one_prompt(
 ) -> None:
     """Each report of the engine's plugin gives back one prompt's share; the first byte must not give back all."""
     seen: list[str] = []
-    decide, tell = Fleet.decide_in_turn, Fleet.tell
+    decide, settle_later = Queue.decide_in_turn, Bookings.settle_later
 
-    async def decides(self: Fleet, question: Question, *, tell: bool) -> Decision | Queued:
+    async def decides(self: Queue, question: Question, *, tell: bool) -> Decision | Queued:
         decision = await decide(self, question, tell=tell)
         assert isinstance(decision, Decision)
         return replace(decision, approximate=reporter == "nobody")
@@ -64,14 +66,14 @@ async def test_the_first_byte_speaks_for_one_prompt(
         ]
         return view_of(bridged, *args, **more)
 
-    def tells(self: Fleet, reservation: str, outcome: Outcome, on_answer: OnAnswer, *rest: Any) -> None:
+    def settles(self: Bookings, reservation: str, outcome: Outcome, on_answer: OnAnswer, *rest: Any) -> None:
         several = reservation[3] == "-"
         assert several == isinstance(prompt, list)
         seen.append(outcome)
-        tell(self, reservation, outcome, on_answer, *rest)
+        settle_later(self, reservation, outcome, on_answer, *rest)
 
-    monkeypatch.setattr(Fleet, "decide_in_turn", decides)
-    monkeypatch.setattr(Fleet, "tell", tells)
+    monkeypatch.setattr(Queue, "decide_in_turn", decides)
+    monkeypatch.setattr(Bookings, "settle_later", settles)
     monkeypatch.setattr(view_reader, "view_of", viewed)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         status, _, _ = await router.post({"model": model, "prompt": prompt, "stream": True})

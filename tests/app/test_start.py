@@ -97,9 +97,9 @@ async def test_a_wrong_password_is_told_in_one_sentence(valkey_url: str, model: 
     told = "^Redis refuses the user or the password, see WARMFLEET_REDIS_URL: "
     try:
         with pytest.raises(FleetUnavailable, match=told) as by_reading:
-            await fleet.workers()
+            await fleet.workers.read()
         with pytest.raises(FleetUnavailable, match=told) as by_script:
-            await fleet.settle("wf-0" + "a" * 21, "finished")
+            await fleet.bookings.settle("wf-0" + "a" * 21, "finished")
     finally:
         await fleet.close()
     assert "wrong@" not in str(by_reading.value) + str(by_script.value)

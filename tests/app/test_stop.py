@@ -43,7 +43,7 @@ async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple
             await poll(router.load, what="load is booked")
             await asyncio.sleep(0.1)  # what the engine sent has arrived
         answered = await asked
-        rows = [worker.load for worker in await looking.workers()]
+        rows = [worker.load for worker in await looking.workers.read()]
         assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0 < len(rows)
     await looking.close()
     return answered

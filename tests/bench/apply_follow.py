@@ -43,14 +43,14 @@ class Rounds:
 
     def __init__(self, url: str, workers: int) -> None:
         self.fleet = Fleet(connect(url, timeout_s=30), "bench", timeouts=PATIENT)
-        self.fleet.pace = replace(Pace(), min_gap_ms=0, share_permille=1000, applies=10_000)
+        self.fleet.upkeep.pace = replace(Pace(), min_gap_ms=0, share_permille=1000, applies=10_000)
         data = Data(workers, ENTRIES)
         self.workers = [Worker(self.fleet, data, number) for number in range(workers)]
 
     async def fill(self) -> None:
         for worker in self.workers:
             await send(self.fleet, [worker.join(), *worker.fill()])
-            while (await self.fleet.apply(worker.worker_id)).more:
+            while (await self.fleet.upkeep.apply(worker.worker_id)).more:
                 pass
 
     async def cost_s(self, rate: int, together: int) -> float:
@@ -67,9 +67,9 @@ class Rounds:
         """Apply until every stream is empty, and stop then, so that idle ticks are not measured."""
         looked = 0
         while looked < len(self.workers):
-            tick = await self.fleet.tick()
-            looked = 0 if tick.backlog or tick.snapshots else looked + self.fleet.pace.max_streams
-            await self.fleet._drain(replace(tick, granted_us=10**9))
+            tick = await self.fleet.upkeep.tick()
+            looked = 0 if tick.backlog or tick.snapshots else looked + self.fleet.upkeep.pace.max_streams
+            await self.fleet.upkeep._drain(replace(tick, granted_us=10**9))
 
     async def _cpu_s(self) -> float:
         info: Any = await self.fleet.redis.info("cpu")
@@ -77,12 +77,12 @@ class Rounds:
 
     async def check(self) -> None:
         """Fail unless each index has the digest that its worker published and no protocol event was counted."""
-        views = await self.fleet.workers()
+        views = await self.fleet.workers.read()
         assert len(views) == len(self.workers)
         for view in views:
             number = int(view.worker_id.split("-")[1].split(".")[0])
             assert view.load.blocks == self.workers[number].digest.count, view.worker_id
-        assert await self.fleet.counts() == {}
+        assert await self.fleet.index.counts() == {}
 
 
 async def measure(url: str, workers: int) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Bench:
         say(f"filled in {time.perf_counter() - begun:.0f} s, {used / 2**20:.0f} MB")
 
     async def _store_all(self, worker: Worker) -> None:
-        await self.fleet.apply(worker.worker_id)
+        await self.fleet.upkeep.apply(worker.worker_id)
         sha = next(sha for sha, name in self.names.items() if name == "apply")
         keys = [getattr(self.fleet.keys, key) for key in SCRIPT_KEYS["apply"]]
         call = ("EVALSHA", sha, len(keys), *keys, self.fleet.keys.prefix, worker.worker_id, wire.BATCH_BLOCKS)

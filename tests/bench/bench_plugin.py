@@ -106,7 +106,7 @@ async def applied(url: str, model: str) -> AsyncIterator[None]:
     async def upkeep() -> None:
         while True:
             with suppress(FleetUnavailable):
-                await fleet.step()
+                await fleet.upkeep.step()
             await asyncio.sleep(UPKEEP_S)
 
     task = asyncio.create_task(upkeep())

@@ -20,7 +20,7 @@ from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, Data, FilledStore
 from tests.bench.output import say
 from tests.support.redis.topology import whole_cluster
 
-from warmfleet.fleet import Fleet, Question, QueueLimits, RedisConnections, Timeouts, new_reservation
+from warmfleet.fleet import Constants, Fleet, Question, QueueLimits, RedisConnections, Timeouts, new_reservation
 from warmfleet.fleet.connection.pool_masters import master_of
 from warmfleet.prompt.block_hashes import Chain
 
@@ -86,8 +86,10 @@ async def burn(fleet: Fleet, chains: Sequence[bytes], routes: int, at_once: int,
             chain = rng.choice(chains)
             prompt = len(chain) // 8 * BLOCK_TOKENS + 5
             reservation = new_reservation(1)
-            await fleet.decide(Question(reservation, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300))
-            await fleet.settle(reservation, "finished")
+            await fleet.bookings.decide(
+                Question(reservation, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
+            )
+            await fleet.bookings.settle(reservation, "finished")
 
     await asyncio.gather(*(client() for _ in range(at_once)))
 
@@ -106,8 +108,8 @@ class Setting:
         for tag in tags_on(cluster, masters):
             say(f"{masters} masters: filling {tag}")
             chains = fill(cluster, tag, size, rng)
-            fleet = Fleet(connections.of(tag), tag, PATIENCE)
-            fleet.limits, fleet.block_tokens = QueueLimits(2.0), {SCHEME: BLOCK_TOKENS}
+            constants = Constants(limits=QueueLimits(2.0), block_tokens={SCHEME: BLOCK_TOKENS})
+            fleet = Fleet(connections.of(tag), tag, PATIENCE, constants)
             pools.append((fleet, chains))
         return cls(masters, pools)
 

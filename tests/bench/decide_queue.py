@@ -24,7 +24,7 @@ from tests.bench.filled_store import BLOCK_TOKENS, FLAGS, SCHEME, FilledStore
 from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import LoadRow, Question, QueueLimits
+from warmfleet.fleet import LoadRow, Question, QueueLimits, Spans
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.prompt.block_hashes import Chain
@@ -48,9 +48,8 @@ class Line(FilledStore):
 
     def __init__(self, url: str, workers: int, tickets: int) -> None:
         super().__init__(url, workers)
-        fleet = self.reservations
-        fleet.limits = QueueLimits(LIMIT_S, tickets + CALLS, 1.0)
-        fleet.spans = type(fleet.spans)(lease_ms=LIFE_MS, ticket_ms=LIFE_MS, linger_ms=0)
+        spans = Spans(lease_ms=LIFE_MS, ticket_ms=LIFE_MS, linger_ms=0)
+        self.packing.use(limits=QueueLimits(LIMIT_S, tickets + CALLS, 1.0), spans=spans)
         self.shas["queue"] = str(self.client.script_load(script_text("queue")))
         self.client.flushall()
         self.fleet(random.Random(11))
@@ -91,7 +90,7 @@ class Line(FilledStore):
             self.book([FULL_TOKENS] * self.workers)
             names = self.new_names(LOOK_TICKETS)
             asks = [Question(name, (), tokens, tokens, exclude=barred, barred=barred) for name in names]
-            self.burn([self.call("decide", *arguments_of(self.reservations.decide_command(ask))) for ask in asks])
+            self.burn([self.call("decide", *arguments_of(self.packing.bookings.decide_command(ask))) for ask in asks])
             self.book(booked)
             turns = self.client.execute_command("EVALSHA", *self.poll())[3]
             at_one = -(-LIMIT_S * SPEED_TPS // tokens)  # prompts that one engine takes at once
@@ -104,10 +103,10 @@ class Line(FilledStore):
     def wish(self, name: str) -> list[Any]:
         prompt = BLOCKS * BLOCK_TOKENS + OWN_TOKENS
         ask = Question(name, (Chain(SCHEME, BLOCK_TOKENS, self.chain),), prompt, prompt)
-        return self.call("decide", *arguments_of(self.reservations.decide_command(ask)))
+        return self.call("decide", *arguments_of(self.packing.bookings.decide_command(ask)))
 
     def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> list[Any]:
-        prefix, constants = self.keys.prefix, self.reservations.constants()
+        prefix, constants = self.keys.prefix, self.packing.constants.packed
         ids = [*leaving, *waiting]
         return self.call("queue", *argv("queue", ids, prefix=prefix, constants=constants, leaving=len(leaving)))
 

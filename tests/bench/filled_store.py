@@ -17,7 +17,7 @@ import redis
 from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import Question, Queue, QueueLimits, Weights
+from warmfleet.fleet import Constants, Fleet, Question, QueueLimits
 from warmfleet.fleet.client import connect
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
@@ -88,10 +88,10 @@ class FilledStore:
     def __init__(self, url: str, workers: int, model: str = "bench") -> None:
         self.client: Any = redis.Redis.from_url(url)
         self.pid = int(self.client.info("server")["process_id"])
-        self.reservations = Queue(connect(url), model, weights=Weights())
-        self.reservations.limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
-        self.reservations.block_tokens = {SCHEME: BLOCK_TOKENS}
-        self.keys = self.reservations.keys
+        limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
+        constants = Constants(limits=limits, block_tokens={SCHEME: BLOCK_TOKENS})
+        self.packing = Fleet(connect(url), model, constants=constants)  # no call is sent by it
+        self.keys = self.packing.keys
         self.shas = {name: str(self.client.script_load(script_text(name))) for name in ("decide", "settle")}
         self.serial = 0
         self.workers = workers
@@ -117,7 +117,7 @@ class FilledStore:
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
         ask = Question(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *arguments_of(self.reservations.decide_command(ask)))
+        return name, self.call("decide", *arguments_of(self.packing.bookings.decide_command(ask)))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]

@@ -107,11 +107,11 @@ async def join(url: str, pool: str, engines: list[Engine]) -> None:
             with patch.object(artifacts, "split", unstored if number else split):
                 engine.join()
         async with asyncio.timeout(JOINS_S):
-            while len(known := await fleet.workers()) < len(engines) or not all(one.server for one in known):
-                await fleet.step()
-                await asyncio.sleep(fleet.pace.min_gap_ms / 1000)
+            while len(known := await fleet.workers.read()) < len(engines) or not all(one.server for one in known):
+                await fleet.upkeep.step()
+                await asyncio.sleep(fleet.upkeep.pace.min_gap_ms / 1000)
         for worker in known:
-            await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "resting"))
+            await fleet.probes.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "resting"))
 
 
 def rest(engines: list[Engine]) -> None:

@@ -167,7 +167,7 @@ class Sync:
 
     async def _apply(self, written: asyncio.Event) -> None:
         while not written.is_set():
-            await self.fleet.step()
+            await self.fleet.upkeep.step()
             await asyncio.sleep(APPLY_INTERVAL_S)
 
     async def _snapshots(self, done: asyncio.Event) -> None:
@@ -182,5 +182,5 @@ class Sync:
 
     async def quiet(self) -> None:
         """Wait until all entries are applied and all retired slots are collected."""
-        while await self.fleet.step() or (await self.fleet.collect(1000))[1]:
+        while (await self.fleet.upkeep.step()).blocks or (await self.fleet.upkeep.collect(1000))[1]:
             pass

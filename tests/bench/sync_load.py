@@ -66,7 +66,7 @@ class Load:
                     self.lags.append(time.perf_counter() - due)
                 due += self.rng.expovariate(rate)
             while self.settles and self.settles[0][0] <= now:
-                settle = (self.fleet._prefix, self.settles.popleft()[1], "finished", 60_000, 500)
+                settle = (self.fleet.scripts.prefix, self.settles.popleft()[1], "finished", 60_000, 500)
                 self._send(self._words("settle", settle), "", now)
             pause = min(due if due < end else end + 1, self.settles[0][0] if self.settles else end + 1)
             readable, _, _ = select.select([self.socket], [], [], max(0.0, pause - time.perf_counter()))
@@ -82,7 +82,7 @@ class Load:
         ask = Question(
             "?", (Chain(SCHEME.scheme_id, 16, chain),), prompt, prompt + 300, seed=self.rng.randrange(1, 2**31)
         )
-        return self._words("decide", arguments_of(self.fleet.decide_command(ask, in_turn=False)))
+        return self._words("decide", arguments_of(self.fleet.bookings.decide_command(ask, in_turn=False)))
 
     def _decide(self, due: float) -> None:
         words, self.asked = self.rng.choice(self.asks), self.asked + 1

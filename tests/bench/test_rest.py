@@ -58,7 +58,7 @@ async def test_resting_engines_are_proven_and_heard(valkey_url: str, monkeypatch
     await join(valkey_url, "rest-bench", engines)
     async with connect(valkey_url) as client:
         fleet = Fleet(client, "rest-bench")
-        before = {one.worker_id: one for one in await fleet.workers()}
+        before = {one.worker_id: one for one in await fleet.workers.read()}
         assert [one.state for one in before.values()] == ["proven", "proven"]
         later = time.monotonic() + wire.HEARTBEAT_SECONDS
         monkeypatch.setattr("time.monotonic", lambda: later)
@@ -66,6 +66,6 @@ async def test_resting_engines_are_proven_and_heard(valkey_url: str, monkeypatch
             assert engine.core(time.monotonic()) > time.monotonic()
             engine.server(time.monotonic())
         for engine in engines:
-            assert (await fleet.apply(engine.worker_id)).entries == 1
-            assert (await fleet.apply_server(engine.worker_id.removesuffix(".0"))).entries == 1
+            assert (await fleet.upkeep.apply(engine.worker_id)).entries == 1
+            assert (await fleet.upkeep.apply_server(engine.worker_id.removesuffix(".0"))).entries == 1
     plugin.close()

@@ -24,11 +24,11 @@ async def test_scripts_take_the_time_from_the_bench(url: str) -> None:
     store = VirtualStore(url)
     fleet = store.fleet(MODEL, Weights())
     store.clock.now = 12.5
-    assert (await fleet.tick()).ran
+    assert (await fleet.upkeep.tick()).ran
     store.clock.now = 12.52  # 20 virtual ms later, and hardly any real time
-    assert not (await fleet.tick()).ran
+    assert not (await fleet.upkeep.tick()).ran
     store.clock.now = 12.53
-    assert (await fleet.tick()).ran
+    assert (await fleet.upkeep.tick()).ran
     assert store.sync.get(fleet.keys.tick).split()[0] == b"%d" % ((BEGINNING_US + 12_530_000) // 1_000)
     await store.close()
 

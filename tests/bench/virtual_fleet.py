@@ -142,7 +142,7 @@ class Cluster:
         self.on_way = [0] * len(self.workers)  # requests that are sent and not yet at their engine, by its number
         self.tickets: dict[Fleet, VirtualTickets] = {}
         for fleet in self.fleets if plan.queue.max_engine_wait_s else ():
-            fleet.limits = plan.queue
+            fleet.use(limits=plan.queue)
             self.tickets[fleet] = VirtualTickets(fleet, self.virtual, self._booked, self._send)
 
     # ------------------------------------------------ the run
@@ -182,7 +182,7 @@ class Cluster:
         async def step(now: float) -> None:
             nonlocal seen, due
             if self.store.written[fleet.keys.tag] != seen or now >= due:
-                blocks = await fleet.step()
+                blocks = (await fleet.upkeep.step()).blocks
                 busy = blocks or self.store.written[fleet.keys.tag] != seen
                 seen, due = self.store.written[fleet.keys.tag], now if busy else now + IDLE_S
 
@@ -200,7 +200,7 @@ class Cluster:
         for fleet in self.fleets:
             mine = [renewal for owner, renewal in self._open.values() if owner is fleet]
             for start in range(0, len(mine), RENEW_AT_ONCE):
-                await fleet.renew(mine[start : start + RENEW_AT_ONCE])
+                await fleet.bookings.renew(mine[start : start + RENEW_AT_ONCE])
 
     async def _watch(self, now: float) -> None:
         if self.plan.watch is not None:
@@ -220,7 +220,7 @@ class Cluster:
         elif tickets := self.tickets.get(fleet):
             number = await tickets.choose(request, ask, now)
         else:
-            number = self._booked(fleet, request, await fleet.decide(ask), now)
+            number = self._booked(fleet, request, await fleet.bookings.decide(ask), now)
         if number is None or not self.plan.dispatch_s:
             return number
         self._send(request, number, now)
@@ -293,7 +293,7 @@ class Cluster:
             uncached, context = request.prompt_tokens - size * len(held), request.prompt_tokens + request.max_tokens
             fleet = self._fleet_of(worker)
             self._open[request] = fleet, Renewal(reservation, worker.worker_id, uncached, context)
-            await fleet.renew([self._open[request][1]])
+            await fleet.bookings.renew([self._open[request][1]])
 
     async def started(self, request: Request, engine: int, now: float) -> None:
         """Handle the first token: the engine core reports progress, and the replica sees the first byte."""
@@ -301,13 +301,13 @@ class Cluster:
             fleet, booked = self._open[request]
             self.workers[engine].prefilled(booked.reservation, request, now)
             self._open[request] = fleet, booked._replace(prefill_tokens=0, started=True)
-            await fleet.settle(booked.reservation, "started")
+            await fleet.bookings.settle(booked.reservation, "started")
             self._room_freed(fleet, now)
 
     async def finished(self, request: Request, engine: int, now: float) -> None:
         if request in self._open:
             fleet, booked = self._open.pop(request)
-            await fleet.settle(booked.reservation, "finished", 0, self._shortfall(request, engine, now))
+            await fleet.bookings.settle(booked.reservation, "finished", 0, self._shortfall(request, engine, now))
             self._room_freed(fleet, now)
 
     def _room_freed(self, fleet: Fleet, now: float) -> None:

@@ -32,7 +32,7 @@ class IdleGaps:
         self._looks += len(engines)
         if waits and idle:
             on_way = sum(cluster.on_way[number] > 0 for number in idle)
-            turns = (await cluster.fleets[0].poll()).turns if on_way < len(idle) else ()
+            turns = (await cluster.fleets[0].queue.poll()).turns if on_way < len(idle) else ()
             self._idle += min(len(idle), on_way + len(turns))
             self._beside += len(idle)
 

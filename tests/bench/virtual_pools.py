@@ -39,24 +39,24 @@ class HomePools:
 
         Returns the pool that gave it, the answer, and the other home pools.
         """
-        answers = [(fleet, await fleet.decide_in_turn(ask)) for fleet in self.order(ask)[:HOMES]]
+        answers = [(fleet, await fleet.queue.decide_in_turn(ask)) for fleet in self.order(ask)[:HOMES]]
         best = self._best(answers)
         for number, (fleet, answer) in enumerate(answers):
             if number != best and isinstance(answer, Decision):
-                await fleet.settle(ask.reservation, "unsent")
+                await fleet.bookings.settle(ask.reservation, "unsent")
             elif number != best:
-                await fleet.poll(leaving=[ask.reservation])
+                await fleet.queue.poll(leaving=[ask.reservation])
         fleet, answer = answers[best]
         return fleet, answer, [other for other, _ in answers if other is not fleet]
 
     async def instead(self, ask: Question, line: tuple[Fleet, Queued], other: Fleet) -> Decision | None:
         """Book a request that waits in a line in its other home pool, if it is cheaper there. ask: with another id."""
-        answer = await other.decide_in_turn(replace(ask, may_wait=False))
+        answer = await other.queue.decide_in_turn(replace(ask, may_wait=False))
         if not isinstance(answer, Decision):
             return None
         if self._best((line, (other, answer))) == 1:
             return answer
-        await other.settle(ask.reservation, "unsent")
+        await other.bookings.settle(ask.reservation, "unsent")
         return None
 
     def _offers(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> list[Offer]:
@@ -70,4 +70,4 @@ class HomePools:
         return Offer(answer.cost_s, turn, answer.matched_tokens, token_s)
 
     def _best(self, answers: Sequence[tuple[Fleet, Decision | Queued]]) -> int:
-        return best(self._offers(answers), answers[0][0].weights.stay)
+        return best(self._offers(answers), answers[0][0].constants.weights.stay)

@@ -47,7 +47,7 @@ class VirtualTickets:
 
     async def choose(self, request: Request, ask: Question, now: float) -> int | None:
         """As ``Router.choose``; a request that must wait is sent by a later poll."""
-        answer = await self._fleet.decide_in_turn(ask)
+        answer = await self._fleet.queue.decide_in_turn(ask)
         if isinstance(answer, Decision):
             return self._booked(self._fleet, request, answer, now)
         self.keep(request, ask, answer, now)
@@ -84,7 +84,7 @@ class VirtualTickets:
         self._polled, self._next = now, None
         ids, room_in_s = list(self._waiting), POLL_S
         for start in range(0, len(ids), POLL_AT_ONCE):
-            line = await self._fleet.poll(ids[start : start + POLL_AT_ONCE])
+            line = await self._fleet.queue.poll(ids[start : start + POLL_AT_ONCE])
             room_in_s = line.room_in_s
             for ticket in [name for name, standing in line.standings.items() if standing is not Standing.WAITS]:
                 await self._ask_again(ticket, now)
@@ -98,13 +98,13 @@ class VirtualTickets:
     async def _ask_again(self, ticket: str, now: float) -> None:
         request, ask, came = self._waiting[ticket]
         del self._decided[ticket]
-        answer = await self._fleet.decide_in_turn(replace(ask, waited_ms=round(1_000 * (now - came))))
+        answer = await self._fleet.queue.decide_in_turn(replace(ask, waited_ms=round(1_000 * (now - came))))
         if not isinstance(answer, Decision) and answer.outcome == "queued":
             number = await self._instead[ticket](answer, now) if ticket in self._instead else None
             if number is None:
                 self._decided[ticket] = now
                 return
-            await self._fleet.poll(leaving=[ticket])
+            await self._fleet.queue.poll(leaving=[ticket])
             del self._waiting[ticket], self._instead[ticket]
             self._send(request, number, now)
             return

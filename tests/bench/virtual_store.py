@@ -18,7 +18,7 @@ from redis.connection import UnixDomainSocketConnection as Connection
 from tests.support.redis.packed_commands import words_of
 from tests.support.redis.servers import server, valkey_binary
 
-from warmfleet.fleet import Fleet, Timeouts, Weights
+from warmfleet.fleet import Constants, Fleet, Timeouts, Weights
 from warmfleet.fleet.connection.multiplexed import Multiplexed
 from warmfleet.fleet.connection.redis_connections import RouterRedis
 from warmfleet.fleet.connection.reply_errors import refusal
@@ -146,7 +146,7 @@ class VirtualStore:
         client.connection_of_scripts = connection(path=self.url.removeprefix("unix://"))
         client.multiplexed = _VirtualMultiplexed(client.connection_pool, client.connection_of_scripts, self.clock)
         self._connections.append(client.connection_of_scripts)
-        made = Fleet(client, model, timeouts=Timeouts(10, 10), weights=weights)
+        made = Fleet(client, model, timeouts=Timeouts(10, 10), constants=Constants(weights=weights))
         self._fleets.append(made)
         return made
 

@@ -86,12 +86,12 @@ class VirtualWorker:
         self._server._round()
         self._core.step(clock.now)
         for _ in range(4):
-            await fleet.step()
+            await fleet.upkeep.step()
             clock.now += 0.05
         raw: Any = await fleet.redis.hget(fleet.keys.workers, self.worker_id)
         if raw is None:
             raise RuntimeError(f"nobody has taken notice of {self.worker_id}")
-        await fleet.prove(self.worker_id, json.loads(raw)["nonce"], Proof("proven", "virtual"))
+        await fleet.probes.prove(self.worker_id, json.loads(raw)["nonce"], Proof("proven", "virtual"))
 
     def keep_going(self, fleet: VirtualFleet) -> None:
         """Keep both halves publishing from now on."""
@@ -137,7 +137,7 @@ class StockWorker:
         """Register it as its first check does. It takes 0.2 virtual seconds, as long as a worker with the plugin."""
         scheme = self._config.scheme
         record = {"scheme_id": scheme.scheme_id, "scheme": scheme.as_dict(), "url": self._url, "models": [MODEL]}
-        self._register = partial(fleet.register, self.worker_id, record, self._config.blocks)
+        self._register = partial(fleet.workers.register, self.worker_id, record, self._config.blocks)
         await self._register()
         clock.now += 0.2
 

@@ -164,7 +164,7 @@ class Fleet:
         """The sum of all that is booked, in the requests and tokens of all workers; -1 while Redis cannot be read."""
         scripts = Scripts(connect(f"redis://127.0.0.1:{self.redis_port}/0", timeout_s=5), MODEL)
         try:
-            rows = [worker.load for worker in await scripts.workers()]
+            rows = [worker.load for worker in await scripts.workers.read()]
         except Exception as error:  # noqa: BLE001  any failure to read is the same here
             print(f"the load cannot be read: {error!r}")
             return -1

@@ -132,7 +132,7 @@ class Spread:
         booked = 0
         for tag in self.tags:
             fleet = self.fleet(tag)
-            rows = [worker.load for worker in await fleet.workers()]
+            rows = [worker.load for worker in await fleet.workers.read()]
             booked += sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows)
             await fleet.close()
         return booked
@@ -146,8 +146,8 @@ class Spread:
                 held |= await answer.json()
         for tag in self.tags:
             fleet = self.fleet(tag)
-            for worker in await fleet.workers():
-                members: list[bytes] = await fleet.ask("SMEMBERS", fleet.keys.slot(worker.load.slot))
+            for worker in await fleet.workers.read():
+                members: list[bytes] = await fleet.scripts.ask("SMEMBERS", fleet.keys.slot(worker.load.slot))
                 if sorted(member.hex() for member in members) != held.pop(worker.worker_id, None):
                     found.append(worker.worker_id)
             await fleet.close()

@@ -136,7 +136,7 @@ async def filled(fleet: Spread, tag: str) -> bool:
 async def emptied(fleet: Spread, tag: str) -> bool:
     one = fleet.fleet(tag)
     try:
-        return not [worker for worker in await one.workers() if worker.heard]
+        return not [worker for worker in await one.workers.read() if worker.heard]
     finally:
         await one.close()
 

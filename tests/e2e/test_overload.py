@@ -47,7 +47,7 @@ async def fleet(own_store: str) -> AsyncIterator[Fleet]:
 
 async def left(fleet: Fleet) -> tuple[int, list[bytes]]:
     """Return the sum of the booked load, and the keys of the queue."""
-    rows = [worker.load for worker in await fleet.workers()]
+    rows = [worker.load for worker in await fleet.workers.read()]
     keys = [key async for key in fleet.redis.scan_iter(match="*:queue*")]
     return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows), keys
 
@@ -60,7 +60,7 @@ async def settled(fleet: Fleet) -> None:
 
 
 async def measured(fleet: Fleet) -> bool:
-    return all(0 < worker.load.speed_tps < 2_500 for worker in await fleet.workers())
+    return all(0 < worker.load.speed_tps < 2_500 for worker in await fleet.workers.read())
 
 
 async def most_tickets(fleet: Fleet, seconds: float) -> int:
@@ -139,7 +139,7 @@ async def test_a_replica_that_is_killed_leaves_nothing(own_store: str, fleet: Fl
         told("at the other replica", seen)
         assert all(one.status in (200, 429) for one in seen)
         assert len([one for one in seen if one.status == 200 and one.end > killed_s]) > 20
-        rows = [worker.load for worker in await fleet.workers()]
+        rows = [worker.load for worker in await fleet.workers.read()]
         print(f"leases of the dead replica: {sum(row.in_flight for row in rows)}")
         assert [key async for key in fleet.redis.scan_iter(match="*:queue*")] == []
         await poll(lambda: unloaded(fleet), 45, "the leases of the dead replica expired")

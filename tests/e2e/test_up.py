@@ -163,13 +163,13 @@ async def test_ctrl_c_in_mid_stream_leaves_no_load_in_the_store(stream: Callable
         fleet = Fleet(connect(url, timeout_s=5), "demo")
 
         async def alone() -> bool:
-            return sum(worker.load.in_flight for worker in await fleet.workers()) == 1
+            return sum(worker.load.in_flight for worker in await fleet.workers.read()) == 1
 
         try:
             await poll(alone, 10, "the stream is booked, and the probes are over")
             command.process.send_signal(signal.SIGINT)
             assert command.process.wait(30) == 0
-            rows = [worker.load for worker in await fleet.workers()]
+            rows = [worker.load for worker in await fleet.workers.read()]
         finally:
             await fleet.close()
         assert [(row.prefill_tokens, row.decode_tokens, row.in_flight) for row in rows] == [(0, 0, 0)]

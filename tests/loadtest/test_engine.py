@@ -29,7 +29,7 @@ from warmfleet_loadtest.traces.trace import generate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warmfleet.fleet.views import WorkerView
+    from warmfleet.fleet.workers import WorkerView
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def process(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 async def the_worker(fleet: Fleet) -> WorkerView | None:
-    await fleet.step()
-    found = await fleet.workers()
+    await fleet.upkeep.step()
+    found = await fleet.workers.read()
     return found[0] if found and found[0].server is not None else None
 
 
@@ -69,7 +69,7 @@ async def test_the_fleets_index_equals_the_engines_table(valkey_url: str, model:
         assert pool.evicted > 200
 
         async def equal() -> bool:
-            await fleet.step()
+            await fleet.upkeep.step()
             held = await store.smembers(f"{fleet.keys.prefix}s:{worker.load.slot}")  # type: ignore[attr-defined]
             return held == set(pool.held())
 
@@ -134,8 +134,8 @@ async def test_a_process_of_two_joins_serves_and_leaves(
     fleet = Fleet(store, model)
 
     async def both() -> bool:
-        await fleet.step()
-        return {view.url for view in await fleet.workers() if view.server is not None} == set(urls)
+        await fleet.upkeep.step()
+        return {view.url for view in await fleet.workers.read() if view.server is not None} == set(urls)
 
     await poll(both, 30)
     async with httpx.AsyncClient() as http:

@@ -1,4 +1,4 @@
-"""announce, through the public door: Fleet.announce and Fleet.replicas."""
+"""announce, through the public door: Replicas.announce and Replicas.read."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ async def put(store: aioredis.Redis, fleet: Fleet, name: str, raw: bytes) -> Non
 
 
 async def test_what_a_replica_tells_is_read_as_it_was_told(store: aioredis.Redis, fleet: Fleet) -> None:
-    assert await fleet.announce("b:9090", TOLD) == 1
-    assert await fleet.announce("a:9090", Announcement()) == 2
-    first, second = await fleet.replicas()
+    assert await fleet.replicas.announce("b:9090", TOLD) == 1
+    assert await fleet.replicas.announce("a:9090", Announcement()) == 2
+    first, second = await fleet.replicas.read()
     assert (first.name, first.told) == ("a:9090", Announcement())
     assert (second.name, second.told, second.state) == ("b:9090", TOLD, "serving")
     assert 0 <= second.age_s < 5
@@ -49,11 +49,11 @@ async def test_what_a_replica_tells_is_read_as_it_was_told(store: aioredis.Redis
 async def test_a_replica_that_stops_takes_its_word_back_and_the_last_one_the_key(
     store: aioredis.Redis, fleet: Fleet
 ) -> None:
-    await fleet.announce("a:9090", TOLD)
-    await fleet.announce("b:9090", TOLD)
-    assert await fleet.announce("a:9090", None) == 1
-    assert await fleet.announce("a:9090", None) == 1, "twice is once"
-    assert await fleet.announce("b:9090", None) == 0
+    await fleet.replicas.announce("a:9090", TOLD)
+    await fleet.replicas.announce("b:9090", TOLD)
+    assert await fleet.replicas.announce("a:9090", None) == 1
+    assert await fleet.replicas.announce("a:9090", None) == 1, "twice is once"
+    assert await fleet.replicas.announce("b:9090", None) == 0
     assert not await store.exists(fleet.keys.replicas)
 
 
@@ -62,7 +62,7 @@ async def test_a_replica_that_tells_nothing_is_silent(
     store: aioredis.Redis, fleet: Fleet, age_ms: int, state: str
 ) -> None:
     await put(store, fleet, "a:9090", b"%d %s" % (await now_ms(store) - age_ms, TOLD.pack()))
-    (view,) = await fleet.replicas()
+    (view,) = await fleet.replicas.read()
     assert view.state == state
     assert view.heard == (state != "silent")
 
@@ -74,11 +74,11 @@ async def test_old_entries_go_entries_of_the_future_go_and_there_is_a_bound(
     await put(store, fleet, "old:1", b"%d {}" % (now - FORGET_MS - 1_000))
     await put(store, fleet, "future:1", b"%d {}" % (now + 60_000))
     await put(store, fleet, "nonsense:1", b"{}")
-    assert await fleet.announce("a:9090", TOLD) == 1
+    assert await fleet.replicas.announce("a:9090", TOLD) == 1
     for number in range(300):
         await put(store, fleet, f"forged:{number}", b"%d {}" % (now - 1_000 - number))
-    assert await fleet.announce("a:9090", TOLD) == 256
-    names = {view.name for view in await fleet.replicas()}
+    assert await fleet.replicas.announce("a:9090", TOLD) == 256
+    names = {view.name for view in await fleet.replicas.read()}
     assert len(names) == 256
     assert "a:9090" in names
     assert "forged:299" not in names, "the oldest goes"
@@ -100,19 +100,19 @@ async def test_old_entries_go_entries_of_the_future_go_and_there_is_a_bound(
 )
 async def test_what_cannot_be_read_is_left_out(store: aioredis.Redis, fleet: Fleet, record: bytes) -> None:
     await put(store, fleet, "odd:1", b"%d %s" % (await now_ms(store), record))
-    await fleet.announce("a:9090", TOLD)
-    assert [view.name for view in await fleet.replicas()] == ["a:9090"]
+    await fleet.replicas.announce("a:9090", TOLD)
+    assert [view.name for view in await fleet.replicas.read()] == ["a:9090"]
 
 
 async def test_fields_of_a_newer_version_are_left_out(store: aioredis.Redis, fleet: Fleet) -> None:
     newer = orjson.dumps(orjson.loads(TOLD.pack()) | {"zone": "a"})
     await put(store, fleet, "b:1", b"%d %s" % (await now_ms(store), newer))
-    (view,) = await fleet.replicas()
+    (view,) = await fleet.replicas.read()
     assert view.told == TOLD
 
 
 async def test_a_record_that_is_too_long_is_refused(fleet: Fleet) -> None:
     with pytest.raises(BadArgument):
-        await fleet.announce("a:1", Announcement(url="x" * 9_000))
+        await fleet.replicas.announce("a:1", Announcement(url="x" * 9_000))
     with pytest.raises(BadArgument):
-        await fleet.announce("", TOLD)
+        await fleet.replicas.announce("", TOLD)

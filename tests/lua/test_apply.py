@@ -1,4 +1,4 @@
-"""apply: block events, malformed data, batch numbers, through the public door: XADD, then Fleet.apply."""
+"""apply: block events, malformed data, batch numbers, through the public door: XADD, then Upkeep.apply."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ async def test_a_stream_touches_only_its_own_slot(
 
 
 async def test_what_a_probe_awaits_is_noted_though_it_is_evicted_next(reporter: ReportingWorker, fleet: Fleet) -> None:
-    await fleet.await_blocks("s.0", "wf-a", [block(9)])
-    await fleet.await_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
+    await fleet.probes.await_blocks("s.0", "wf-a", [block(9)])
+    await fleet.probes.await_blocks("s.0", "wf-b", [block(1), block(2), block(3)])
     await reporter.send("removed", blocks(3))
     await reporter.send("stored", blocks(7, 9, 1, 2))
     await reporter.send("removed", blocks(9, 1, 2))
     await reporter.applied()
-    assert await fleet.awaited("s.0", "wf-b", [block(1), block(2), block(3)]) == [False, False, True]
+    assert await fleet.probes.awaited("s.0", "wf-b", [block(1), block(2), block(3)]) == [False, False, True]
     assert await reporter.holds() == held(7)
-    assert await fleet.awaited("s.0", "wf-a", [block(9)]) == [False], "two probes do not disturb each other"
-    assert await fleet.awaited("s.0", "wf-c", [block(9)]) is None, "Redis lost it"
+    assert await fleet.probes.awaited("s.0", "wf-a", [block(9)]) == [False], "two probes do not disturb each other"
+    assert await fleet.probes.awaited("s.0", "wf-c", [block(9)]) is None, "Redis lost it"
     assert 0 < await fleet.redis.ttl(fleet.keys.probe("s.0")) <= 120
     for probe in ("wf-a", "wf-b"):
-        await fleet.await_no_blocks("s.0", probe, [block(1), block(2), block(3)])
+        await fleet.probes.await_no_blocks("s.0", probe, [block(1), block(2), block(3)])
     assert not await fleet.redis.exists(fleet.keys.probe("s.0"))
 
 
 async def test_a_full_batch_and_no_more_blocks_than_asked_for(reporter: ReportingWorker) -> None:
     for start in range(0, 384, 128):
         await reporter.send("stored", blocks(*range(start, start + 128)))
-    counted = [(await reporter.fleet.apply("s.0")).blocks for _ in range(3)]
+    counted = [(await reporter.fleet.upkeep.apply("s.0")).blocks for _ in range(3)]
     assert counted == [128, 128, 128]
     assert len(await reporter.holds()) == 384
 
@@ -73,7 +73,7 @@ async def test_a_full_batch_and_no_more_blocks_than_asked_for(reporter: Reportin
 async def test_the_cursor_moves_only_past_entries_that_were_applied(reporter: ReportingWorker, fleet: Fleet) -> None:
     for start in (0, 100):
         await reporter.send("stored", blocks(*range(start, start + 100)))
-    await reporter.fleet.apply("s.0")
+    await reporter.fleet.upkeep.apply("s.0")
     left = await fleet.redis.xlen(fleet.keys.events("s.0"))
     assert left == 1, "the second batch did not fit into the call: it must not be trimmed"
     await reporter.applied()
@@ -83,7 +83,7 @@ async def test_the_cursor_moves_only_past_entries_that_were_applied(reporter: Re
 async def test_small_entries_share_a_call(reporter: ReportingWorker) -> None:
     for number in range(20):
         await reporter.send("stored", blocks(number))
-    applied = await reporter.fleet.apply("s.0")
+    applied = await reporter.fleet.upkeep.apply("s.0")
     assert (applied.entries, applied.blocks, applied.more) == (20, 20, False)
 
 
@@ -106,7 +106,7 @@ async def test_a_worker_cannot_fill_the_index_beyond_its_capacity(reporter: Repo
         await reporter.send("stored", blocks(*range(start, start + 128)))
     await reporter.applied()
     assert len(await reporter.holds()) == 1024  # 2 x capacity + 8 batches of slack, in whole batches
-    assert (await fleet.counts())["overflow"] == 4
+    assert (await fleet.index.counts())["overflow"] == 4
     assert await reporter.waiting()
 
 
@@ -151,7 +151,7 @@ async def test_malformed_data_is_counted_and_skipped(
     await reporter.send(operation, data)
     await reporter.send("stored", blocks(1))
     await reporter.applied()
-    assert await fleet.counts() == {"malformed": 1}
+    assert await fleet.index.counts() == {"malformed": 1}
     assert await reporter.row() == row
     assert await reporter.holds() == held(1)
 
@@ -177,7 +177,7 @@ async def test_an_entry_of_another_shape_is_counted_and_skipped(
     await reporter.store.xadd(reporter.stream, fields)
     await reporter.send("stored", blocks(1))
     await reporter.applied()
-    assert await fleet.counts() == {"malformed": 1}
+    assert await fleet.index.counts() == {"malformed": 1}
     assert await reporter.holds() == held(1)
     assert await reporter.store.xlen(reporter.stream) == 0
 
@@ -192,7 +192,7 @@ async def test_a_duplicate_is_dropped(reporter: ReportingWorker, fleet: Fleet) -
     await reporter.send("stored", blocks(1))
     await reporter.applied()
     assert await reporter.holds() == set()
-    assert await fleet.counts() == {"duplicate": 1}
+    assert await fleet.index.counts() == {"duplicate": 1}
     assert await reporter.waiting() is None
 
 
@@ -201,7 +201,7 @@ async def test_a_gap_is_applied_and_asks_for_a_snapshot(reporter: ReportingWorke
     await reporter.send("stored", blocks(1))
     await reporter.applied()
     assert await reporter.holds() == held(1)
-    assert await fleet.counts() == {"gap": 1}
+    assert await fleet.index.counts() == {"gap": 1}
     assert cast("float", await reporter.waiting()) < 0
     assert (await reporter.command())["applied"] == reporter.number
 
@@ -222,7 +222,7 @@ async def test_a_gap_within_a_snapshot_drops_it(reporter: ReportingWorker, fleet
     await reporter.end(digest_of(2))
     await reporter.applied()
     assert await reporter.holds() == held(1)
-    assert await fleet.counts() == {"gap": 1, "stale": 2}
+    assert await fleet.index.counts() == {"gap": 1, "stale": 2}
     assert len(await reporter.retired()) == 1
     assert cast("float", await reporter.waiting()) < 0
 
@@ -233,5 +233,5 @@ async def test_a_gap_before_a_control_entry_counts_too(reporter: ReportingWorker
     reporter.number -= 1
     await reporter.send("cleared")
     await reporter.applied()
-    assert await fleet.counts() == {"gap": 1, "duplicate": 1}
+    assert await fleet.index.counts() == {"gap": 1, "duplicate": 1}
     assert await reporter.waiting()

@@ -91,7 +91,7 @@ async def test_another_nonce_is_dropped_and_counted(reporter: ReportingWorker, f
     await reporter.send("stored", blocks(1))
     await reporter.applied()
     assert await reporter.holds() == held(1)
-    assert (await fleet.counts())["nonce"] == 2
+    assert (await fleet.index.counts())["nonce"] == 2
     assert await reporter.store.zscore(reporter.keys.alive, "s.0")
 
 
@@ -108,18 +108,18 @@ async def test_a_predecessor_cannot_clear_or_say_goodbye(reporter: ReportingWork
     assert len(await reporter.retired()) == 1, "only the slot of the predecessor"
     assert await reporter.alive_ms()
     assert await reporter.holds() == held(1)
-    assert await fleet.counts() == {"nonce": 2}
+    assert await fleet.index.counts() == {"nonce": 2}
 
 
 async def test_a_stream_without_a_join_is_dropped_whole(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = ReportingWorker(store, fleet)
     await reporter.send("stored", blocks(1))
-    await fleet.apply("s.0")
+    await fleet.upkeep.apply("s.0")
     assert not await store.exists(reporter.stream)
     assert not await store.hexists(fleet.keys.cursor, "events:s.0")
     assert not await store.hexists(fleet.keys.load, "s.0")
-    assert (await fleet.counts())["nonce"] == 1
-    assert (await fleet.apply("s.0")).entries == 0
+    assert (await fleet.index.counts())["nonce"] == 1
+    assert (await fleet.upkeep.apply("s.0")).entries == 0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ async def test_a_malformed_join_joins_nobody(store: aioredis.Redis, fleet: Fleet
     await reporter.join(**change)
     await reporter.applied()
     assert await reporter.record() == {}
-    assert (await fleet.counts())["malformed"] == 1
+    assert (await fleet.index.counts())["malformed"] == 1
 
 
 async def test_a_malformed_join_leaves_the_current_worker_alone(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -162,7 +162,7 @@ async def test_a_malformed_join_leaves_the_current_worker_alone(reporter: Report
     await reporter.applied()
     assert await reporter.row() == row
     assert (await reporter.record())["nonce"] == "n1"
-    assert (await fleet.counts())["malformed"] == 7
+    assert (await fleet.index.counts())["malformed"] == 7
 
 
 # ---------------------------------------------------------------- streams that break the rules
@@ -173,12 +173,12 @@ async def test_a_key_of_another_type_is_deleted_and_the_worker_is_hostile(
 ) -> None:
     await reporter.store.delete(reporter.stream)
     await reporter.store.set(reporter.stream, "no stream")
-    applied = await fleet.apply("s.0")
+    applied = await fleet.upkeep.apply("s.0")
     assert (applied.entries, applied.more) == (0, False)
     assert not await reporter.store.exists(reporter.stream)
     assert (await reporter.row()).flags & Flag.HOSTILE
     assert (await reporter.command())["do"] == "rejoin"
-    assert await fleet.counts() == {"hostile": 1}
+    assert await fleet.index.counts() == {"hostile": 1}
     await reporter.join("n2")
     await reporter.applied()
     assert not (await reporter.row()).flags & Flag.HOSTILE
@@ -187,7 +187,7 @@ async def test_a_key_of_another_type_is_deleted_and_the_worker_is_hostile(
 
 async def test_a_key_of_another_type_and_nobody_behind_it(store: aioredis.Redis, fleet: Fleet) -> None:
     await store.set(fleet.keys.events("s.0"), "no stream")
-    await fleet.apply("s.0")
+    await fleet.upkeep.apply("s.0")
     assert not await store.exists(fleet.keys.events("s.0"))
 
 
@@ -226,7 +226,7 @@ async def test_a_stream_that_began_anew_must_join(reporter: ReportingWorker, fle
     await reporter.applied()
     assert await reporter.holds() == held(1)
     assert (await reporter.command())["do"] == "rejoin"
-    assert (await fleet.counts())["regress"] == 1
+    assert (await fleet.index.counts())["regress"] == 1
     await reporter.join("n2", at="6-1")
     await reporter.send("stored", blocks(3), at="6-2")
     await reporter.applied()
@@ -240,11 +240,11 @@ async def test_a_flood_of_strangers_and_junk_moves_on_in_bounded_calls(reporter:
         await reporter.store.xadd(reporter.stream, cast("Any", wire.entry("other", 1, "stored", blocks(1))))
     await reporter.send("stored", blocks(1))
     most = 0
-    while (applied := await fleet.apply("s.0")).more:
+    while (applied := await fleet.upkeep.apply("s.0")).more:
         most = max(most, applied.entries)
     assert most <= 32 + 16
     assert await reporter.holds() == held(1)
-    assert await fleet.counts() == {"malformed": 100, "nonce": 100}
+    assert await fleet.index.counts() == {"malformed": 100, "nonce": 100}
 
 
 async def test_two_appliers_apply_everything_once(
@@ -258,10 +258,10 @@ async def test_two_appliers_apply_everything_once(
 
         async def drain(one: Fleet) -> int:
             entries = 0
-            while (applied := await one.apply("s.0")).more or applied.entries:
+            while (applied := await one.upkeep.apply("s.0")).more or applied.entries:
                 entries += applied.entries
             return entries
 
         assert sum(await asyncio.gather(*(drain(one) for one in fleets))) == 400
     assert await reporter.holds() == held(200)
-    assert await fleet.counts() == {}
+    assert await fleet.index.counts() == {}

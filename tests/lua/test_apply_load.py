@@ -16,7 +16,7 @@ from warmfleet_worker.protocol import wire
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
-    from warmfleet.fleet.reservations import Told
+    from warmfleet.fleet.bookings import Told
 
 NAME = "5ea50001"
 
@@ -85,7 +85,7 @@ async def test_a_wrong_digest_asks_for_a_snapshot_once(reporter: ReportingWorker
     first = await reporter.waiting()
     await reporter.heartbeat(digest_of(2))
     await reporter.applied()
-    assert await fleet.counts() == {"mismatch": 2}
+    assert await fleet.index.counts() == {"mismatch": 2}
     assert first == await reporter.waiting()
     assert cast("float", first) < 0
 
@@ -95,7 +95,7 @@ async def test_each_part_of_a_digest_counts(reporter: ReportingWorker, fleet: Fl
     await reporter.send("stored", blocks(1))
     await reporter.heartbeat(replace(digest_of(1), **change))
     await reporter.applied()
-    assert await fleet.counts() == {"mismatch": 1}
+    assert await fleet.index.counts() == {"mismatch": 1}
     assert cast("float", await reporter.waiting()) < 0
 
 
@@ -141,7 +141,7 @@ async def test_progress_gives_the_prefill_back_once(reporter: ReportingWorker, f
     started = await leased(reporter, "wf-a")
     assert (started.stage, started.prefill_tokens, started.decode_tokens) == (Stage.STARTED, 0, 50)
     assert started.checkpoints == (block(1),)
-    assert await fleet.counts() == {"exact": 1}  # one prediction is compared once
+    assert await fleet.index.counts() == {"exact": 1}  # one prediction is compared once
 
 
 async def test_progress_after_the_end_leaves_a_lease_as_it_is(reporter: ReportingWorker) -> None:
@@ -162,7 +162,7 @@ async def test_progress_compares_prediction_and_outcome(
     await lease(reporter, "wf-a")
     await reporter.send("progress", wire.dumps([["wf-a", cached, prompt]]))
     await reporter.applied()
-    assert await fleet.counts() == counts
+    assert await fleet.index.counts() == counts
 
 
 async def test_of_several_prompts_each_gives_back_its_share(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -173,10 +173,10 @@ async def test_of_several_prompts_each_gives_back_its_share(reporter: ReportingW
         row, held = await reporter.row(), await leased(reporter, "wf--a")
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (prefill, 50, 1)
         assert (held.prefill_tokens, held.stage) == (prefill, Stage.BOOKED if prefill else Stage.STARTED)
-    await fleet.settle("wf--a", "finished")
+    await fleet.bookings.settle("wf--a", "finished")
     row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-    assert await fleet.counts() == {}  # predictions are of the whole, outcomes of the parts
+    assert await fleet.index.counts() == {}  # predictions are of the whole, outcomes of the parts
 
 
 @pytest.mark.parametrize("told", ["before", "after", "never"])
@@ -190,20 +190,22 @@ async def test_a_failure_after_the_prefill_gives_the_prompt_back(
     await routable(reporter)
     limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
     ask = Question(new_reservation(prompts, client=limits.tag), (), 100_000, 100_000, limits=limits)
-    await fleet.decide(ask)
+    await fleet.bookings.decide(ask)
     if told == "before":
-        await fleet.settle(ask.reservation, "started")
+        await fleet.bookings.settle(ask.reservation, "started")
     for _ in range(prompts):
         await reporter.send("progress", wire.dumps([[ask.reservation, 0, 100_000 // prompts]]))
     await reporter.applied()
     if told == "after":
-        await fleet.settle(ask.reservation, "started")
+        await fleet.bookings.settle(ask.reservation, "started")
     held = await leased(reporter, ask.reservation)
     assert (held.stage, held.judged, held.prompt_tokens) == (Stage.STARTED, prompts == 1, 100_000)
-    known = await fleet.decide(ask)
+    known = await fleet.bookings.decide(ask)
     assert (known.outcome, known.matched_tokens, known.prompt_tokens) == ("known", 0, 100_000)
-    await fleet.settle(ask.reservation, "failed")
-    after = await fleet.decide(replace(ask, reservation=new_reservation(1, client=limits.tag), prompt_tokens=1))
+    await fleet.bookings.settle(ask.reservation, "failed")
+    after = await fleet.bookings.decide(
+        replace(ask, reservation=new_reservation(1, client=limits.tag), prompt_tokens=1)
+    )
     assert after.use is not None
     assert after.use.tokens == 1
 
@@ -218,7 +220,7 @@ async def test_settle_tells_what_the_engine_had_cached(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.bookings.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     await reporter.send("progress", wire.dumps([["wf-real", 16 * reported, 60]]))
     await reporter.applied()
     assert await settled(fleet, "wf-real", "started") in ([b"STARTED"], [b"SAME"])
@@ -232,7 +234,7 @@ async def test_settle_tells_nothing_that_was_not_compared(reporter: ReportingWor
     await reporter.applied()
     await routable(reporter)
     booked = new_reservation(2 if case == "several prompts" else 1, exact=case != "an estimated prompt")
-    await fleet.decide(Question(booked, (), prompt_tokens=60, decode_tokens=10))
+    await fleet.bookings.decide(Question(booked, (), prompt_tokens=60, decode_tokens=10))
     if case != "no progress":
         await reporter.send("progress", wire.dumps([[booked, 16, 60]]))
     await reporter.applied()
@@ -241,7 +243,7 @@ async def test_settle_tells_nothing_that_was_not_compared(reporter: ReportingWor
 
 async def settled(fleet: Fleet, reservation: str, outcome: Told) -> Any:
     """The whole answer of settle."""
-    return await fleet.call("settle", fleet.settle_command(reservation, outcome), 1.0)
+    return await fleet.scripts.call("settle", fleet.bookings.settle_command(reservation, outcome), 1.0)
 
 
 async def test_with_the_last_request_everything_booked_ends(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -250,14 +252,14 @@ async def test_with_the_last_request_everything_booked_ends(reporter: ReportingW
     await reporter.applied()
     await routable(reporter)
     for name in ("wf-one", "wf-two"):
-        await fleet.decide(Question(name, (), 100, 200))
+        await fleet.bookings.decide(Question(name, (), 100, 200))
     skewed = replace(await reporter.row(), prefill_tokens=-70, decode_tokens=470).pack("s.0")
     await cast("Any", reporter.store.hset(reporter.keys.load, "s.0", skewed))
-    await fleet.settle("wf-one", "started")
-    await fleet.settle("wf-one", "finished")
+    await fleet.bookings.settle("wf-one", "started")
+    await fleet.bookings.settle("wf-one", "finished")
     row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (-170, 270, 1)
-    await fleet.settle("wf-two", "finished")
+    await fleet.bookings.settle("wf-two", "finished")
     row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
 
@@ -269,7 +271,7 @@ async def test_progress_cannot_touch_what_is_not_the_workers(reporter: Reporting
     await reporter.applied()
     assert (await reporter.row()).prefill_tokens == 600
     assert (await leased(reporter, "wf-other")).stage == Stage.BOOKED
-    assert await fleet.counts() == {"foreign": 1, "late": 2}
+    assert await fleet.index.counts() == {"foreign": 1, "late": 2}
 
 
 async def test_progress_of_another_epoch_leaves_the_row_alone(reporter: ReportingWorker) -> None:
@@ -290,7 +292,7 @@ async def routable(reporter: ReportingWorker) -> None:
 async def matched(fleet: Fleet, *numbers: int) -> int:
     """The blocks that a decision would find on the worker."""
     chain = Chain(SCHEME.scheme_id, 16, blocks(*numbers))
-    _, (row,) = await fleet.explain(
+    _, (row,) = await fleet.queue.explain(
         Question("wf-asks", (chain,), prompt_tokens=16 * len(numbers) + 5, decode_tokens=10)
     )
     return row.matched_tokens // 16
@@ -314,10 +316,10 @@ async def test_blocks_that_were_reported_are_credited_no_longer(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.bookings.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     assert (await matched(fleet, 1, 2, 3), bool(await credit(reporter))) == (3, True)
     if first_byte == "before":
-        await fleet.settle("wf-real", "started")
+        await fleet.bookings.settle("wf-real", "started")
     await reporter.send("stored", blocks(1, 2, 3))
     await reporter.send("progress", wire.dumps([["wf-real", 0, 60]]))
     await reporter.applied()
@@ -328,10 +330,10 @@ async def test_blocks_that_were_reported_are_credited_no_longer(
     await reporter.send("removed", block(3))
     await reporter.applied()
     assert await matched(fleet, 1, 2, 3) == 2, "while the reservation is open"
-    await fleet.settle("wf-real", "finished")
+    await fleet.bookings.settle("wf-real", "finished")
     assert await matched(fleet, 1, 2, 3) == 2, "nor does it linger"
     assert await reporter.store.hget(reporter.keys.lease, "wf-real") is None
-    assert await fleet.counts() == {"exact": 1}
+    assert await fleet.index.counts() == {"exact": 1}
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -344,7 +346,7 @@ async def test_blocks_that_the_index_may_lack_stay_credited(
     await reporter.applied()
     await routable(reporter)
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    await fleet.bookings.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     await reporter.send("stored", blocks(1, 2) if complete else blocks(1, 3))
     await reporter.send("progress", wire.dumps([["wf-real", 0, 60]]))
     await reporter.applied()
@@ -357,12 +359,12 @@ async def test_progress_after_a_real_decision_and_before_a_real_settle(reporter:
     await reporter.send("stored", blocks(1, 2))
     await reporter.applied()
     chain = Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3))
-    decision = await fleet.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
+    decision = await fleet.bookings.decide(Question("wf-real", (chain,), prompt_tokens=60, decode_tokens=10))
     assert decision.matched_tokens == 32
     await reporter.send("progress", wire.dumps([["wf-real", 32, 60]]))
     await reporter.applied()
     assert (await reporter.row()).prefill_tokens == 0
-    await fleet.settle("wf-real", "finished")
+    await fleet.bookings.settle("wf-real", "finished")
     row = await reporter.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-    assert await fleet.counts() == {"exact": 1}
+    assert await fleet.index.counts() == {"exact": 1}

@@ -1,4 +1,4 @@
-"""apply_server, through the public door: XADD, then Fleet.apply_server."""
+"""apply_server, through the public door: XADD, then Upkeep.apply_server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     reporter = ReportingWorker(store, fleet)
     await reporter.join()
     await reporter.applied()
-    await fleet.prove("s.0", "n1", Proof("proven", ""))
+    await fleet.probes.prove("s.0", "n1", Proof("proven", ""))
     return reporter
 
 
@@ -45,7 +45,7 @@ async def test_join_keeps_what_the_server_said_and_brings_its_workers_up(
 async def test_a_new_nonce_has_proved_nothing(server: ReportingServer, reporter: ReportingWorker, fleet: Fleet) -> None:
     await server.join()
     await server.applied()
-    await fleet.prove("s.0", "n1", Proof("proven", ""))
+    await fleet.probes.prove("s.0", "n1", Proof("proven", ""))
     assert (await reporter.row()).flags == Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     await server.join("m1", url="http://elsewhere:1")
     await server.applied()
@@ -81,7 +81,7 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
     pool = fleet.keys.tag.replace("~", "/")
     await server.join()
     await server.applied()
-    await fleet.prove("s.0", "n1", Proof("proven", ""))
+    await fleet.probes.prove("s.0", "n1", Proof("proven", ""))
     proven = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
     loras = {name.format(pool=pool): path.format(pool=pool) for name, path in adapters.items()}
     told = {"models": [name.format(pool=pool) for name in models], "facts": {"loras": loras}}
@@ -89,7 +89,7 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
     await server.applied()
     assert (await reporter.row()).flags == proven | (Flag.MISNAMED if misnamed else 0)
     assert (await server.record())["models"] == told["models"]
-    assert (await fleet.counts())["announced"] == 2, "readers are told of the change"
+    assert (await fleet.index.counts())["announced"] == 2, "readers are told of the change"
     await reporter.join("n2")  # a new incarnation of the core is as its server is
     await reporter.applied()
     assert bool((await reporter.row()).flags & Flag.MISNAMED) is misnamed
@@ -97,7 +97,7 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
     await server.join("m1")
     await server.applied()
     assert not (await reporter.row()).flags & Flag.MISNAMED
-    assert (await fleet.counts())["announced"] == 3, "a repeated join changes nothing"
+    assert (await fleet.index.counts())["announced"] == 3, "a repeated join changes nothing"
 
 
 async def test_a_process_whose_join_was_lost_finds_no_stream(
@@ -166,7 +166,7 @@ async def test_another_nonce_is_dropped_and_counted(server: ReportingServer, fle
     await server.send("leave")
     await server.applied()
     assert await server.alive_ms()
-    assert await fleet.counts() == {"announced": 1, "nonce": 1}
+    assert await fleet.index.counts() == {"announced": 1, "nonce": 1}
 
 
 async def test_pieces_that_a_new_manifest_does_not_name_are_deleted(
@@ -221,7 +221,7 @@ async def test_a_malformed_join_joins_nobody(server: ReportingServer, fleet: Fle
     await server.send("join", wire.dumps(server.announcement(**change)))
     await server.applied()
     assert await server.record() == {}
-    assert await fleet.counts() == {"malformed": 1}
+    assert await fleet.index.counts() == {"malformed": 1}
     assert not await server.store.exists(server.stream)
 
 
@@ -238,7 +238,7 @@ async def test_what_parsers_disagree_on_is_refused(server: ReportingServer, flee
     await server.send("join", text)
     await server.applied()
     assert await server.record() == {}
-    assert await fleet.counts() == {"malformed": 1}
+    assert await fleet.index.counts() == {"malformed": 1}
 
 
 async def test_a_decision_names_the_url_that_was_proved(
@@ -247,9 +247,9 @@ async def test_a_decision_names_the_url_that_was_proved(
     """The URL is not the first one in the text of the join: facts with another URL come before it."""
     await server.join(facts={"url": "http://10.9.9.9:1", "float": -0.00012345678901234567})
     await server.applied()
-    await fleet.prove("s.0", "n1", Proof("proven", ""))
-    (worker,) = await fleet.workers()
-    decision = await fleet.decide(Question("wf-url", (), prompt_tokens=5, decode_tokens=6))
+    await fleet.probes.prove("s.0", "n1", Proof("proven", ""))
+    (worker,) = await fleet.workers.read()
+    decision = await fleet.bookings.decide(Question("wf-url", (), prompt_tokens=5, decode_tokens=6))
     assert decision.url == worker.url == "http://10.0.0.7:8000"
 
 
@@ -259,10 +259,10 @@ async def test_junk_is_counted_and_skipped(server: ReportingServer, fleet: Fleet
     await server.send("stored", b"12345678")
     for _ in range(40):
         await server.send("heartbeat")
-    first = await fleet.apply_server("s")
+    first = await fleet.upkeep.apply_server("s")
     assert (first.entries, first.more) == (16, True)
     await server.applied()
-    assert await fleet.counts() == {"announced": 1, "malformed": 2}
+    assert await fleet.index.counts() == {"announced": 1, "malformed": 2}
     assert await server.store.xlen(server.stream) == 0
 
 
@@ -277,7 +277,7 @@ async def test_a_stream_that_breaks_the_rules_is_deleted(
     await server.store.set(server.stream, "no stream")
     await server.applied()
     assert not await server.store.exists(server.stream)
-    assert (await fleet.counts())["hostile"] == 2
+    assert (await fleet.index.counts())["hostile"] == 2
     await server.join("m2")
     await server.applied()
     assert (await reporter.row()).flags & Flag.SERVER

@@ -24,13 +24,13 @@ async def test_a_snapshot_flips_as_a_whole(reporter: ReportingWorker, fleet: Fle
     seen = []
     while await reporter.store.xlen(reporter.stream):
         seen.append(await reporter.holds())
-        await reporter.fleet.apply("s.0")
+        await reporter.fleet.upkeep.apply("s.0")
     assert len(seen) > 3
     assert all(held_now == held(1, 2) for held_now in seen), "a reader saw a mixture"
     assert await reporter.holds() == held(*range(2, 302))
     assert await reporter.digest() == digest_of(*range(2, 302))
     assert await reporter.retired() == {old}
-    assert await fleet.counts() == {"resync_join": 1}
+    assert await fleet.index.counts() == {"resync_join": 1}
     assert "shadow" not in await reporter.record()
     assert await reporter.waiting() is None
     assert not await reporter.store.hexists(reporter.keys.digest, "~s.0")
@@ -87,7 +87,7 @@ async def test_a_snapshot_that_does_not_add_up_is_dropped(reporter: ReportingWor
     assert await reporter.holds() == held(1)
     assert await reporter.digest() == digest_of(1)
     assert await reporter.retired() == {shadow}
-    assert await fleet.counts() == {"spoilt": 1}
+    assert await fleet.index.counts() == {"spoilt": 1}
     assert cast("float", await reporter.waiting()) < 0
 
 
@@ -98,7 +98,7 @@ async def test_each_part_of_an_end_counts(reporter: ReportingWorker, fleet: Flee
     await reporter.end(replace(digest_of(2, 3), **change))
     await reporter.applied()
     assert await reporter.holds() == set()
-    assert await fleet.counts() == {"spoilt": 1}
+    assert await fleet.index.counts() == {"spoilt": 1}
 
 
 async def test_the_end_of_another_snapshot_ends_nothing(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -110,7 +110,7 @@ async def test_the_end_of_another_snapshot_ends_nothing(reporter: ReportingWorke
     await reporter.end(digest_of(2))
     await reporter.applied()
     assert await reporter.holds() == held(2)
-    assert await fleet.counts() == {"stale": 1, "resync_join": 1}
+    assert await fleet.index.counts() == {"stale": 1, "resync_join": 1}
 
 
 async def test_a_gap_before_the_end_drops_the_snapshot(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -122,7 +122,7 @@ async def test_a_gap_before_the_end_drops_the_snapshot(reporter: ReportingWorker
     await reporter.applied()
     assert await reporter.holds() == set()
     assert len(await reporter.retired()) == 1
-    assert await fleet.counts() == {"gap": 1, "stale": 1}
+    assert await fleet.index.counts() == {"gap": 1, "stale": 1}
     assert cast("float", await reporter.waiting()) < 0
 
 
@@ -133,7 +133,7 @@ async def test_stored_within_a_snapshot_abandons_it(reporter: ReportingWorker, f
     await reporter.end(digest_of(2))
     await reporter.applied()
     assert await reporter.holds() == held(5)
-    assert await fleet.counts() == {"interleaved": 1, "stale": 1}
+    assert await fleet.index.counts() == {"interleaved": 1, "stale": 1}
 
 
 async def test_a_snapshot_after_an_abandoned_one_starts_from_nothing(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -144,7 +144,7 @@ async def test_a_snapshot_after_an_abandoned_one_starts_from_nothing(reporter: R
     await reporter.snapshot([5, 6])
     await reporter.applied()
     assert await reporter.holds() == held(5, 6)
-    assert await fleet.counts() == {"interleaved": 1, "resync_interleaved": 1}
+    assert await fleet.index.counts() == {"interleaved": 1, "resync_interleaved": 1}
 
 
 async def test_chunks_of_another_snapshot_are_dropped(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -154,7 +154,7 @@ async def test_chunks_of_another_snapshot_are_dropped(reporter: ReportingWorker,
     await reporter.end(digest_of(2))
     await reporter.applied()
     assert await reporter.holds() == held(2)
-    assert await fleet.counts() == {"stale": 1, "resync_join": 1}
+    assert await fleet.index.counts() == {"stale": 1, "resync_join": 1}
 
 
 async def test_a_snapshot_beyond_the_capacity_is_abandoned(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -163,7 +163,7 @@ async def test_a_snapshot_beyond_the_capacity_is_abandoned(reporter: ReportingWo
     await reporter.snapshot(range(1300))
     await reporter.applied()
     assert await reporter.holds() == set()
-    assert (await fleet.counts())["overflow"] == 1
+    assert (await fleet.index.counts())["overflow"] == 1
     assert cast("float", await reporter.waiting()) < 0
 
 
@@ -178,7 +178,7 @@ async def test_cleared_within_a_snapshot_drops_it_and_the_live_slot(reporter: Re
     assert await reporter.holds() == set()
     assert len(await reporter.retired()) == 2
     assert await reporter.waiting() is None
-    assert await fleet.counts() == {"stale": 2}
+    assert await fleet.index.counts() == {"stale": 2}
 
 
 async def test_heartbeats_within_a_snapshot_compare_nothing(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -189,4 +189,4 @@ async def test_heartbeats_within_a_snapshot_compare_nothing(reporter: ReportingW
     await reporter.end(digest_of(2))
     await reporter.applied()
     assert await reporter.holds() == held(2)
-    assert await fleet.counts() == {"resync_join": 1}
+    assert await fleet.index.counts() == {"resync_join": 1}

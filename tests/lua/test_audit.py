@@ -1,4 +1,4 @@
-"""audit, through Fleet.audit: each seeded corruption is found whatever else happens, and there is no false alarm."""
+"""audit, through Upkeep.audit: each seeded corruption is found whatever else happens, and there is no false alarm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELD = 600  # more than any server keeps in one piece: SSCAN has a cursor to ret
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
     """A fleet that audits small pieces, at every call."""
     fleet = Fleet(store, model)
-    fleet.pace = Pace(min_gap_ms=0, audit_blocks=32, audit_gap_ms=0)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, audit_blocks=32, audit_gap_ms=0)
     return fleet
 
 
@@ -36,7 +36,7 @@ async def store_blocks(reporter: ReportingWorker, numbers: list[int]) -> None:
 
 
 async def make_due(reporter: ReportingWorker) -> None:
-    await reporter.fleet.audit(3600)  # takes note of who there is
+    await reporter.fleet.upkeep.audit(3600)  # takes note of who there is
     await reporter.store.zadd(reporter.keys.audit, {reporter.worker_id: 1})
 
 
@@ -49,7 +49,7 @@ async def walk(reporter: ReportingWorker) -> tuple[int, bool]:
     await make_due(reporter)
     total = 0
     for _ in range(500):
-        step = await reporter.fleet.audit(3600)
+        step = await reporter.fleet.upkeep.audit(3600)
         total += step.blocks
         if step.differs or not step.walking:
             return total, step.differs
@@ -88,16 +88,16 @@ async def corrupt(reporter: ReportingWorker, kind: str) -> None:
 async def test_a_right_index_is_walked_whole_and_left_alone(reporter: ReportingWorker, fleet: Fleet) -> None:
     await store_blocks(reporter, list(range(HELD)))
     assert await walk(reporter) == (HELD, False)
-    assert await fleet.counts() == {}
+    assert await fleet.index.counts() == {}
     assert await reporter.waiting() is None
     assert not await reporter.store.exists(reporter.keys.audit_walk)
     assert await due_ms(reporter, "s.0") > 1e12  # next time in an hour
-    assert not (await fleet.audit(3600)).walking
+    assert not (await fleet.upkeep.audit(3600)).walking
 
 
 async def test_an_empty_index(reporter: ReportingWorker, fleet: Fleet) -> None:
     assert await walk(reporter) == (0, False)
-    assert await fleet.counts() == {}
+    assert await fleet.index.counts() == {}
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "extra", "no hash", "swapped", "sums"])
@@ -107,7 +107,7 @@ async def test_every_corruption_is_found_and_healed_by_a_snapshot(
     await store_blocks(reporter, list(range(HELD)))
     await corrupt(reporter, kind)
     assert (await walk(reporter))[1]
-    assert (await fleet.counts())["audit_mismatch"] == 1
+    assert (await fleet.index.counts())["audit_mismatch"] == 1
     await reporter.heartbeat(digest_of(*range(HELD)))  # agrees with the digest as it was: must not cancel the snapshot
     await reporter.applied()
     assert cast("float", await reporter.waiting()) < 0
@@ -125,24 +125,24 @@ async def test_whoever_waits_for_a_snapshot_is_not_walked(reporter: ReportingWor
     await corrupt(reporter, "forward")
     await reporter.store.zadd(reporter.keys.resync, {"s.0": -5})
     assert await walk(reporter) == (0, False)
-    assert await fleet.counts() == {}
+    assert await fleet.index.counts() == {}
 
 
 async def test_a_worker_that_is_forgotten_is_struck_off(reporter: ReportingWorker, fleet: Fleet) -> None:
     await store_blocks(reporter, list(range(HELD)))
     await make_due(reporter)
-    assert (await fleet.audit(3600)).walking
-    await fleet.forget("s.0")
-    assert not (await fleet.audit(3600)).walking
-    await fleet.audit(3600)
+    assert (await fleet.upkeep.audit(3600)).walking
+    await fleet.upkeep.forget("s.0")
+    assert not (await fleet.upkeep.audit(3600)).walking
+    await fleet.upkeep.audit(3600)
     assert not await reporter.store.exists(reporter.keys.audit, reporter.keys.audit_walk)
 
 
 async def test_approximate_workers_have_nothing_to_audit(reporter: ReportingWorker, fleet: Fleet) -> None:
-    await fleet.register("plain", {"scheme_id": 1, "url": "http://h:1"}, 10)
+    await fleet.workers.register("plain", {"scheme_id": 1, "url": "http://h:1"}, 10)
     await make_due(reporter)
     await reporter.store.zadd(reporter.keys.audit, {"plain": 1, "s.0": 5e12})
-    assert not (await fleet.audit(3600)).walking
+    assert not (await fleet.upkeep.audit(3600)).walking
     assert await due_ms(reporter, "plain") > 1e12
 
 
@@ -153,14 +153,14 @@ async def test_one_piece_in_a_gap_and_one_worker_after_another(reporter: Reporti
         await store_blocks(one, list(range(HELD)))
     await make_due(reporter)
     await make_due(other)
-    assert (await fleet.audit(3600)).blocks > 0
-    fleet.pace = replace(fleet.pace, audit_gap_ms=60_000)
-    step = await fleet.audit(3600)
+    assert (await fleet.upkeep.audit(3600)).blocks > 0
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, audit_gap_ms=60_000)
+    step = await fleet.upkeep.audit(3600)
     assert (step.blocks, step.walking) == (0, True)
-    fleet.pace = replace(fleet.pace, audit_gap_ms=0)
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, audit_gap_ms=0)
     total = 0
     for _ in range(100):
-        total += (await fleet.audit(3600)).blocks
+        total += (await fleet.upkeep.audit(3600)).blocks
     assert HELD < total < 2 * HELD
     assert await reporter.store.zcount(reporter.keys.audit, "-inf", 1e12) == 0
 
@@ -169,10 +169,10 @@ async def test_pieces_are_bounded(reporter: ReportingWorker, fleet: Fleet) -> No
     await store_blocks(reporter, list(range(HELD)))
     await make_due(reporter)
     for _ in range(10):
-        assert 0 < (await fleet.audit(3600)).blocks < 3 * 32
-    fleet.pace = replace(fleet.pace, audit_blocks=0)
+        assert 0 < (await fleet.upkeep.audit(3600)).blocks < 3 * 32
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, audit_blocks=0)
     with pytest.raises(BadArgument):
-        await fleet.audit(3600)
+        await fleet.upkeep.audit(3600)
 
 
 # ---------------------------------------------------------------- a slot under change
@@ -187,7 +187,7 @@ class Life:
         self.walked, self.differs, self.walking = 0, False, True
 
     async def audit(self) -> None:
-        step = await self.reporter.fleet.audit(3600)
+        step = await self.reporter.fleet.upkeep.audit(3600)
         self.walked, self.differs, self.walking = self.walked + step.blocks, self.differs or step.differs, step.walking
 
     async def begin(self) -> None:
@@ -245,7 +245,7 @@ async def test_changes_during_a_walk_are_no_difference(reporter: ReportingWorker
             assert not life.differs, f"seed {seed}, turn {turn}"
         walked += life.walked
     assert walked > 2_500
-    assert set(await fleet.counts()) <= {"audit_moved", "resync_join", "resync_worker"}
+    assert set(await fleet.index.counts()) <= {"audit_moved", "resync_join", "resync_worker"}
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "extra"])
@@ -275,7 +275,7 @@ async def test_swapped_blocks_are_found_once_there_is_rest(reporter: ReportingWo
     for number in range(1, 200):
         await reporter.send("stored", blocks(1_000 + number))
         await reporter.applied()
-        if not (await fleet.audit(3600)).walking:
+        if not (await fleet.upkeep.audit(3600)).walking:
             break
-    assert await fleet.counts() == {"audit_moved": 1}
+    assert await fleet.index.counts() == {"audit_moved": 1}
     assert (await walk(reporter))[1]

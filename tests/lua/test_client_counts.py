@@ -37,11 +37,11 @@ async def answered(send: Any) -> Any:
 
 
 async def admit(fleet: Fleet, name: str, limits: ClientLimits = LIMITS, tokens: int = 100) -> Any:
-    return await answered(partial(fleet.admit, name, limits, tokens))
+    return await answered(partial(fleet.clients.admit, name, limits, tokens))
 
 
 async def end(fleet: Fleet, name: str, tokens: int = 0) -> Any:
-    return await answered(partial(fleet.end_counted, name, tokens))
+    return await answered(partial(fleet.clients.end, name, tokens))
 
 
 async def counted(keyspace: Keyspace) -> set[str]:
@@ -91,7 +91,7 @@ async def test_what_nobody_keeps_expires(keyspace: Keyspace) -> None:
         await admit(fleet, name)
     key = f"{keyspace.keys.prefix}client:{LIMITS.tag}"
     await cast("Any", keyspace.store.zadd(key, dict.fromkeys(names, 1)))
-    await fleet.keep_counted(names[:1])
+    await fleet.clients.keep(names[:1])
     assert (await admit(fleet, name_of()))[0] == 2, "the other one of a dead replica counts no longer"
     assert names[0] in await counted(keyspace)
     assert names[1] not in await counted(keyspace)
@@ -116,7 +116,7 @@ async def test_what_redis_lost_counts_again_when_it_is_kept(keyspace: Keyspace) 
     await keyspace.store.delete(
         f"{keyspace.keys.prefix}client:{LIMITS.tag}", f"{keyspace.keys.prefix}tokens:{LIMITS.tag}"
     )
-    await keyspace.fleet.keep_counted([name])
+    await keyspace.fleet.clients.keep([name])
     assert await counted(keyspace) == {name}
 
 
@@ -126,7 +126,7 @@ async def test_an_answer_counts_though_its_prompt_is_paid_back(keyspace: Keyspac
     await admit(keyspace.fleet, name, fast, 1)
     record = f"{keyspace.keys.prefix}tokens:{fast.tag}"
     await keyspace.store.pexpire(record, 2_000)
-    await keyspace.fleet.keep_counted([name])
+    await keyspace.fleet.clients.keep([name])
     assert await keyspace.store.pttl(record) > 100_000
     await end(keyspace.fleet, name, 50_000_000)
     assert (await admit(keyspace.fleet, name_of(), fast, 1))[1] > 40_000_000
@@ -144,5 +144,5 @@ async def test_arguments_are_checked(keyspace: Keyspace) -> None:
         ["begin", 30_000, name_of(), 1],
     ):
         with pytest.raises(BadArgument):
-            await keyspace.fleet.run("client", keyspace.keys.prefix, *cast("list[Any]", bad))
-    assert await keyspace.fleet.run("client", keyspace.keys.prefix, "keep", 30_000) == [0]
+            await keyspace.fleet.scripts.run("client", keyspace.keys.prefix, *cast("list[Any]", bad))
+    assert await keyspace.fleet.scripts.run("client", keyspace.keys.prefix, "keep", 30_000) == [0]

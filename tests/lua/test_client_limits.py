@@ -17,6 +17,7 @@ from tests.support.redis.servers import PATIENT
 from warmfleet.errors import BadArgument, CancelledReservation, RateLimited
 from warmfleet.fleet import (
     ClientLimits,
+    Constants,
     Decision,
     Fleet,
     Queued,
@@ -48,8 +49,8 @@ async def in_flight(keyspace: Keyspace, limits: ClientLimits) -> set[str]:
 
 async def used(keyspace: Keyspace, limits: ClientLimits) -> int:
     """The tokens that the client has used, as a further request finds them."""
-    decision = await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=1))
-    await keyspace.fleet.settle(decision.reservation, "failed")
+    decision = await keyspace.fleet.bookings.decide(asked(keyspace, limits, prompt_tokens=1))
+    await keyspace.fleet.bookings.settle(decision.reservation, "failed")
     assert decision.use is not None
     assert decision.use.tokens is not None
     return decision.use.tokens - 1
@@ -59,19 +60,19 @@ async def test_a_client_has_as_many_requests_in_flight_as_its_limit(keyspace: Ke
     await keyspace.workers(2)
     two, other = ClientLimits("team-a", concurrency=2), ClientLimits("team-b", concurrency=1)
     asks = [asked(keyspace, two) for _ in range(3)]
-    found = [(await keyspace.fleet.decide(ask)).use for ask in asks[:2]]
+    found = [(await keyspace.fleet.bookings.decide(ask)).use for ask in asks[:2]]
     assert [use and use.in_flight for use in found] == [1, 2]
     with pytest.raises(RateLimited, match="API key team-a has 2 requests in flight, of 2") as refused:
-        await keyspace.fleet.decide_in_turn(asks[2])
+        await keyspace.fleet.queue.decide_in_turn(asks[2])
     error = refused.value
     assert (error.status, error.type, error.code, error.retry_after_s) == (429, "requests", "rate_limit_exceeded", 1)
     assert error.headers == {"x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0"}
     assert asks[2].reservation not in await keyspace.leases()
-    await keyspace.fleet.decide(asked(keyspace, other))
-    assert (await keyspace.fleet.decide(asks[0])).outcome == "known", "an id that is booked counts once"
+    await keyspace.fleet.bookings.decide(asked(keyspace, other))
+    assert (await keyspace.fleet.bookings.decide(asks[0])).outcome == "known", "an id that is booked counts once"
     assert await in_flight(keyspace, two) == {ask.reservation for ask in asks[:2]}
-    await keyspace.fleet.settle(asks[0].reservation, "finished")
-    await keyspace.fleet.decide(asks[2])
+    await keyspace.fleet.bookings.settle(asks[0].reservation, "finished")
+    await keyspace.fleet.bookings.decide(asks[2])
     assert await in_flight(keyspace, two) == {ask.reservation for ask in asks[1:]}
 
 
@@ -82,11 +83,11 @@ async def test_every_end_gives_the_place_back(keyspace: Keyspace, outcome: Any, 
     limits = ClientLimits("team-a", concurrency=1)
     for _ in range(3):
         ask = asked(keyspace, limits)
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
         if started:
-            await keyspace.fleet.settle(ask.reservation, "started")
+            await keyspace.fleet.bookings.settle(ask.reservation, "started")
             assert await in_flight(keyspace, limits) == {ask.reservation}
-        await keyspace.fleet.settle(ask.reservation, outcome)
+        await keyspace.fleet.bookings.settle(ask.reservation, outcome)
         assert await in_flight(keyspace, limits) == set()
     assert await keys_of_clients(keyspace) == set()
 
@@ -100,55 +101,55 @@ async def test_what_a_dead_replica_held_is_free_when_its_lease_expires(keyspace:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
     lost = asked(keyspace, limits)
-    await keyspace.fleet.decide(lost)
+    await keyspace.fleet.bookings.decide(lost)
     await keyspace.expire(lost.reservation)
     assert await in_flight(keyspace, limits) == set()
-    await keyspace.fleet.decide(asked(keyspace, limits))
+    await keyspace.fleet.bookings.decide(asked(keyspace, limits))
 
 
 async def test_a_place_is_free_at_its_expiry_even_if_nothing_was_reaped(store: Any, model: str) -> None:
     """decide reaps eight leases; a replica that died may have had more, and older ones."""
-    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=50)))
+    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, constants=Constants(spans=Spans(lease_ms=50))))
     await keyspace.workers(1)
     await keyspace.ticked(grace_ms=3_600_000)
     limits = ClientLimits("team-a", concurrency=2)
     lost = [keyspace.ask() for _ in range(30)] + [asked(keyspace, limits) for _ in range(2)]
     for ask in lost:
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     for at, ask in enumerate(lost):
         await store.zadd(keyspace.keys.leases, {ask.reservation: at + 1}, xx=True)
     await asyncio.sleep(0.1)
-    keyspace.fleet.spans = LONG
+    keyspace.fleet.use(spans=LONG)
     for _ in range(2):
-        assert (await keyspace.fleet.decide(asked(keyspace, limits))).outcome == "booked"
+        assert (await keyspace.fleet.bookings.decide(asked(keyspace, limits))).outcome == "booked"
     assert lost[-1].reservation in await keyspace.leases()
 
 
 async def test_a_renewed_request_stays_in_flight(store: Any, model: str) -> None:
-    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, spans=Spans(lease_ms=60_000)))
+    keyspace = Keyspace(store, Fleet(store, model, timeouts=PATIENT, constants=Constants(spans=Spans(lease_ms=60_000))))
     await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
     ask = asked(keyspace, limits)
-    decision = await keyspace.fleet.decide(ask)
+    decision = await keyspace.fleet.bookings.decide(ask)
     open_requests = f"{keyspace.keys.prefix}client:{limits.tag}"
     await store.zadd(open_requests, {ask.reservation: 1})
     renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
-    assert await keyspace.fleet.renew([renewal]) == (1, 0, 0)
+    assert await keyspace.fleet.bookings.renew([renewal]) == (1, 0, 0)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits))
 
 
 async def test_requests_count_again_after_redis_lost_all(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=1)
     ask = asked(keyspace, limits)
-    decision = await keyspace.fleet.decide(ask)
+    decision = await keyspace.fleet.bookings.decide(ask)
     await keyspace.store.delete(keyspace.keys.lease, keyspace.keys.leases, f"{keyspace.keys.prefix}client:{limits.tag}")
     renewal = Renewal(ask.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
-    assert await keyspace.fleet.renew([renewal]) == (0, 1, 0)
+    assert await keyspace.fleet.bookings.renew([renewal]) == (0, 1, 0)
     assert await in_flight(keyspace, limits) == {ask.reservation}
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits))
 
 
 async def test_a_second_try_counts_once(keyspace: Keyspace) -> None:
@@ -156,9 +157,9 @@ async def test_a_second_try_counts_once(keyspace: Keyspace) -> None:
     await keyspace.workers(2)
     limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
     first, second = asked(keyspace, limits), asked(keyspace, limits)
-    await keyspace.fleet.decide(first)
-    await keyspace.fleet.settle(first.reservation, "failed")
-    decision = await keyspace.fleet.decide(second)
+    await keyspace.fleet.bookings.decide(first)
+    await keyspace.fleet.bookings.settle(first.reservation, "failed")
+    decision = await keyspace.fleet.bookings.decide(second)
     assert decision.use is not None
     assert (decision.use.in_flight, decision.use.tokens) == (1, 101)
 
@@ -168,16 +169,16 @@ async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(
     await keyspace.workers(2)
     limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
     first, other, again = asked(keyspace, limits), asked(keyspace, limits), asked(keyspace, limits.of_admitted)
-    await keyspace.fleet.decide(first)
-    await keyspace.fleet.settle(first.reservation, "failed")
-    await keyspace.fleet.decide(other)
-    decision = await keyspace.fleet.decide_in_turn(again)
+    await keyspace.fleet.bookings.decide(first)
+    await keyspace.fleet.bookings.settle(first.reservation, "failed")
+    await keyspace.fleet.bookings.decide(other)
+    decision = await keyspace.fleet.queue.decide_in_turn(again)
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert (decision.use.in_flight, decision.use.tokens) == (2, 202)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
-    await keyspace.fleet.settle(again.reservation, "failed")
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits))
+    await keyspace.fleet.bookings.settle(again.reservation, "failed")
     assert await in_flight(keyspace, limits) == {other.reservation}
 
 
@@ -189,13 +190,13 @@ async def test_tokens_of_prompts_and_answers_count(keyspace: Keyspace) -> None:
     limits = ClientLimits("team-a", tokens_per_minute=1_000_000)
     asks = [asked(keyspace, limits, prompt_tokens=100_000) for _ in range(4)]
     for ask in asks:
-        await keyspace.fleet.decide(ask)
-    await keyspace.fleet.settle(asks[0].reservation, "finished", 50_000)
-    await keyspace.fleet.settle(asks[0].reservation, "finished", 50_000)
-    await keyspace.fleet.settle(asks[1].reservation, "failed")
-    await keyspace.fleet.settle(asks[2].reservation, "started")
-    await keyspace.fleet.settle(asks[2].reservation, "failed", -100_000)
-    await keyspace.fleet.settle(asks[3].reservation, "cancelled", 10_000)
+        await keyspace.fleet.bookings.decide(ask)
+    await keyspace.fleet.bookings.settle(asks[0].reservation, "finished", 50_000)
+    await keyspace.fleet.bookings.settle(asks[0].reservation, "finished", 50_000)
+    await keyspace.fleet.bookings.settle(asks[1].reservation, "failed")
+    await keyspace.fleet.bookings.settle(asks[2].reservation, "started")
+    await keyspace.fleet.bookings.settle(asks[2].reservation, "failed", -100_000)
+    await keyspace.fleet.bookings.settle(asks[3].reservation, "cancelled", 10_000)
     paid_back = 260_000 - await used(keyspace, limits)
     assert 0 <= paid_back < 90_000, "in five seconds"
 
@@ -203,9 +204,9 @@ async def test_tokens_of_prompts_and_answers_count(keyspace: Keyspace) -> None:
 async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", concurrency=9, tokens_per_minute=6_000)
-    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=6_000))
+    await keyspace.fleet.bookings.decide(asked(keyspace, limits, prompt_tokens=6_000))
     with pytest.raises(RateLimited, match=r"used [56],\d\d\d of the 6,000 tokens .* this request has 3,000") as refused:
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=3_000))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits, prompt_tokens=3_000))
     error = refused.value
     assert (error.type, error.code) == ("tokens", "rate_limit_exceeded")
     assert 25 <= error.retry_after_s <= 30, "100 tokens are paid back in a second"
@@ -220,11 +221,11 @@ async def test_a_request_beyond_the_rate_is_told_when_it_may_pass(keyspace: Keys
 async def test_used_tokens_are_paid_back_at_the_rate(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=600_000)
-    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=600_000))
+    await keyspace.fleet.bookings.decide(asked(keyspace, limits, prompt_tokens=600_000))
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=600_000))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits, prompt_tokens=600_000))
     await asyncio.sleep(0.2)  # 2,000 tokens
-    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=1_500))
+    await keyspace.fleet.bookings.decide(asked(keyspace, limits, prompt_tokens=1_500))
 
 
 @pytest.mark.parametrize("renewed", [False, True])
@@ -233,38 +234,38 @@ async def test_an_answer_counts_though_its_prompt_is_paid_back(keyspace: Keyspac
     await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=60_000_000)
     ask, other = asked(keyspace, limits, prompt_tokens=1), asked(keyspace, limits, prompt_tokens=1)
-    await keyspace.fleet.decide(ask)
-    await keyspace.fleet.decide(other)
-    await keyspace.fleet.settle(other.reservation, "failed", -1)
+    await keyspace.fleet.bookings.decide(ask)
+    await keyspace.fleet.bookings.decide(other)
+    await keyspace.fleet.bookings.settle(other.reservation, "failed", -1)
     record = f"{keyspace.keys.prefix}tokens:{limits.tag}"
     if renewed:
         await keyspace.store.pexpire(record, 2_000)
-        assert await keyspace.fleet.renew([Renewal(ask.reservation, "w1.0", 1, 1)]) == (1, 0, 0)
+        assert await keyspace.fleet.bookings.renew([Renewal(ask.reservation, "w1.0", 1, 1)]) == (1, 0, 0)
     assert await keyspace.store.pttl(record) > 100_000
-    await keyspace.fleet.settle(ask.reservation, "finished", 50_000_000)
+    await keyspace.fleet.bookings.settle(ask.reservation, "finished", 50_000_000)
     assert await used(keyspace, limits) > 40_000_000
 
 
 async def test_a_prompt_longer_than_the_limit_passes_when_nothing_is_used(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=100)
-    await keyspace.fleet.decide(asked(keyspace, limits, prompt_tokens=10_000))
+    await keyspace.fleet.bookings.decide(asked(keyspace, limits, prompt_tokens=10_000))
     with pytest.raises(RateLimited) as refused:
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits, prompt_tokens=1))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits, prompt_tokens=1))
     assert refused.value.retry_after_s == pytest.approx(99 * 60, abs=20)
 
 
 async def test_a_new_limit_counts_from_the_next_request_on(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
-    await keyspace.fleet.decide(asked(keyspace, ClientLimits("team-a", 1, 1_000), prompt_tokens=1_000))
+    await keyspace.fleet.bookings.decide(asked(keyspace, ClientLimits("team-a", 1, 1_000), prompt_tokens=1_000))
     more = ClientLimits("team-a", 2, 1_000_000)
-    assert (await keyspace.fleet.decide(asked(keyspace, more, prompt_tokens=1_000))).use is not None
+    assert (await keyspace.fleet.bookings.decide(asked(keyspace, more, prompt_tokens=1_000))).use is not None
 
 
 async def test_limits_need_a_client(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     with pytest.raises(BadArgument):
-        await keyspace.fleet.decide(keyspace.ask(limits=ClientLimits("team-a", 1)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(limits=ClientLimits("team-a", 1)))
 
 
 async def test_a_client_without_limits_leaves_nothing(keyspace: Keyspace) -> None:
@@ -276,9 +277,9 @@ async def test_a_client_without_limits_leaves_nothing(keyspace: Keyspace) -> Non
 async def test_explaining_books_nothing(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     limits = ClientLimits("team-a", 1, 1_000)
-    await keyspace.fleet.explain(asked(keyspace, limits))
+    await keyspace.fleet.queue.explain(asked(keyspace, limits))
     assert await keys_of_clients(keyspace) == set()
-    decision = await keyspace.fleet.decide(asked(keyspace, limits), tell=True)
+    decision = await keyspace.fleet.bookings.decide(asked(keyspace, limits), tell=True)
     assert decision.seen is not None
     assert [row.worker_id for row in decision.seen.candidates] == ["w1.0"]
     assert decision.use is not None
@@ -292,9 +293,9 @@ async def saturated(keyspace: Keyspace) -> None:
     """The only worker has as much as it may have."""
     await keyspace.workers(1)
     await keyspace.ticked(grace_ms=3_600_000)
-    keyspace.fleet.limits = QueueLimits(0.1, 8)  # 1,000 tokens
-    keyspace.fleet.spans = LONG
-    await keyspace.fleet.decide(keyspace.ask(reservation="wf-busy", prompt_tokens=2_000))
+    keyspace.fleet.use(limits=QueueLimits(0.1, 8))  # 1,000 tokens
+    keyspace.fleet.use(spans=LONG)
+    await keyspace.fleet.bookings.decide(keyspace.ask(reservation="wf-busy", prompt_tokens=2_000))
 
 
 async def test_a_request_that_waits_is_in_flight(keyspace: Keyspace) -> None:
@@ -302,20 +303,20 @@ async def test_a_request_that_waits_is_in_flight(keyspace: Keyspace) -> None:
     limits = ClientLimits("team-a", 2, 1_000)
     first, second, third = (asked(keyspace, limits, prompt_tokens=300) for _ in range(3))
     for ask in (first, second):
-        assert isinstance(await keyspace.fleet.decide_in_turn(ask), Queued)
+        assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(third)
-    await keyspace.fleet.poll([first.reservation], [second.reservation])
+        await keyspace.fleet.queue.decide_in_turn(third)
+    await keyspace.fleet.queue.poll([first.reservation], [second.reservation])
     assert await in_flight(keyspace, limits) == {first.reservation}
-    assert isinstance(await keyspace.fleet.decide_in_turn(third), Queued)
-    await keyspace.fleet.settle("wf-busy", "cancelled")
-    decision = await keyspace.fleet.decide_in_turn(first)
+    assert isinstance(await keyspace.fleet.queue.decide_in_turn(third), Queued)
+    await keyspace.fleet.bookings.settle("wf-busy", "cancelled")
+    decision = await keyspace.fleet.queue.decide_in_turn(first)
     assert isinstance(decision, Decision)
     assert decision.use is not None
     assert decision.use.in_flight == 2
     assert 550 < (decision.use.tokens or 0) <= 600, "the place in the queue was counted, and is counted once"
-    await keyspace.fleet.settle(first.reservation, "cancelled")
-    await keyspace.fleet.poll((), [third.reservation])
+    await keyspace.fleet.bookings.settle(first.reservation, "cancelled")
+    await keyspace.fleet.queue.poll((), [third.reservation])
     assert await in_flight(keyspace, limits) == set()
 
 
@@ -324,26 +325,26 @@ async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(keyspace: Ke
     await saturated(keyspace)
     limits = ClientLimits("team-a", 1)
     ask = asked(keyspace, limits)
-    assert isinstance(await keyspace.fleet.decide_in_turn(ask), Queued)
+    assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
     await keyspace.store.zadd(f"{keyspace.keys.prefix}client:{limits.tag}", {ask.reservation: 1})
-    await keyspace.fleet.poll([ask.reservation])
+    await keyspace.fleet.queue.poll([ask.reservation])
     with pytest.raises(RateLimited):
-        await keyspace.fleet.decide_in_turn(asked(keyspace, limits))
+        await keyspace.fleet.queue.decide_in_turn(asked(keyspace, limits))
     assert await in_flight(keyspace, limits) == {ask.reservation}
 
 
 async def test_a_ticket_that_expires_or_is_displaced_gives_its_place_back(keyspace: Keyspace) -> None:
     await saturated(keyspace)
-    keyspace.fleet.limits = QueueLimits(0.1, 2)
+    keyspace.fleet.use(limits=QueueLimits(0.1, 2))
     limits = ClientLimits("team-a", 2, 10_000)
     asks = [asked(keyspace, limits) for _ in range(2)]
     for ask in asks:
-        await keyspace.fleet.decide_in_turn(replace(ask, tenant=b"tenant-a"))
+        await keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=b"tenant-a"))
     # The newest of the longest flow gives way.
-    await keyspace.fleet.decide_in_turn(keyspace.ask(tenant=b"tenant-b"))
+    await keyspace.fleet.queue.decide_in_turn(keyspace.ask(tenant=b"tenant-b"))
     assert await in_flight(keyspace, limits) == {asks[0].reservation}
     await keyspace.store.zadd(keyspace.keys.queue2 + ":leases", {asks[0].reservation: 1})
-    await keyspace.fleet.poll()
+    await keyspace.fleet.queue.poll()
     assert await in_flight(keyspace, limits) == set()
     assert await used(keyspace, limits) == 0, "what waited in vain costs nothing"
 
@@ -398,7 +399,7 @@ class History:
         """Its replica renews a lease that expired: the request runs on, whatever Redis has let in meanwhile."""
         before = await self.keyspace.leases()
         held = {name: own for name, own in self.booked.items() if self.asked[name][1] == replica}
-        await self.keyspace.fleet.renew(
+        await self.keyspace.fleet.bookings.renew(
             [Renewal(name, own.worker_id, own.prefill_tokens, 10) for name, own in held.items()]
         )
         self.rebuilt |= held.keys() - before.keys()
@@ -408,8 +409,8 @@ class History:
             if own == replica:
                 await self._let_expire(name)
                 self.booked.pop(name, None)
-        await self.keyspace.fleet.reap()
-        await self.keyspace.fleet.poll()
+        await self.keyspace.fleet.bookings.reap()
+        await self.keyspace.fleet.queue.poll()
 
     async def _let_expire(self, name: str) -> None:
         for key in (self.keyspace.keys.leases, self.keyspace.keys.queue2 + ":leases"):
@@ -419,21 +420,21 @@ class History:
         await self.decide(self.asked[name][0])
 
     async def _settle(self, name: str, outcome: Any) -> None:
-        await self.keyspace.fleet.settle(name, outcome, 7)
+        await self.keyspace.fleet.bookings.settle(name, outcome, 7)
         if outcome != "started":
             self.booked.pop(name, None)
 
     async def _expire(self, name: str) -> None:
         await self._let_expire(name)
-        await self.keyspace.fleet.reap()
-        await self.keyspace.fleet.poll()
+        await self.keyspace.fleet.bookings.reap()
+        await self.keyspace.fleet.queue.poll()
 
     async def _leave(self, name: str) -> None:
-        await self.keyspace.fleet.poll((), [name])
+        await self.keyspace.fleet.queue.poll((), [name])
 
     async def decide(self, ask: Question) -> None:
         try:
-            answer = await self.keyspace.fleet.decide_in_turn(ask)
+            answer = await self.keyspace.fleet.queue.decide_in_turn(ask)
         except RateLimited:
             limits = ask.limits
             assert limits is not None
@@ -462,17 +463,19 @@ class History:
 async def run(url: str, steps: list[Any]) -> None:
     client = connect(url, timeout_s=10)
     try:
-        keyspace = Keyspace(client, Fleet(client, f"limits/{uuid.uuid4().hex}", timeouts=PATIENT, spans=LONG))
+        keyspace = Keyspace(
+            client, Fleet(client, f"limits/{uuid.uuid4().hex}", timeouts=PATIENT, constants=Constants(spans=LONG))
+        )
         await keyspace.workers(2)
         await keyspace.ticked(grace_ms=3_600_000)
-        keyspace.fleet.limits = QueueLimits(0.1, 6)
+        keyspace.fleet.use(limits=QueueLimits(0.1, 6))
         history = History(keyspace)
         for one in steps:
             await history.step(*one)
             await history.check()
         for name in history.asked:
-            await keyspace.fleet.poll((), [name])
-            await keyspace.fleet.settle(name, "cancelled")
+            await keyspace.fleet.queue.poll((), [name])
+            await keyspace.fleet.bookings.settle(name, "cancelled")
         await history.check()
         assert not any([await in_flight(keyspace, limits) for limits in CLIENTS])
     finally:
@@ -501,12 +504,12 @@ async def test_replicas_at_the_same_time_stay_within_the_limit(redis_url: str, m
             for _ in range(40):
                 ask = asked(keyspace, limits)
                 try:
-                    await fleet.decide_in_turn(ask)
+                    await fleet.queue.decide_in_turn(ask)
                 except RateLimited:
                     continue
                 most = max(most, len([one for one in (await keyspace.leases()).values() if one.stage <= Stage.STARTED]))
                 await asyncio.sleep(rng.random() * 0.002)
-                await fleet.settle(ask.reservation, "finished")
+                await fleet.bookings.settle(ask.reservation, "finished")
                 served += 1
 
         await asyncio.gather(*(requests(fleet) for fleet in fleets for _ in range(3)))

@@ -33,7 +33,7 @@ from warmfleet_worker.protocol import wire
 async def test_what_decide_refuses(keyspace: Keyspace, change: dict[str, Any]) -> None:
     await keyspace.workers(2)
     with pytest.raises(BadArgument):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), **change))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4), **change))
     assert await keyspace.leases() == {}
     assert all(row.in_flight == 0 for row in (await keyspace.rows()).values())
 
@@ -41,7 +41,7 @@ async def test_what_decide_refuses(keyspace: Keyspace, change: dict[str, Any]) -
 async def test_no_worker(keyspace: Keyspace) -> None:
     await keyspace.ticked()
     with pytest.raises(NoWorker):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_no_worker(keyspace: Keyspace) -> None:
 async def test_who_is_not_routable(keyspace: Keyspace, flags: int) -> None:
     await keyspace.workers(2)
     await keyspace.change(1, flags=flags)
-    chosen = {(await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)}
+    chosen = {(await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)}
     assert chosen == {"w2.0"}
 
 
@@ -61,18 +61,21 @@ async def test_excluded_workers_are_not_chosen(keyspace: Keyspace) -> None:
     names = {f"w{number}.0" for number in range(1, 13)}
     exclude = tuple(sorted(names - {"w1.0", "w2.0"}))  # w1 is no prefix match of w11 and w12
     chosen = {
-        (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), exclude=exclude))).worker_id for _ in range(16)
+        (await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4), exclude=exclude))).worker_id
+        for _ in range(16)
     }
     assert chosen == {"w1.0", "w2.0"}
     with pytest.raises(NoWorker):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4), exclude=tuple(names)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4), exclude=tuple(names)))
 
 
 async def test_a_silent_worker_is_not_chosen_after_its_ttl(keyspace: Keyspace) -> None:
     await keyspace.ticked()
     await keyspace.worker(1, age_ms=16_000)
     await keyspace.worker(2, age_ms=14_000)
-    assert {(await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)} == {"w2.0"}
+    assert {(await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)} == {
+        "w2.0"
+    }
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ async def test_in_grace_nobody_expires(keyspace: Keyspace, tick: dict[str, int] 
     await keyspace.worker(1, age_ms=60_000)
     if tick is not None:
         await keyspace.ticked(**tick)
-    assert (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))).worker_id == "w1.0"
+    assert (await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))).worker_id == "w1.0"
 
 
 async def test_a_tick_that_is_due_is_no_grace(keyspace: Keyspace) -> None:
@@ -90,14 +93,14 @@ async def test_a_tick_that_is_due_is_no_grace(keyspace: Keyspace) -> None:
     await keyspace.ticked(age_ms=2_000)
     await keyspace.worker(1, age_ms=60_000)
     with pytest.raises(NoWorker):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))
 
 
 async def test_a_row_without_alive_is_not_routable_even_in_grace(keyspace: Keyspace) -> None:
     await keyspace.worker(1)
     await keyspace.store.zrem(keyspace.keys.alive, "w1.0")
     with pytest.raises(NoWorker):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(4)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))
 
 
 # ---------------------------------------------------------------- the answer, once
@@ -108,10 +111,10 @@ async def test_a_known_id_gets_its_stored_answer(keyspace: Keyspace) -> None:
     chain = keyspace.chain(40)
     await keyspace.hold(3, chain, 30)
     ask = keyspace.ask(chain)
-    first = await keyspace.fleet.decide(ask)
+    first = await keyspace.fleet.bookings.decide(ask)
     assert (first.outcome, first.worker_id, first.matched_tokens) == ("booked", "w3.0", 480)
     await keyspace.hold(1, chain)
-    again = await keyspace.fleet.decide(ask)
+    again = await keyspace.fleet.bookings.decide(ask)
     assert again.outcome == "known"
     same = ("worker_id", "server_id", "url", "matched_tokens", "prompt_tokens", "prefill_tokens", "decode_tokens")
     assert [getattr(again, name) for name in same] == [getattr(first, name) for name in same]
@@ -123,9 +126,9 @@ async def test_a_known_id_gets_its_stored_answer(keyspace: Keyspace) -> None:
 async def test_a_cancelled_id_books_nothing(keyspace: Keyspace) -> None:
     await keyspace.workers(2)
     ask = keyspace.ask(keyspace.chain(4))
-    assert await keyspace.fleet.settle(ask.reservation, "cancelled") == "UNKNOWN"
+    assert await keyspace.fleet.bookings.settle(ask.reservation, "cancelled") == "UNKNOWN"
     with pytest.raises(CancelledReservation):
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     assert all(row.in_flight == 0 for row in (await keyspace.rows()).values())
 
 
@@ -133,7 +136,7 @@ async def test_what_is_booked(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     chain = keyspace.chain(200)
     await keyspace.hold(1, chain, 70)
-    decision = await keyspace.fleet.decide(keyspace.ask(chain, extra_tokens=5, decode_tokens=4_000))
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(chain, extra_tokens=5, decode_tokens=4_000))
     assert (decision.matched_tokens, decision.prefill_tokens, decision.wait_tokens) == (1120, 2085, 0)
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (2085, 2880, 1)  # neither counts the match
@@ -150,7 +153,7 @@ async def test_what_is_booked(keyspace: Keyspace) -> None:
 async def test_the_checkpoints_of_a_long_chain(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     chain = keyspace.chain(3_000)
-    await keyspace.fleet.decide(keyspace.ask(chain))
+    await keyspace.fleet.bookings.decide(keyspace.ask(chain))
     grid = [1, 16, 32, 64, 128, 256, 512, 1024, 2048, 3000]
     assert set(await keyspace.speculation()) == {chain[8 * block - 8 : 8 * block] for block in grid}
 
@@ -158,14 +161,14 @@ async def test_the_checkpoints_of_a_long_chain(keyspace: Keyspace) -> None:
 async def test_expired_leases_are_reaped_by_the_next_decision(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     for _ in range(20):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(30)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(30)))
     started = keyspace.ask(keyspace.chain(30))
-    await keyspace.fleet.decide(started)
-    await keyspace.fleet.settle(started.reservation, "started")
+    await keyspace.fleet.bookings.decide(started)
+    await keyspace.fleet.bookings.settle(started.reservation, "started")
     for name in await keyspace.leases():
         await keyspace.store.zadd(keyspace.keys.leases, {name: 1})
     for left in (13, 5, 0):
-        await keyspace.fleet.explain(keyspace.ask(keyspace.chain(1)))
+        await keyspace.fleet.queue.explain(keyspace.ask(keyspace.chain(1)))
         assert (await keyspace.row(1)).in_flight == left, "eight a call"
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
@@ -176,10 +179,10 @@ async def test_expired_leases_are_reaped_by_the_next_decision(keyspace: Keyspace
 async def test_a_lease_of_an_earlier_epoch_owes_nothing(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     ask = keyspace.ask(keyspace.chain(30))
-    await keyspace.fleet.decide(ask)
+    await keyspace.fleet.bookings.decide(ask)
     await keyspace.change(1, epoch=2, prefill_tokens=7, decode_tokens=8, in_flight=9)
     await keyspace.store.zadd(keyspace.keys.leases, {ask.reservation: 1})
-    await keyspace.fleet.explain(keyspace.ask(keyspace.chain(1)))
+    await keyspace.fleet.queue.explain(keyspace.ask(keyspace.chain(1)))
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (7, 8, 9)
     assert await keyspace.leases() == {}
@@ -194,7 +197,7 @@ async def test_a_hundred_at_once_book_exactly_a_hundred(redis_url: str, keyspace
     other = connect(redis_url, timeout_s=5)
     fleets = [keyspace.fleet, Fleet(other, keyspace.keys.tag.replace("~", "/"), timeouts=PATIENT)]
     asks = [keyspace.ask(keyspace.chain(20), extra_tokens=7) for _ in range(50)]
-    both = [fleet.decide(ask) for ask in asks for fleet in fleets]  # every id from two routers at once
+    both = [fleet.bookings.decide(ask) for ask in asks for fleet in fleets]  # every id from two routers at once
     decisions = await asyncio.gather(*both)
     await other.aclose()
     assert sorted(one.outcome for one in decisions) == ["booked"] * 50 + ["known"] * 50
@@ -212,12 +215,12 @@ async def test_a_full_redis_still_books_and_settles(model: str) -> None:
             keyspace = Keyspace(client, Fleet(client, model, timeouts=PATIENT))
             await keyspace.workers(2)
             ask = keyspace.ask(keyspace.chain(10))
-            await keyspace.fleet.explain(ask)  # the script is known before memory is full
-            await keyspace.fleet.settle("wf-nobody", "finished")
+            await keyspace.fleet.queue.explain(ask)  # the script is known before memory is full
+            await keyspace.fleet.bookings.settle("wf-nobody", "finished")
             await client.config_set("maxmemory", 1)
-            assert (await keyspace.fleet.decide(ask)).outcome == "booked"
-            assert await keyspace.fleet.settle(ask.reservation, "started") == "STARTED"
-            assert await keyspace.fleet.settle(ask.reservation, "finished") == "SETTLED"
+            assert (await keyspace.fleet.bookings.decide(ask)).outcome == "booked"
+            assert await keyspace.fleet.bookings.settle(ask.reservation, "started") == "STARTED"
+            assert await keyspace.fleet.bookings.settle(ask.reservation, "finished") == "SETTLED"
             await client.aclose()
 
 
@@ -230,4 +233,4 @@ async def test_the_url_is_cut_out_of_any_record(keyspace: Keyspace) -> None:
     }
     for text in (wire.dumps(record), wire.dumps(record).replace("/", "\\/")):
         await cast("Any", keyspace.store.hset(keyspace.keys.servers, "w1", text))
-        assert (await keyspace.fleet.decide(keyspace.ask())).url == "http://h/v1"
+        assert (await keyspace.fleet.bookings.decide(keyspace.ask())).url == "http://h/v1"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 async def chosen(keyspace: Keyspace, ask: Question, **fields: Any) -> str:
     """The number of the worker that the policy would choose."""
-    worker, _ = await keyspace.fleet.explain(replace(ask, **fields))
+    worker, _ = await keyspace.fleet.queue.explain(replace(ask, **fields))
     return worker[1:].partition(".")[0]
 
 
@@ -180,7 +180,9 @@ async def test_every_policy_books_what_its_winner_lacks(keyspace: Keyspace, poli
     await keyspace.workers(1)
     chain = keyspace.chain(20)
     await keyspace.hold(1, chain, 8)
-    decision = await keyspace.fleet.decide(keyspace.ask(chain, policy=policy, prefix_tokens=32, order=("w1.0",)))
+    decision = await keyspace.fleet.bookings.decide(
+        keyspace.ask(chain, policy=policy, prefix_tokens=32, order=("w1.0",))
+    )
     assert (decision.matched_tokens, decision.prefill_tokens) == (8 * BLOCK, 12 * BLOCK + 1)
 
 
@@ -196,7 +198,7 @@ async def test_cost_counts_no_more_of_a_match_than_the_prefix_hint(keyspace: Key
     await keyspace.change(1, prefill_tokens=100)
     assert await chosen(keyspace, ask) == "1"
     assert await chosen(keyspace, ask, prefix_tokens=160) == "2", "both hold the prefix"
-    decision = await keyspace.fleet.decide(replace(ask, prefix_tokens=160, exclude=("w2.0",)))
+    decision = await keyspace.fleet.bookings.decide(replace(ask, prefix_tokens=160, exclude=("w2.0",)))
     assert decision.prefill_tokens == 1, "booked is what is true"
 
 
@@ -206,9 +208,9 @@ async def test_a_match_under_the_minimum_counts_for_nothing(keyspace: Keyspace) 
     await keyspace.hold(1, chain, common + 9)
     await keyspace.hold(2, chain, common)
     await keyspace.change(1, prefill_tokens=100)
-    weights = keyspace.fleet.weights
+    weights = keyspace.fleet.constants.weights
     for least, wanted in ((9 * BLOCK, "1"), (9 * BLOCK + 1, "2")):
-        keyspace.fleet.weights = replace(weights, min_match_tokens=least)
+        keyspace.fleet.use(weights=replace(weights, min_match_tokens=least))
         assert await chosen(keyspace, keyspace.ask(chain)) == wanted, "what both hold is left out"
 
 

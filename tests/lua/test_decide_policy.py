@@ -35,7 +35,7 @@ async def burst(keyspace: Keyspace, prefixes: list[bytes], order: list[int], suf
         tokens = len(head) // 8 * BLOCK
         waits = [row.prefill_tokens for name, row in (await keyspace.rows()).items() if (name, prefix) in seen.cold]
         chain = keyspace.chain(len(head) // 8 + suffix_blocks, head=head)
-        decision = await keyspace.fleet.decide(keyspace.ask(chain, extra_tokens=3))
+        decision = await keyspace.fleet.bookings.decide(keyspace.ask(chain, extra_tokens=3))
         pair = (decision.worker_id, prefix)
         if pair not in seen.cold:
             seen.cold.append(pair)
@@ -68,12 +68,14 @@ async def test_a_burst_over_two_routers_chooses_as_one_after_another(
     asks = [keyspace.ask(keyspace.chain(260, head=head), extra_tokens=3) for _ in range(64)]
     other = connect(redis_url, timeout_s=5)
     fleets = [keyspace.fleet, Fleet(other, model, timeouts=PATIENT)]
-    together = await asyncio.gather(*(fleets[at % 2].decide(ask) for at, ask in enumerate(asks)))
+    together = await asyncio.gather(*(fleets[at % 2].bookings.decide(ask) for at, ask in enumerate(asks)))
     for ask in asks:
-        await keyspace.fleet.settle(ask.reservation, "failed")
+        await keyspace.fleet.bookings.settle(ask.reservation, "failed")
     await other.aclose()
     assert all(row.in_flight == 0 for row in (await keyspace.rows()).values())
-    alone = [await keyspace.fleet.decide(keyspace.ask(ask.chains[0].hashes, extra_tokens=3, seed=1)) for ask in asks]
+    alone = [
+        await keyspace.fleet.bookings.decide(keyspace.ask(ask.chains[0].hashes, extra_tokens=3, seed=1)) for ask in asks
+    ]
 
     def pairs(decisions: list[Decision]) -> int:
         return len({one.worker_id for one in decisions})
@@ -105,9 +107,9 @@ async def converse(keyspace: Keyspace, system: bytes, count: int, blocks: int) -
     for _ in range(count):
         chain = keyspace.chain(blocks, head=system)
         ask = keyspace.ask(chain, extra_tokens=5)
-        decision = await keyspace.fleet.decide(ask)
+        decision = await keyspace.fleet.bookings.decide(ask)
         slot = int(decision.worker_id[1:].partition(".")[0])
-        await keyspace.fleet.settle(ask.reservation, "failed")
+        await keyspace.fleet.bookings.settle(ask.reservation, "failed")
         await keyspace.hold(slot, chain)
         row = await keyspace.row(slot)
         await keyspace.change(slot, blocks=row.blocks + blocks - decision.matched_tokens // BLOCK)
@@ -129,15 +131,15 @@ async def test_an_idle_fleet_goes_where_the_prefix_is(keyspace: Keyspace) -> Non
     await keyspace.hold(5, chain, 4)  # 4 % of the prompt: more than a tie
     for _ in range(8):
         ask = keyspace.ask(chain)
-        assert (await keyspace.fleet.decide(ask)).worker_id == "w5.0"
-        await keyspace.fleet.settle(ask.reservation, "failed")
+        assert (await keyspace.fleet.bookings.decide(ask)).worker_id == "w5.0"
+        await keyspace.fleet.bookings.settle(ask.reservation, "failed")
 
 
 async def test_an_idle_fleet_duplicates_where_costs_tie(keyspace: Keyspace) -> None:
     await keyspace.workers(8)
     head = keyspace.chain(2)
     await keyspace.hold(5, head)  # 32 of 3,216 tokens: under 2 %
-    chosen = {(await keyspace.fleet.explain(keyspace.ask(keyspace.chain(201, head=head))))[0] for _ in range(64)}
+    chosen = {(await keyspace.fleet.queue.explain(keyspace.ask(keyspace.chain(201, head=head))))[0] for _ in range(64)}
     assert len(chosen) >= 5
 
 
@@ -149,13 +151,13 @@ async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(keyspace: Ke
     await keyspace.change(2, blocks=30, evicted=1, in_flight=2)
     for _ in range(6):
         ask = keyspace.ask(chain)
-        worker_id, why, seen = await keyspace.fleet.consider(ask)
+        worker_id, why, seen = await keyspace.fleet.queue.consider(ask)
         assert (worker_id, why) == ("w2.0", "prefix")
         assert seen.tie_s == 0.005
         words = "tie within 5 ms of 4 engines: it holds more of the prompt than the others"
         assert in_words("cost", why, seen) == words
-        assert (await keyspace.fleet.decide(ask)).worker_id == "w2.0"
-        await keyspace.fleet.settle(ask.reservation, "finished")
+        assert (await keyspace.fleet.bookings.decide(ask)).worker_id == "w2.0"
+        await keyspace.fleet.bookings.settle(ask.reservation, "finished")
 
 
 async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None:
@@ -165,7 +167,11 @@ async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None
     await keyspace.hold(5, head)
     went = Counter[str]()
     for _ in range(160):
-        went[(await keyspace.fleet.decide(keyspace.ask(keyspace.chain(2, head=head), extra_tokens=12))).worker_id] += 1
+        went[
+            (
+                await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(2, head=head), extra_tokens=12))
+            ).worker_id
+        ] += 1
     assert len(went) == 8
     assert max(went.values()) <= 40, went
 
@@ -182,7 +188,7 @@ async def test_in_every_tie_the_home_wins_then_the_longest_part_of_the_prompt(ke
             await keyspace.hold(number, chain, keyspace.rng.choice((0, 0, 1, blocks // 2, blocks)))
         order = tuple(keyspace.rng.sample(names, 2)) if keyspace.rng.random() < 0.2 else ()
         ask = keyspace.ask(chain, extra_tokens=keyspace.rng.choice((1, 9)), order=order)
-        chosen, why, seen = await keyspace.fleet.consider(ask)
+        chosen, why, seen = await keyspace.fleet.queue.consider(ask)
         reasons[why] += 1
         lowest = min(row.cost_s for row in seen.candidates)
         tied = [row for row in seen.candidates if row.cost_s <= lowest + seen.tie_s]
@@ -197,7 +203,7 @@ async def test_in_every_tie_the_home_wins_then_the_longest_part_of_the_prompt(ke
 
 async def test_cold_prefixes_on_an_idle_fleet_spread_evenly(keyspace: Keyspace) -> None:
     await keyspace.workers(8)
-    homes = Counter([(await keyspace.fleet.explain(keyspace.ask(keyspace.chain(10))))[0] for _ in range(400)])
+    homes = Counter([(await keyspace.fleet.queue.explain(keyspace.ask(keyspace.chain(10))))[0] for _ in range(400)])
     assert len(homes) == 8
     assert max(homes.values()) <= 80, "50 each, give or take what chance does"
 
@@ -208,7 +214,7 @@ async def test_ties_go_to_the_least_evicting_then_the_least_filled_then_the_leas
         await keyspace.change(number, **row)
     order: list[str] = []
     for _ in range(4):
-        chosen, _ = await keyspace.fleet.explain(keyspace.ask(keyspace.chain(100), exclude=tuple(order)))
+        chosen, _ = await keyspace.fleet.queue.explain(keyspace.ask(keyspace.chain(100), exclude=tuple(order)))
         order.append(chosen)
     assert order == ["w4.0", "w3.0", "w2.0", "w1.0"]
 
@@ -222,13 +228,13 @@ async def test_a_busy_holder_is_left_when_waiting_costs_more_than_computing(keys
     for other, wait, wanted in cases:
         await keyspace.change(1, prefill_tokens=wait)
         await keyspace.change(2, prefill_tokens=other)
-        assert (await keyspace.fleet.explain(keyspace.ask(chain)))[0] == wanted
+        assert (await keyspace.fleet.queue.explain(keyspace.ask(chain)))[0] == wanted
 
 
 async def test_a_fuller_cache_has_its_price(store: aioredis.Redis, keyspace: Keyspace) -> None:
     await keyspace.workers(2)
     chain = keyspace.chain(100)
     await keyspace.hold(1, chain, 20)
-    assert (await keyspace.fleet.explain(keyspace.ask(chain)))[0] == "w1.0"
+    assert (await keyspace.fleet.queue.explain(keyspace.ask(chain)))[0] == "w1.0"
     await keyspace.change(1, blocks=6_000)  # 0.3 caches over the mean: 80 blocks count as 128; at w2, 100 as 120
-    assert (await keyspace.fleet.explain(keyspace.ask(chain)))[0] == "w2.0"
+    assert (await keyspace.fleet.queue.explain(keyspace.ask(chain)))[0] == "w2.0"

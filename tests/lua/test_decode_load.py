@@ -19,10 +19,10 @@ async def burst(keyspace: Keyspace, decode_tokens: int, *, computed: bool) -> Co
     chain, homes = keyspace.chain(PROMPT_BLOCKS), Counter[str]()
     for _ in range(16):
         ask = keyspace.ask(chain, extra_tokens=8, decode_tokens=decode_tokens)
-        decision = await keyspace.fleet.decide(ask)
+        decision = await keyspace.fleet.bookings.decide(ask)
         homes[decision.worker_id] += 1
         if computed:
-            await keyspace.fleet.settle(ask.reservation, "started")
+            await keyspace.fleet.bookings.settle(ask.reservation, "started")
             await keyspace.hold(int(decision.worker_id[1:].partition(".")[0]), chain)
     return homes
 

@@ -30,7 +30,7 @@ async def saturated(keyspace: Keyspace, workers: int = 1) -> CheckedQueue:
 async def told_and_done(q: CheckedQueue, question: Question) -> Decision | Queued:
     """The decision, after what explain tells about it is found to be the same."""
     *told, price = await q.foretold(question)
-    answer = await q.keyspace.fleet.decide_in_turn(question)
+    answer = await q.keyspace.fleet.queue.decide_in_turn(question)
     *done, priced = came_true(answer)
     assert told == done
     assert price == pytest.approx(priced, abs=1e-4)
@@ -40,26 +40,28 @@ async def told_and_done(q: CheckedQueue, question: Question) -> Decision | Queue
 async def test_explain_foretells_decide_with_expired_leases_in_the_way(keyspace: Keyspace) -> None:
     await keyspace.workers(4)
     for _ in range(30):
-        await keyspace.fleet.decide(keyspace.ask(keyspace.chain(30)))
+        await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(30)))
     for name in await keyspace.leases():
         await keyspace.store.zadd(keyspace.keys.leases, {name: 1})
     for _ in range(6):
         ask, foretold = keyspace.ask(keyspace.chain(30)), ""
         for _ in range(4):  # what is expired goes eight a call: the state must be the same for both
-            foretold, _ = await keyspace.fleet.explain(ask)
-        assert (await keyspace.fleet.decide(ask)).worker_id == foretold
+            foretold, _ = await keyspace.fleet.queue.explain(ask)
+        assert (await keyspace.fleet.bookings.decide(ask)).worker_id == foretold
 
 
 async def test_the_terms_of_a_cost_add_up_to_it(keyspace: Keyspace) -> None:
     """Somebody who asks why a session moved can add the columns up. All terms but one are of the second worker."""
     await keyspace.workers(3)
-    session, weights = keyspace.chain(100), keyspace.fleet.weights
+    session, weights = keyspace.chain(100), keyspace.fleet.constants.weights
     await keyspace.hold(1, session, 40)
-    await keyspace.fleet.decide(keyspace.ask(session, exclude=("w2.0", "w3.0")))  # the first is making the rest
+    await keyspace.fleet.bookings.decide(
+        keyspace.ask(session, exclude=("w2.0", "w3.0"))
+    )  # the first is making the rest
     now_ms = int(time.time() * 1000) % 2**32
     await keyspace.change(2, blocks=9_000, busy_share=65_535, since_ms=now_ms, prefill_tokens=1_000)
     for policy in ("cost", "least_loaded"):
-        _, rows = await keyspace.fleet.explain(keyspace.ask(session, policy=policy))
+        _, rows = await keyspace.fleet.queue.explain(keyspace.ask(session, policy=policy))
         for row in rows:
             assert sum(astuple(row.terms)) == pytest.approx(row.cost_s, abs=4e-6)
         terms = {row.worker_id: row.terms for row in rows}["w2.0"]
@@ -87,7 +89,7 @@ async def test_a_request_waits_behind_a_ticket_of_its_tenant_unless_it_is_smalle
 ) -> None:
     """There is room for one: the first in order. With patience, small prompts overtake large ones."""
     q = await saturated(keyspace)
-    keyspace.fleet.limits = QueueLimits(0.1, 8, 1_000.0)
+    keyspace.fleet.use(limits=QueueLimits(0.1, 8, 1_000.0))
     await q.decide(Ticket("wf-1", 0, (8, 0), 300))
     await keyspace.change(1, prefill_tokens=999)
     assert isinstance(await told_and_done(q, keyspace.ask(extra_tokens=tokens, tenant=OWN)), Queued) == waits
@@ -106,7 +108,7 @@ async def test_a_busy_choice_gives_way_to_a_worker_with_room_that_costs_the_same
 @pytest.mark.parametrize("policy", ["cost", "least_loaded"])
 async def test_a_full_queue_leaves_what_those_who_wait_cannot_use(keyspace: Keyspace, policy: str) -> None:
     q = await saturated(keyspace)
-    keyspace.fleet.limits = QueueLimits(0.1, 2)
+    keyspace.fleet.use(limits=QueueLimits(0.1, 2))
     await keyspace.worker(2)
     for number in range(2):
         await q.decide(Ticket(f"wf-{number}", 0, (8, 0), 100, ("w2.0",)))
@@ -134,7 +136,7 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(keys
     rng, numbers = random.Random(seed), range(1, 4)
     q = await saturated(keyspace, len(numbers))
     # By arrival, or by size: a token counts as a second, so that the time between the two calls changes no order.
-    keyspace.fleet.limits = QueueLimits(0.1, 30, rng.choice([0.0, 10_000.0]))
+    keyspace.fleet.use(limits=QueueLimits(0.1, 30, rng.choice([0.0, 10_000.0])))
     chains = [keyspace.chain(rng.randint(1, 300)) for _ in range(4)]
     seen: set[tuple[bool, str]] = set()
     for _ in range(60):
@@ -149,8 +151,8 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(keys
         await q.workers()  # nothing goes on with time
         answer = await told_and_done(q, question)
         seen.add((isinstance(answer, Queued), answer.outcome))
-        line = await keyspace.fleet.poll()
-        await keyspace.fleet.poll((), rng.sample(sorted(line.turns), len(line.turns) // 2))
+        line = await keyspace.fleet.queue.poll()
+        await keyspace.fleet.queue.poll((), rng.sample(sorted(line.turns), len(line.turns) // 2))
     assert {(False, "booked"), (True, "queued")} <= seen
 
 
@@ -158,12 +160,12 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(keys
 async def test_more_tickets_than_a_look_takes_are_told_as_decided(keyspace: Keyspace, tenants: int) -> None:
     """All but those asked about can be served by the busy worker only; w2 is idle."""
     q = await saturated(keyspace)
-    keyspace.fleet.limits = QueueLimits(0.1, 800)
+    keyspace.fleet.use(limits=QueueLimits(0.1, 800))
     await keyspace.worker(2, **FULL)
     for number in range(700):
         tenant, barred = (number % tenants).to_bytes(8, "big"), ("w2.0",)
         question = keyspace.ask(prompt_tokens=100, decode_tokens=0, exclude=barred, tenant=tenant, barred=barred)
-        assert isinstance(await keyspace.fleet.decide_in_turn(question), Queued)
+        assert isinstance(await keyspace.fleet.queue.decide_in_turn(question), Queued)
     await keyspace.change(2, prefill_tokens=0, in_flight=0)
     own = bytes(8) if tenants == 1 else OTHER
     for _ in range(3):

@@ -25,7 +25,7 @@ async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank
 
 async def collected(fleet: Fleet) -> None:
     for _ in range(100):
-        if not (await fleet.collect(2))[1]:
+        if not (await fleet.upkeep.collect(2))[1]:
             return
     raise AssertionError("collection never ends")
 
@@ -44,8 +44,8 @@ async def test_nothing_of_a_forgotten_worker_stays(store: aioredis.Redis, fleet:
     await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))
     await store.zadd(fleet.keys.alive_servers, {"s": 1})
     await store.set(fleet.keys.artifact("s", SHA), b"x")
-    assert await fleet.forget("s.0")
-    assert not await fleet.forget("s.0")
+    assert await fleet.upkeep.forget("s.0")
+    assert not await fleet.upkeep.forget("s.0")
     await collected(fleet)
     assert await keys_of(fleet) == {"next_slot", "hello"}
 
@@ -55,28 +55,28 @@ async def test_the_server_stays_while_another_worker_of_it_does(store: aioredis.
     other = await worker(store, fleet, "s", 1)
     await store.hset(fleet.keys.servers, "s", wire.dumps({"artifacts": {"t": {"chunks": [SHA]}}}))
     await store.set(fleet.keys.artifact("s", SHA), b"x")
-    assert await fleet.forget("s.0")
+    assert await fleet.upkeep.forget("s.0")
     await collected(fleet)
     assert await other.holds() == held(1, 2, 3)
     assert await store.exists(fleet.keys.artifact("s", SHA))
-    assert await fleet.forget("s.1")
+    assert await fleet.upkeep.forget("s.1")
     assert not await store.exists(fleet.keys.artifact("s", SHA))
 
 
 async def test_one_that_came_back_is_not_forgotten(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = await worker(store, fleet)
-    assert not await fleet.forget("s.0", 600_000)
+    assert not await fleet.upkeep.forget("s.0", 600_000)
     await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
     await reporter.heartbeat()
-    assert not await fleet.forget("s.0", 600_000), "a heartbeat is still unread"
+    assert not await fleet.upkeep.forget("s.0", 600_000), "a heartbeat is still unread"
     await reporter.applied()
     await store.zadd(fleet.keys.alive, {"s.0": time.time() * 1000 - 700_000})
-    assert await fleet.forget("s.0", 600_000)
+    assert await fleet.upkeep.forget("s.0", 600_000)
 
 
 async def test_nobody_is_forgotten_for_an_unknown_name(fleet: Fleet) -> None:
     for name in ("nobody.0", "nobody", "", "a b"):
-        assert not await fleet.forget(name)
+        assert not await fleet.upkeep.forget(name)
 
 
 async def test_a_lease_of_a_forgotten_worker_takes_nothing_from_its_successor(
@@ -84,14 +84,14 @@ async def test_a_lease_of_a_forgotten_worker_takes_nothing_from_its_successor(
 ) -> None:
     reporter = await worker(store, fleet)
     await route(reporter, "wf-old")
-    await fleet.forget("s.0")
+    await fleet.upkeep.forget("s.0")
     reporter.number = 0
     await reporter.join("n2")
     await reporter.applied()
     await route(reporter, "wf-new")
     before = await reporter.row()
     assert before.in_flight == 1
-    await fleet.settle("wf-old", "finished")
+    await fleet.bookings.settle("wf-old", "finished")
     assert await reporter.row() == before
 
 
@@ -101,7 +101,7 @@ async def route(reporter: ReportingWorker, reservation: str) -> None:
     packed[20:22] = int(Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED).to_bytes(2, "big")
     await reporter.store.hset(reporter.keys.load, reporter.worker_id, bytes(packed))
     chain = Chain((await reporter.row()).scheme, 16, blocks(1))
-    await reporter.fleet.decide(Question(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
+    await reporter.fleet.bookings.decide(Question(reservation, (chain,), prompt_tokens=40, decode_tokens=5))
 
 
 async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -109,9 +109,9 @@ async def test_collect_is_bounded_and_leaves_live_slots_alone(store: aioredis.Re
     await reporter.send("cleared")
     await reporter.send("stored", blocks(2))
     await reporter.applied()
-    assert await fleet.collect(2) == (2, 1)
-    assert await fleet.collect(2) == (1, 0)
-    assert await fleet.collect(2) == (0, 0)
+    assert await fleet.upkeep.collect(2) == (2, 1)
+    assert await fleet.upkeep.collect(2) == (1, 0)
+    assert await fleet.upkeep.collect(2) == (0, 0)
     assert await reporter.holds() == held(2)
     assert await other.holds() == held(1, 2, 3)
     members = await store.smembers(fleet.keys.block(block(1)))
@@ -124,9 +124,9 @@ async def test_small_slots_go_many_at_a_time(store: aioredis.Redis, fleet: Fleet
         await cast("Any", store.sadd(fleet.keys.retired, slot))
         await cast("Any", store.sadd(fleet.keys.slot(slot), block(slot)))
         await cast("Any", store.sadd(fleet.keys.block(block(slot)), slot))
-    removed, left = await fleet.collect(128)
+    removed, left = await fleet.upkeep.collect(128)
     assert (removed, left) == (15, 85)  # 15 x (1 + 8) blocks' worth
-    await fleet.step()
+    await fleet.upkeep.step()
     assert await cast("Any", store.scard(fleet.keys.retired)) == 0
     assert not [key async for key in store.scan_iter(fleet.keys.prefix + "[bs]:*")]
 

@@ -38,7 +38,7 @@ async def own_store(request: pytest.FixtureRequest) -> AsyncIterator[aioredis.Re
 @pytest.fixture
 def own_fleet(own_store: aioredis.Redis, model: str) -> Fleet:
     fleet = Fleet(own_store, model, timeouts=PATIENT)
-    fleet.pace = Pace(min_gap_ms=0, short_ms=300)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, short_ms=300)
     return fleet
 
 
@@ -71,32 +71,34 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     await store.xadd(fleet.keys.server("s"), entry)
     ask, known, gone = keyspace.ask(keyspace.chain(10)), keyspace.ask(), keyspace.ask()
     for one in (known, gone):
-        await fleet.decide(one)
-    await fleet.audit(3600)
+        await fleet.bookings.decide(one)
+    await fleet.upkeep.audit(3600)
     await store.zadd(fleet.keys.audit, {"s.0": 1, "t.0": 2})
     await cast("Any", store.sadd(fleet.keys.retired, 77))
     await cast("Any", store.sadd(fleet.keys.slot(77), b"8 bytes."))
     renewal = Renewal(known.reservation, "w1.0", 1, 101)
     return {
-        "decide": lambda: fleet.decide(ask),
-        "queue": fleet.poll,
-        "settle": lambda: fleet.settle(gone.reservation, "failed"),
-        "renew": lambda: fleet.renew([renewal]),
-        "client": lambda: fleet.run("client", fleet.keys.prefix, "keep", 30_000, new_reservation(1, client="c" * 11)),
-        "tick": fleet.tick,
-        "apply": lambda: fleet.apply("s.0"),
-        "apply_control": lambda: fleet.apply("t.0"),
-        "apply_server": lambda: fleet.apply_server("s"),
-        "collect": fleet.collect,
-        "drain": lambda: fleet.drain("s.0", draining=True),
-        "forget": lambda: fleet.forget("w2.0"),
-        "prove": lambda: fleet.prove("s.0", "n1", Proof("proven", "")),
-        "vouch": lambda: fleet.vouch("w1.0", "n1"),
-        "eject": lambda: fleet.eject("w1.0", good=False),
-        "register": lambda: fleet.register("plain", {"scheme_id": 1}, 10),
-        "lag": lambda: fleet.truth([]),
-        "audit": lambda: fleet.audit(3600),
-        "announce": lambda: fleet.announce("a:9090", Announcement()),
+        "decide": lambda: fleet.bookings.decide(ask),
+        "queue": fleet.queue.poll,
+        "settle": lambda: fleet.bookings.settle(gone.reservation, "failed"),
+        "renew": lambda: fleet.bookings.renew([renewal]),
+        "client": lambda: fleet.scripts.run(
+            "client", fleet.keys.prefix, "keep", 30_000, new_reservation(1, client="c" * 11)
+        ),
+        "tick": fleet.upkeep.tick,
+        "apply": lambda: fleet.upkeep.apply("s.0"),
+        "apply_control": lambda: fleet.upkeep.apply("t.0"),
+        "apply_server": lambda: fleet.upkeep.apply_server("s"),
+        "collect": fleet.upkeep.collect,
+        "drain": lambda: fleet.workers.drain("s.0", draining=True),
+        "forget": lambda: fleet.upkeep.forget("w2.0"),
+        "prove": lambda: fleet.probes.prove("s.0", "n1", Proof("proven", "")),
+        "vouch": lambda: fleet.workers.vouch("w1.0", "n1"),
+        "eject": lambda: fleet.workers.eject("w1.0", good=False),
+        "register": lambda: fleet.workers.register("plain", {"scheme_id": 1}, 10),
+        "lag": lambda: fleet.index.truth([]),
+        "audit": lambda: fleet.upkeep.audit(3600),
+        "announce": lambda: fleet.replicas.announce("a:9090", Announcement()),
     }
 
 
@@ -129,11 +131,11 @@ async def test_while_writes_are_refused_nobody_expires(own_store: aioredis.Redis
     keyspace = Keyspace(own_store, own_fleet)
     await keyspace.worker(1, age_ms=60_000)
     await memory_is(own_fleet, short=False)
-    assert not (await own_fleet.tick()).grace
+    assert not (await own_fleet.upkeep.tick()).grace
     await own_store.config_set("maxmemory", 1)
-    tick = await own_fleet.tick()
+    tick = await own_fleet.upkeep.tick()
     assert (tick.grace, tick.short, tick.forget) == (True, True, ())
-    assert (await own_fleet.decide(keyspace.ask())).worker_id == "w1.0"
+    assert (await own_fleet.bookings.decide(keyspace.ask())).worker_id == "w1.0"
 
 
 # ---------------------------------------------------------------- hysteresis
@@ -149,23 +151,18 @@ async def test_while_writes_are_refused_nobody_expires(own_store: aioredis.Redis
     ],
 )
 async def test_between_the_marks_nothing_changes(fleet: Fleet, readings: list[int], short: list[bool]) -> None:
-    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
-    seen = []
-    for reading in readings:
-        fleet.used_permille = reading
-        seen.append((await fleet.tick()).short)
-    assert seen == short
+    fleet.upkeep.pace = Pace(min_gap_ms=0, short_ms=0)
+    assert [(await fleet.upkeep.tick(used_permille=reading)).short for reading in readings] == short
 
 
 async def test_short_lasts_a_while(fleet: Fleet) -> None:
-    fleet.pace, fleet.used_permille = Pace(min_gap_ms=0, short_ms=60_000), 900
-    assert (await fleet.tick()).short
-    fleet.used_permille = 100
-    assert (await fleet.tick()).short
-    fleet.pace = Pace(min_gap_ms=60_000)
-    assert (await fleet.tick()).short, "a tick that is skipped knows, too"
-    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
-    assert not (await fleet.tick()).short
+    fleet.upkeep.pace = Pace(min_gap_ms=0, short_ms=60_000)
+    assert (await fleet.upkeep.tick(used_permille=900)).short
+    assert (await fleet.upkeep.tick(used_permille=100)).short
+    fleet.upkeep.pace = Pace(min_gap_ms=60_000)
+    assert (await fleet.upkeep.tick(used_permille=100)).short, "a tick that is skipped knows, too"
+    fleet.upkeep.pace = Pace(min_gap_ms=0, short_ms=0)
+    assert not (await fleet.upkeep.tick(used_permille=100)).short
 
 
 # ---------------------------------------------------------------- one worker
@@ -185,10 +182,10 @@ async def test_while_memory_is_short_nothing_is_inserted_and_the_rest_goes_on(
     assert await reporter.holds() == held(2, 3)
     assert row.flags & Flag.PARTIAL
     assert row.speed_tps == 1234
-    assert await fleet.counts() == {"partial": 1}
+    assert await fleet.index.counts() == {"partial": 1}
     assert (await reporter.command()).get("do") is None
-    fleet.pace = Pace(min_gap_ms=0)
-    assert (await fleet.tick()).ran
+    fleet.upkeep.pace = Pace(min_gap_ms=0)
+    assert (await fleet.upkeep.tick()).ran
     assert (await reporter.command()).get("do") is None, "no snapshot is asked for that there is no room for"
 
 
@@ -196,16 +193,16 @@ async def test_while_memory_is_short_no_digest_is_compared(reporter: ReportingWo
     await memory_is(fleet, short=True)
     await reporter.heartbeat(digest_of(1))
     await reporter.applied()
-    assert await fleet.counts() == {}
+    assert await fleet.index.counts() == {}
     assert await reporter.waiting() is None
     await memory_is(fleet, short=False)
     await reporter.heartbeat(digest_of(1))
     await reporter.applied()
-    assert await fleet.counts() == {"mismatch": 1}
+    assert await fleet.index.counts() == {"mismatch": 1}
 
 
 async def test_when_there_is_room_again_a_snapshot_makes_it_whole(reporter: ReportingWorker, fleet: Fleet) -> None:
-    fleet.pace = Pace(min_gap_ms=0, short_ms=0)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, short_ms=0)
     await memory_is(fleet, short=True)
     await reporter.send("stored", blocks(1, 2))
     await reporter.applied()
@@ -214,7 +211,7 @@ async def test_when_there_is_room_again_a_snapshot_makes_it_whole(reporter: Repo
     await reporter.applied()
     assert (await reporter.row()).flags & Flag.PARTIAL
     assert cast("float", await reporter.waiting()) < 0
-    await fleet.tick()
+    await fleet.upkeep.tick()
     command = await reporter.command()
     assert command["do"] == "resync"
     await reporter.snapshot([1, 2], command=command["id"])
@@ -222,7 +219,7 @@ async def test_when_there_is_room_again_a_snapshot_makes_it_whole(reporter: Repo
     await reporter.applied()
     assert await reporter.holds() == held(1, 2)
     assert not (await reporter.row()).flags & Flag.PARTIAL
-    assert await fleet.counts() == {"partial": 1, "resync_partial": 1}
+    assert await fleet.index.counts() == {"partial": 1, "resync_partial": 1}
 
 
 async def test_what_was_left_out_and_evicted_since_needs_no_snapshot(reporter: ReportingWorker, fleet: Fleet) -> None:
@@ -252,7 +249,7 @@ async def test_a_snapshot_that_does_not_fit_is_given_up(reporter: ReportingWorke
     assert await reporter.retired() == {shadow}
     assert cast("float", await reporter.waiting()) < 0
     assert await reporter.holds() == held(1)
-    assert await fleet.counts() == {"partial": 1, "stale": 2}
+    assert await fleet.index.counts() == {"partial": 1, "stale": 2}
 
 
 async def test_a_partial_winner_is_verified(keyspace: Keyspace) -> None:
@@ -262,4 +259,4 @@ async def test_a_partial_winner_is_verified(keyspace: Keyspace) -> None:
     chain = keyspace.chain(10)
     await keyspace.hold(1, chain)
     await keyspace.drop(1, chain[4 * 8 : 5 * 8])
-    assert (await keyspace.fleet.decide(keyspace.ask(chain))).matched_tokens == 4 * 16
+    assert (await keyspace.fleet.bookings.decide(keyspace.ask(chain))).matched_tokens == 4 * 16

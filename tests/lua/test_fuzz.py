@@ -47,9 +47,9 @@ async def victim(fleet: Fleet) -> ReportingWorker:
     told["models"] = [fleet.keys.tag.replace("~", "/")]
     entry: Any = {"n": "v1", "b": "1", "o": "join", "d": json.dumps(told)}
     await fleet.redis.xadd(fleet.keys.server("v"), entry)
-    await fleet.apply_server("v")
-    await fleet.prove("v.0", "honest", Proof("proven", ""))
-    await fleet.decide(Question("wf-victim", (), prompt_tokens=500, decode_tokens=600))
+    await fleet.upkeep.apply_server("v")
+    await fleet.probes.prove("v.0", "honest", Proof("proven", ""))
+    await fleet.bookings.decide(Question("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
         await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour
     return reporter
@@ -87,7 +87,7 @@ def write(store: Any, prefix: str, stream: str, bent: Malformed, count: int) -> 
 async def consume(fleet: Fleet, worker_id: str) -> int:
     """Apply one whole stream; returns the number of calls. Raises FleetUnavailable for an error in a script."""
     calls = 0
-    while (await fleet.apply(worker_id)).more:
+    while (await fleet.upkeep.apply(worker_id)).more:
         calls += 1
         assert calls < ROUND * 2, "the stream never ends"
     return calls
@@ -127,16 +127,16 @@ class Siege:
         return str(json.loads(raw)["nonce"]) if raw else "n1"
 
     async def applied(self) -> None:
-        await self.fleet.tick()
+        await self.fleet.upkeep.tick()
         for worker_id in ("s.0", "u.0"):
             await consume(self.fleet, worker_id)
-        while (await self.fleet.apply_server("s")).more:
+        while (await self.fleet.upkeep.apply_server("s")).more:
             pass
         for _ in range(40):
-            await self.fleet.tick()
-            if not (await self.fleet.collect(500))[1] and not self.store.exists(self.prefix + "hello"):
+            await self.fleet.upkeep.tick()
+            if not (await self.fleet.upkeep.collect(500))[1] and not self.store.exists(self.prefix + "hello"):
                 break
-        await self.fleet.workers()
+        await self.fleet.workers.read()
 
     async def still_listens(self) -> None:
         """After all these entries an honest process of the same name is heard at once."""
@@ -152,7 +152,7 @@ async def besiege(url: str, entries: int, seed: int) -> None:
     with redis.Redis.from_url(url) as store:
         async with connect(url, timeout_s=5) as client:
             fleet = Fleet(client, "fuzz", timeouts=PATIENT)
-            fleet.pace = Pace(min_gap_ms=0)
+            fleet.upkeep.pace = Pace(min_gap_ms=0)
             await _besiege(store, fleet, entries, seed)
 
 
@@ -168,7 +168,7 @@ async def _besiege(store: Any, fleet: Fleet, entries: int, seed: int) -> None:
         assert memory < 12 * 2**20, f"{memory} bytes after {siege.entries} entries"
         assert store.dbsize() < 2_000  # at most what two slots of that capacity may hold
         await siege.still_listens()
-    counts = await fleet.counts()
+    counts = await fleet.index.counts()
     assert counts.keys() >= KINDS, "not every way to be wrong was tried"
     assert sum(counts.values()) > entries / 2, "most were never looked at"
     assert len(counts) < 40

@@ -24,7 +24,7 @@ RECORD = {"scheme_id": SCHEME, "url": "http://10.9.9.9:8000"}
 
 async def approximate(keyspace: Keyspace, capacity: int, name: str = "stock") -> Registered:
     await keyspace.ticked()
-    return await keyspace.fleet.register(name, RECORD, capacity)
+    return await keyspace.fleet.workers.register(name, RECORD, capacity)
 
 
 async def row(keyspace: Keyspace, name: str = "stock") -> LoadRow:
@@ -34,8 +34,8 @@ async def row(keyspace: Keyspace, name: str = "stock") -> LoadRow:
 async def served(keyspace: Keyspace, chain: bytes, shortfall: Shortfall | None = None) -> int:
     """A request for these blocks from its decision to its end. Returns the blocks that the decision saw."""
     ask = keyspace.ask(chain)
-    matched = (await keyspace.fleet.decide(ask)).matched_tokens
-    await keyspace.fleet.settle(ask.reservation, "finished", 0, shortfall)
+    matched = (await keyspace.fleet.bookings.decide(ask)).matched_tokens
+    await keyspace.fleet.bookings.settle(ask.reservation, "finished", 0, shortfall)
     return matched // BLOCK
 
 
@@ -47,18 +47,18 @@ async def test_an_approximate_worker_keeps_what_it_was_sent(keyspace: Keyspace) 
     slot = (await approximate(keyspace, 100)).slot
     chain = keyspace.chain(40)
     ask = keyspace.ask(chain)
-    decision = await keyspace.fleet.decide(ask)
+    decision = await keyspace.fleet.bookings.decide(ask)
     assert (decision.worker_id, decision.server_id, decision.approximate) == ("stock", "stock", True)
     assert decision.url == "http://10.9.9.9:8000"
-    await keyspace.fleet.settle(ask.reservation, "started")
-    following = await keyspace.fleet.decide(keyspace.ask(chain))
+    await keyspace.fleet.bookings.settle(ask.reservation, "started")
+    following = await keyspace.fleet.bookings.decide(keyspace.ask(chain))
     assert (following.matched_tokens, following.speculative) == (40 * BLOCK, False), "its first token came"
-    await keyspace.fleet.settle(ask.reservation, "failed")  # its prompt was computed all the same
-    await keyspace.fleet.settle(following.reservation, "cancelled")
+    await keyspace.fleet.bookings.settle(ask.reservation, "failed")  # its prompt was computed all the same
+    await keyspace.fleet.bookings.settle(following.reservation, "cancelled")
     assert await nodes(keyspace, slot) == {chain[8 * block - 8 : 8 * block] for block in (1, 16, 32)}
     assert all(counts == {slot: 1} for counts in (await keyspace.speculation()).values())
     assert (await row(keyspace)).blocks == 40
-    again = await keyspace.fleet.decide(keyspace.ask(keyspace.chain(60, head=chain)))
+    again = await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(60, head=chain)))
     assert (again.matched_tokens, again.speculative) == (40 * BLOCK, False), "held, as far as anybody knows"
 
 
@@ -66,8 +66,8 @@ async def test_what_was_not_computed_is_not_noted(keyspace: Keyspace) -> None:
     slot = (await approximate(keyspace, 100)).slot
     for outcome in ("failed", "cancelled"):
         ask = keyspace.ask(keyspace.chain(40))
-        await keyspace.fleet.decide(ask)
-        await keyspace.fleet.settle(ask.reservation, cast("Any", outcome))
+        await keyspace.fleet.bookings.decide(ask)
+        await keyspace.fleet.bookings.settle(ask.reservation, cast("Any", outcome))
     assert await nodes(keyspace, slot) == set()
     assert await keyspace.speculation() == {}
 
@@ -141,7 +141,7 @@ async def test_evictions_count_against_a_worker_and_fade(keyspace: Keyspace) -> 
     record = json.loads(await cast("Any", keyspace.store.hget(keyspace.keys.workers, "stock")))
     record["passed"] -= 5_000
     await cast("Any", keyspace.store.hset(keyspace.keys.workers, "stock", json.dumps(record)))
-    await keyspace.fleet.register("stock", RECORD, 100)
+    await keyspace.fleet.workers.register("stock", RECORD, 100)
     assert (await row(keyspace)).evicted == pytest.approx(50 / 2.72, abs=1)
 
 
@@ -156,7 +156,7 @@ async def test_many_small_prompts_that_must_go_at_once_go_with_the_next_prompts(
     await served(keyspace, keyspace.chain(200))
     assert (await row(keyspace)).blocks <= 300
     slot = (await row(keyspace)).slot
-    await keyspace.fleet.register("stock", RECORD, 100)  # the engine says now that it holds less
+    await keyspace.fleet.workers.register("stock", RECORD, 100)  # the engine says now that it holds less
     await served(keyspace, keyspace.chain(50))
     assert ((await row(keyspace)).blocks, (await row(keyspace)).slot) == (100, slot)
 
@@ -210,21 +210,21 @@ async def test_an_answer_says_nothing_of_blocks_that_were_made_while_it_was_awai
     await served(keyspace, other)
     await served(keyspace, chain)
     first, second = keyspace.ask(chain), keyspace.ask(chain)
-    await keyspace.fleet.decide(first)
-    await keyspace.fleet.decide(second)
+    await keyspace.fleet.bookings.decide(first)
+    await keyspace.fleet.bookings.decide(second)
     began = time.monotonic()
-    await keyspace.fleet.settle(first.reservation, "finished")
+    await keyspace.fleet.bookings.settle(first.reservation, "finished")
     age_s = time.monotonic() - began + 1.0
-    await keyspace.fleet.settle(second.reservation, "finished", 0, Shortfall(0, age_s))
+    await keyspace.fleet.bookings.settle(second.reservation, "finished", 0, Shortfall(0, age_s))
     assert await matched_blocks(keyspace, keyspace.ask(other)) == {"stock": 40}
 
 
 async def test_a_shortfall_of_another_incarnation_changes_nothing(keyspace: Keyspace) -> None:
     await approximate(keyspace, 1_000)
     ask = keyspace.ask(keyspace.chain(40))
-    await keyspace.fleet.decide(ask)
-    slot = (await keyspace.fleet.register("stock", RECORD | {"scheme_id": 8}, 1_000)).slot
-    await keyspace.fleet.settle(ask.reservation, "finished", 0, Shortfall(0, 0.0))
+    await keyspace.fleet.bookings.decide(ask)
+    slot = (await keyspace.fleet.workers.register("stock", RECORD | {"scheme_id": 8}, 1_000)).slot
+    await keyspace.fleet.bookings.settle(ask.reservation, "finished", 0, Shortfall(0, 0.0))
     assert await nodes(keyspace, slot) == set()
     assert (await row(keyspace)).blocks == 0
 
@@ -236,12 +236,12 @@ async def test_a_node_that_was_given_up_under_a_reservation_has_no_maker(keyspac
     for chain in (long, keyspace.chain(40, head=long[: 8 * 20]), young):
         await served(keyspace, chain)
     asks = [keyspace.ask(long[: 8 * 21]) for _ in range(2)]
-    await keyspace.fleet.decide(asks[0])
+    await keyspace.fleet.bookings.decide(asks[0])
     assert await served(keyspace, young, Shortfall(0, 0.0)) == 30  # the engine evicted all that was used before it
-    decision = await keyspace.fleet.decide(asks[1])
+    decision = await keyspace.fleet.bookings.decide(asks[1])
     assert (decision.matched_tokens, decision.speculative) == (21 * BLOCK, True), "the reservation makes it anew"
     for ask in asks:
-        await keyspace.fleet.settle(ask.reservation, "finished")
+        await keyspace.fleet.bookings.settle(ask.reservation, "finished")
     assert await matched_blocks(keyspace, keyspace.ask(long)) == {"stock": 21}
 
 
@@ -268,10 +268,10 @@ async def test_a_mirror_whose_blocks_an_older_replica_counted_as_none_never_has_
 async def first_token(keyspace: Keyspace, after_ms: int, blocks: int = 100) -> int:
     """A request whose prefill was under way for so long when its first token came. Returns the speed that is known."""
     ask = keyspace.ask(keyspace.chain(blocks), extra_tokens=0)
-    await keyspace.fleet.decide(ask)
+    await keyspace.fleet.bookings.decide(ask)
     began = replace(await row(keyspace), since_ms=(int(time.time() * 1000) - after_ms) % 2**32)
     await cast("Any", keyspace.store.hset(keyspace.keys.load, "stock", began.pack("stock")))
-    await keyspace.fleet.settle(ask.reservation, "started")
+    await keyspace.fleet.bookings.settle(ask.reservation, "started")
     return (await row(keyspace)).speed_tps
 
 
@@ -301,9 +301,9 @@ async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(keyspace: Keys
     for number, told in ((1, 0), (2, 9_000)):
         await keyspace.change(number, speed_tps=told)
         ask = keyspace.ask(keyspace.chain(100), exclude=(f"w{3 - number}.0",))
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
         await keyspace.change(number, since_ms=(int(time.time() * 1000) - 400) % 2**32)
-        await keyspace.fleet.settle(ask.reservation, "started")
+        await keyspace.fleet.bookings.settle(ask.reservation, "started")
     bridged, plugged = await keyspace.row(1), await keyspace.row(2)
     assert bridged.speed_tps == pytest.approx(4_000, rel=0.1)
     assert bridged.flags == READY | Flag.LEARNED
@@ -315,18 +315,18 @@ async def test_a_worker_that_learned_its_speed_takes_many_requests(keyspace: Key
     assert await first_token(keyspace, 400) > 0
     assert not (await row(keyspace)).flags & Flag.LEARNED, "replicas of before 2026-11-23 take it for a trial"
     for _ in range(3):
-        assert (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(2)))).worker_id == "stock"
+        assert (await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(2)))).worker_id == "stock"
 
 
 async def test_a_worker_behind_a_bridge_that_learned_its_speed_takes_many_requests(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     await keyspace.change(1, flags=READY | Flag.LEARNED)
     for _ in range(3):
-        assert (await keyspace.fleet.decide(keyspace.ask(keyspace.chain(2)))).worker_id == "w1.0"
+        assert (await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(2)))).worker_id == "w1.0"
 
 
 async def test_a_registered_worker_keeps_its_speed(keyspace: Keyspace) -> None:
     await approximate(keyspace, 10_000)
     speed = await first_token(keyspace, 400)
-    await keyspace.fleet.register("stock", RECORD, 10_000)
+    await keyspace.fleet.workers.register("stock", RECORD, 10_000)
     assert (await row(keyspace)).speed_tps == speed > 0

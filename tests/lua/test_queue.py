@@ -41,7 +41,7 @@ def ticket(name: str, flow: tuple[int, int] = OWN, tokens: int = 100, barred: tu
 
 
 async def turns(q: CheckedQueue, *tickets: Ticket) -> list[str]:
-    line = await q.keyspace.fleet.poll([one.reservation for one in tickets])
+    line = await q.keyspace.fleet.queue.poll([one.reservation for one in tickets])
     return [name[3:] for name, standing in line.standings.items() if standing is Standing.TURN]
 
 
@@ -69,7 +69,7 @@ async def test_who_is_saturated(keyspace: Keyspace, row: dict[str, int], waits: 
     """A cache of 8,192 blocks of 16 tokens: its content counts while something waits to get in."""
     await keyspace.workers(1, capacity_blocks=8_192, **row)
     q = CheckedQueue(keyspace, 8)
-    keyspace.fleet.block_tokens = {7: 16}
+    keyspace.fleet.use(block_tokens={7: 16})
     assert await booked(q, ticket("a", tokens=50_000)) is not waits
 
 
@@ -77,7 +77,7 @@ async def test_one_with_room_is_enough_and_none_is_asked_for_nothing(q: CheckedQ
     await q.keyspace.worker(2, prefill_tokens=900, in_flight=1)
     assert await booked(q, ticket("a"))
     await q.gone()
-    q.keyspace.fleet.limits = QueueLimits(0.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.0))
     await q.keyspace.change(2, prefill_tokens=5_000)
     assert await booked(q, ticket("b")), "0: no queue"
 
@@ -125,7 +125,7 @@ async def test_who_comes_one_by_one_pays_too(q: CheckedQueue) -> None:
 
 async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q: CheckedQueue) -> None:
     """While `held` waits for w1, 36,000 tokens of another tenant are served at w2, so its class is far ahead of it."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 64)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     await q.keyspace.worker(2, **FULL)
     held = [ticket(f"held{number}", OWN, 500, ("w2.0",)) for number in range(40)]
     for one in held:
@@ -139,7 +139,7 @@ async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q:
     served = []
     while newcomer.reservation not in served:
         await q.keyspace.change(1, prefill_tokens=999)
-        name = next(iter((await q.keyspace.fleet.poll()).turns))
+        name = next(iter((await q.keyspace.fleet.queue.poll()).turns))
         assert await booked(q, next(one for one in (*held, newcomer) if one.reservation == name))
         await q.keyspace.change(1, **FULL)
         served.append(name)
@@ -148,7 +148,7 @@ async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q:
 
 async def test_a_tenant_of_long_prompts_gets_no_more_than_one_of_short_ones(q: CheckedQueue) -> None:
     """A prompt of 5 s puts the short ones behind their class by more than a second of work: they catch up on all."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 64)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     long = [ticket(f"l{number}", OWN, 50_000) for number in range(2)]
     short = [ticket(f"s{number}", OTHER, 2_000) for number in range(30)]
     for one in (*long, *short):
@@ -156,7 +156,7 @@ async def test_a_tenant_of_long_prompts_gets_no_more_than_one_of_short_ones(q: C
     served = []
     while long[1].reservation not in served:
         await q.keyspace.change(1, prefill_tokens=999)
-        name = next(iter((await q.keyspace.fleet.poll()).turns))
+        name = next(iter((await q.keyspace.fleet.queue.poll()).turns))
         assert await booked(q, next(one for one in (*long, *short) if one.reservation == name))
         await q.keyspace.change(1, **FULL)
         served.append(name)
@@ -172,7 +172,7 @@ async def test_classes_go_first_whatever_was_served(q: CheckedQueue) -> None:
     assert await turns(q, low, high) == ["high"]
     ask = q.keyspace.ask(prompt_tokens=10)
     for wild in (-(10**9), 10**9):
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, priority=wild)), Queued)
+        assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(replace(ask, priority=wild)), Queued)
 
 
 async def test_who_cannot_be_served_holds_up_nobody(q: CheckedQueue) -> None:
@@ -202,7 +202,7 @@ async def test_a_ticket_of_an_older_replica_fails_nobody(q: CheckedQueue) -> Non
 
 async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: CheckedQueue) -> None:
     """However long it is: a decision looks at a few hundred tickets, and these may not all be one tenant's."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 300)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 300))
     await q.keyspace.worker(2, **FULL)
     for number in range(256):
         await booked(q, ticket(f"b{number}", barred=("w2.0",)))
@@ -214,7 +214,7 @@ async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: CheckedQu
 
 async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: CheckedQueue) -> None:
     """A look takes 256 tickets at most: half at the front, and half at a place that moves, or before who is decided."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 600)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 600))
     await q.keyspace.worker(2, **FULL)
     for number in range(400):
         await booked(q, ticket(f"b{number}", barred=("w2.0",)))
@@ -223,7 +223,7 @@ async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: Che
     await q.keyspace.change(2, prefill_tokens=999)
 
     async def told() -> bool:
-        return waits.reservation in (await q.keyspace.fleet.poll()).turns
+        return waits.reservation in (await q.keyspace.fleet.queue.poll()).turns
 
     await poll(told, 30, "by one of some polls")
     assert not await booked(q, comes), "there is room for one, and not for the last"
@@ -232,7 +232,7 @@ async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: Che
 
 async def test_who_cannot_be_served_by_very_many_workers_keeps_no_turn(q: CheckedQueue) -> None:
     """As with an adapter that two of some hundred workers serve: the list of the others is long."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 300)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 300))
     others = [f"an-engine-of-a-large-fleet-with-a-long-name-{number:03}.0" for number in range(200)]
     await q.keyspace.worker(2, **FULL)
     await booked(q, ticket("barred", tokens=5_000, barred=(*others, "w2.0")))
@@ -242,7 +242,7 @@ async def test_who_cannot_be_served_by_very_many_workers_keeps_no_turn(q: Checke
 
 
 async def test_a_full_queue_takes_from_the_longest_line(q: CheckedQueue) -> None:
-    q.keyspace.fleet.limits = QueueLimits(0.1, 7)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 7))
     much = [ticket(f"m{number}") for number in range(7)]
     for one in much:
         await booked(q, one)
@@ -252,7 +252,7 @@ async def test_a_full_queue_takes_from_the_longest_line(q: CheckedQueue) -> None
     little = [ticket(f"l{number}", OTHER) for number in range(5)]
     answers = [await q.decide(one) for one in little]
     assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued"] * 3 + ["full"] * 2
-    line = await q.keyspace.fleet.poll([one.reservation for one in much])
+    line = await q.keyspace.fleet.queue.poll([one.reservation for one in much])
     assert [*line.standings.values()] == [Standing.WAITS] * 4 + [Standing.DISPLACED] * 3
     urgent = await q.decide(ticket("u", (0, 0)))
     assert isinstance(urgent, Queued)
@@ -263,38 +263,38 @@ async def test_a_full_queue_takes_from_the_longest_line(q: CheckedQueue) -> None
 
 
 async def test_who_may_not_wait_takes_nobodys_place(q: CheckedQueue) -> None:
-    q.keyspace.fleet.limits = QueueLimits(0.1, 3)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 3))
     many = [ticket(f"m{number}") for number in range(3)]
     for one in many:
         await booked(q, one)
-    refused = await q.keyspace.fleet.decide_in_turn(
+    refused = await q.keyspace.fleet.queue.decide_in_turn(
         q.keyspace.ask(extra_tokens=100, tenant=b"other000", may_wait=False)
     )
     assert isinstance(refused, Queued)
     assert refused.outcome == "full"
-    line = await q.keyspace.fleet.poll([one.reservation for one in many])
+    line = await q.keyspace.fleet.queue.poll([one.reservation for one in many])
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
 async def test_who_displaces_nobody_waits_only_where_there_is_a_place(q: CheckedQueue) -> None:
-    q.keyspace.fleet.limits = QueueLimits(0.1, 4)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 4))
     many = [ticket(f"m{number}") for number in range(3)]
     for one in many:
         await booked(q, one)
     answers = []
     for name in ("wf-1", "wf-2"):
         ask = q.keyspace.ask(reservation=name, extra_tokens=100)
-        answers.append(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=b"other000", displaces=False)))
+        answers.append(await q.keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=b"other000", displaces=False)))
     assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued", "full"]
-    line = await q.keyspace.fleet.poll([one.reservation for one in many])
+    line = await q.keyspace.fleet.queue.poll([one.reservation for one in many])
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
 async def test_who_asks_only_is_told_that_it_would_wait(q: CheckedQueue) -> None:
-    _, _, seen = await q.keyspace.fleet.consider(q.keyspace.ask(extra_tokens=100))
+    _, _, seen = await q.keyspace.fleet.queue.consider(q.keyspace.ask(extra_tokens=100))
     assert seen.waits, "saturated"
     await q.keyspace.worker(2)
-    _, _, seen = await q.keyspace.fleet.consider(q.keyspace.ask(extra_tokens=100))
+    _, _, seen = await q.keyspace.fleet.queue.consider(q.keyspace.ask(extra_tokens=100))
     assert not seen.waits
     await q.gone()
 
@@ -306,21 +306,21 @@ async def test_a_ticket_expires_and_an_empty_queue_is_nothing(q: CheckedQueue) -
     await q.keyspace.store.zadd(q.keyspace.keys.queue2 + ":leases", {dead.reservation: 1})
     await q.keyspace.change(1, prefill_tokens=999)
     assert await turns(q, alive) == ["alive"], "the dead do not stand in the way"
-    line = await q.keyspace.fleet.poll([dead.reservation])
+    line = await q.keyspace.fleet.queue.poll([dead.reservation])
     assert line.standings == {dead.reservation: Standing.UNKNOWN}
-    await q.keyspace.fleet.poll((), [alive.reservation, "wf-unknown"])
+    await q.keyspace.fleet.queue.poll((), [alive.reservation, "wf-unknown"])
     await q.gone()
 
 
 async def test_a_clock_that_steps_back_leaves_no_dead_ticket_in_the_way(q: CheckedQueue) -> None:
     """As after a failover to a host whose clock is an hour behind."""
-    q.keyspace.fleet.spans = replace(q.keyspace.fleet.spans, ticket_ms=100)
+    q.keyspace.fleet.use(spans=replace(q.keyspace.fleet.constants.spans, ticket_ms=100))
     dead = ticket("dead", tokens=5_000)
     await booked(q, dead)
     await q.keyspace.store.zadd(q.keyspace.keys.queue2 + ":leases", {dead.reservation: (time.time() + 3_600) * 1_000})
-    await q.keyspace.fleet.poll()
+    await q.keyspace.fleet.queue.poll()
     await asyncio.sleep(0.2)  # twice as long as a ticket lives
-    await q.keyspace.fleet.poll()
+    await q.keyspace.fleet.queue.poll()
     await q.gone()
 
 
@@ -339,14 +339,14 @@ async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: Check
     for one in waiting:
         await booked(q, one)
     await q.keyspace.store.delete(q.keyspace.keys.queue2 + suffix)
-    q.keyspace.fleet.limits = QueueLimits(0.1, 3)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 3))
     for one in (*waiting, ticket("e"), ticket("u", (0, 0))):
         await q.decide(one)
     await turns(q, *waiting)
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0)
     for one in waiting:
         await q.decide(one)
-    await q.keyspace.fleet.poll((), [f"wf-{name}" for name in "abcdeu"])
+    await q.keyspace.fleet.queue.poll((), [f"wf-{name}" for name in "abcdeu"])
     await q.keyspace.store.delete(q.keyspace.keys.queue2)
     assert await booked(q, ticket("later"))
 
@@ -358,13 +358,13 @@ async def test_after_a_part_is_lost_the_queue_begins_anew(q: CheckedQueue, suffi
     for one in waiting:
         await booked(q, one)
     await q.keyspace.store.delete(q.keyspace.keys.queue2 + suffix)
-    line = await q.keyspace.fleet.poll([one.reservation for one in waiting])
+    line = await q.keyspace.fleet.queue.poll([one.reservation for one in waiting])
     assert set(line.standings.values()) == {Standing.UNKNOWN}
     await q.gone()
 
 
 async def test_who_was_cancelled_gets_no_ticket(q: CheckedQueue) -> None:
-    await q.keyspace.fleet.settle("wf-gone", "cancelled")
+    await q.keyspace.fleet.bookings.settle("wf-gone", "cancelled")
     with pytest.raises(CancelledReservation):
         await q.decide(ticket("gone"))
     await q.gone()
@@ -373,17 +373,19 @@ async def test_who_was_cancelled_gets_no_ticket(q: CheckedQueue) -> None:
 @pytest.mark.parametrize("tenant", [b"short", b"more than 8 bytes"])
 async def test_a_tenant_has_eight_bytes(q: CheckedQueue, tenant: bytes) -> None:
     with pytest.raises(BadArgument):
-        await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(tenant=tenant))
+        await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(tenant=tenant))
 
 
 async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: CheckedQueue) -> None:
     """A look takes 256 tickets. Two that could be served wait behind 600 tenants, each of which has one."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 700)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 700))
     await q.keyspace.worker(2, **FULL)
     for number in range(600):
         ask = q.keyspace.ask(reservation=f"wf-b{number}", prompt_tokens=100, decode_tokens=0, exclude=("w2.0",))
         tenant = number.to_bytes(8, "big")
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=tenant, barred=("w2.0",))), Queued)
+        assert isinstance(
+            await q.keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=tenant, barred=("w2.0",))), Queued
+        )
     behind = [ticket("near", OWN), ticket("far", OTHER)]
     for one in behind:
         assert not await booked(q, one)
@@ -391,7 +393,7 @@ async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Checked
     seen = set[str]()
     async with asyncio.timeout(10):
         while len(seen) < 2:
-            seen |= (await q.keyspace.fleet.poll()).turns
+            seen |= (await q.keyspace.fleet.queue.poll()).turns
             await asyncio.sleep(0.001)  # the place to go on with moves with the clock
     assert seen == {one.reservation for one in behind}
     assert await booked(q, behind[0]), "a decision looks at its own ticket"
@@ -399,15 +401,17 @@ async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Checked
 
 async def test_of_many_tenants_not_only_the_first_request_is_looked_at(q: CheckedQueue) -> None:
     """256 looks are less than two for each of 140 tenants, whose first requests all wait for a busy worker."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 700)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 700))
     await q.keyspace.worker(2, **FULL)
     for number in range(140):
         tenant = number.to_bytes(8, "big")
         for name, barred in (("first", ("w2.0",)), ("second", ())):
             ask = q.keyspace.ask(reservation=f"wf-{name}{number}", prompt_tokens=100, decode_tokens=0, exclude=barred)
-            assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(ask, tenant=tenant, barred=barred)), Queued)
+            assert isinstance(
+                await q.keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=tenant, barred=barred)), Queued
+            )
     await q.keyspace.change(2, prefill_tokens=0, in_flight=0)
-    assert any(name.startswith("wf-second") for name in (await q.keyspace.fleet.poll()).turns)
+    assert any(name.startswith("wf-second") for name in (await q.keyspace.fleet.queue.poll()).turns)
 
 
 async def test_a_ticket_takes_the_room_that_it_will_use(q: CheckedQueue) -> None:
@@ -416,24 +420,24 @@ async def test_a_ticket_takes_the_room_that_it_will_use(q: CheckedQueue) -> None
     await q.keyspace.worker(2, prefill_tokens=200_000, in_flight=3)
     await q.keyspace.hold(2, held)
     large = q.keyspace.ask(held, reservation="wf-large", prompt_tokens=9_600, decode_tokens=0)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(large), Queued)
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(large), Queued)
     assert not await booked(q, ticket("later", tokens=600))
     await q.keyspace.change(1, prefill_tokens=100)
-    assert (await q.keyspace.fleet.poll()).turns == {"wf-large"}
+    assert (await q.keyspace.fleet.queue.poll()).turns == {"wf-large"}
 
 
 async def test_who_gives_engines_less_ahead_is_not_overtaken_for_ever(q: CheckedQueue) -> None:
     """One replica gives engines 0.1 s ahead, another 0.2. The first in line belongs to the former."""
     await q.keyspace.change(1, prefill_tokens=2_000)
     assert not await booked(q, first := ticket("first"))
-    own = q.keyspace.fleet.limits
-    q.keyspace.fleet.limits = replace(own, max_engine_wait_s=0.2)
+    own = q.keyspace.fleet.constants.limits
+    q.keyspace.fleet.use(limits=replace(own, max_engine_wait_s=0.2))
     assert not await booked(q, ticket("later"))
-    q.keyspace.fleet.limits = own
+    q.keyspace.fleet.use(limits=own)
     await q.keyspace.change(1, prefill_tokens=1_500)
     assert await turns(q, first) == ["first"]
     assert await booked(q, first)
-    await q.keyspace.fleet.poll((), ["wf-later"])
+    await q.keyspace.fleet.queue.poll((), ["wf-later"])
     await q.gone()
     await q.keyspace.change(1, prefill_tokens=1_500)
     assert not await booked(q, ticket("next")), "once nobody waits each replica gives as much ahead as before"
@@ -453,7 +457,7 @@ async def test_small_prompts_go_many_at_once(q: CheckedQueue) -> None:
 
 async def test_small_work_goes_first_but_not_for_ever(q: CheckedQueue) -> None:
     """With a patience of 10 a prompt of 60 ms may be overtaken by what comes in the 600 ms after it."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 8, 10.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 8, 10.0))
     large, small = ticket("large", tokens=600), ticket("small", tokens=100)
     await booked(q, large, waited_ms=400)
     await booked(q, small)
@@ -464,7 +468,7 @@ async def test_small_work_goes_first_but_not_for_ever(q: CheckedQueue) -> None:
 
 async def test_any_patience_leaves_places_of_sixteen_digits(q: CheckedQueue) -> None:
     """A longer one would be cut in the wrong place, and no ticket would get its turn."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 8, 1e10)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 8, 1e10))
     large, small = ticket("large", tokens=50_000), ticket("small", OTHER, tokens=50_000)
     await booked(q, large)
     await booked(q, small)
@@ -485,14 +489,14 @@ async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: CheckedQueue) -> N
     """To wait for 0.1 s is cheaper than to compute its prompt elsewhere; others do not wait for that."""
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
-    line = await q.keyspace.fleet.poll([asks.reservation])
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
+    line = await q.keyspace.fleet.queue.poll([asks.reservation])
     assert line.standings == {asks.reservation: Standing.WAITS}
-    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(extra_tokens=50, tenant=b"other000"))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(extra_tokens=50, tenant=b"other000"))
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w2.0"
     await q.keyspace.change(1, prefill_tokens=990)
-    answer = await q.keyspace.fleet.decide_in_turn(asks)
+    answer = await q.keyspace.fleet.queue.decide_in_turn(asks)
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.matched_tokens) == ("w1.0", 9_600)
     await q.gone()
@@ -500,22 +504,22 @@ async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: CheckedQueue) -> N
 
 async def test_a_look_charges_what_is_to_be_computed(q: CheckedQueue) -> None:
     """As a service does. A prompt of 9,601 tokens of which the engine holds 9,600 is less work than one of 50."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 64)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     asks = await holding(q, 1, blocks=600)
     for number in range(6):
         cached = replace(asks, reservation=f"wf-c{number}")
-        assert isinstance(await q.keyspace.fleet.decide_in_turn(replace(cached, tenant=b"cached00")), Queued)
+        assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(replace(cached, tenant=b"cached00")), Queued)
     for number in range(6):
         assert not await booked(q, ticket(f"n{number}", OTHER, 50))
     await q.keyspace.change(1, prefill_tokens=890)
-    told = (await q.keyspace.fleet.poll()).turns
+    told = (await q.keyspace.fleet.queue.poll()).turns
     assert told == {*(f"wf-c{number}" for number in range(6)), "wf-n0", "wf-n1", "wf-n2"}
 
 
 async def test_who_cannot_wait_for_a_busy_engine_takes_a_free_one(q: CheckedQueue) -> None:
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, may_wait=False))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, may_wait=False))
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
     await q.gone()
@@ -525,16 +529,16 @@ async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
     for name in ("wf-1", "wf-2", "wf-3"):
-        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=name))
+        answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation=name))
         assert isinstance(answer, Queued), "to wait for the engine that holds its prompt is cheaper"
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-1", may_wait=False))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation="wf-1", may_wait=False))
     assert isinstance(answer, Decision)
     assert (answer.worker_id, answer.why) == ("w2.0", "room")
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-2", may_wait=False))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation="wf-2", may_wait=False))
     assert isinstance(answer, Queued)
     assert (answer.outcome, answer.waiting) == ("full", 1), "that engine is busy by now"
     await q.keyspace.change(1, prefill_tokens=990)
-    answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-3", may_wait=False))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation="wf-3", may_wait=False))
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w1.0", "its turn has come in time"
     await q.gone()
@@ -542,35 +546,35 @@ async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket
 
 async def test_who_was_displaced_takes_a_free_engine(q: CheckedQueue) -> None:
     """Though it is dearer, as who comes and finds the queue full."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 2)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 2))
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
     for name, tenant in (("m0", b"many0000"), ("m1", b"many0000"), ("o", b"other000")):
-        answer = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation=f"wf-{name}", tenant=tenant))
+        answer = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation=f"wf-{name}", tenant=tenant))
         assert isinstance(answer, Queued)
         assert answer.outcome == "queued"
-    displaced = await q.keyspace.fleet.decide_in_turn(replace(asks, reservation="wf-m1", tenant=b"many0000"))
+    displaced = await q.keyspace.fleet.queue.decide_in_turn(replace(asks, reservation="wf-m1", tenant=b"many0000"))
     assert isinstance(displaced, Decision)
     assert (displaced.worker_id, displaced.why) == ("w2.0", "room")
-    line = await q.keyspace.fleet.poll(["wf-m0", "wf-o"])
+    line = await q.keyspace.fleet.queue.poll(["wf-m0", "wf-o"])
     assert [*line.standings.values()] == [Standing.WAITS] * 2
 
 
 async def test_a_prompt_that_becomes_cached_goes_ahead(q: CheckedQueue) -> None:
-    q.keyspace.fleet.limits = QueueLimits(0.1, 8, 10.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 8, 10.0))
     asks = await holding(q)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
     await booked(q, small := ticket("small", (8, 0)))
     chain = asks.chains[0].hashes
     await q.keyspace.change(1, prefill_tokens=999)
     await q.keyspace.hold(1, chain)
-    line = await q.keyspace.fleet.poll([asks.reservation, small.reservation])
+    line = await q.keyspace.fleet.queue.poll([asks.reservation, small.reservation])
     assert line.standings[asks.reservation] is Standing.WAITS, "its ticket is as it was when it came"
     assert line.work_s == pytest.approx(0.1061, abs=0.001), "as it is counted in the work of all"
     await q.keyspace.change(1, prefill_tokens=1_000)
-    await q.keyspace.fleet.decide_in_turn(asks)
+    await q.keyspace.fleet.queue.decide_in_turn(asks)
     await q.keyspace.change(1, prefill_tokens=999)
-    line = await q.keyspace.fleet.poll([asks.reservation, small.reservation])
+    line = await q.keyspace.fleet.queue.poll([asks.reservation, small.reservation])
     assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]
 
 
@@ -580,12 +584,12 @@ async def test_who_waits_is_told_the_price_of_its_turn(q: CheckedQueue) -> None:
     first = await q.decide(ticket("first", tokens=100))
     assert isinstance(first, Queued)
     assert first.turn_s == pytest.approx(turn_s(0.1, 0.01))
-    second = await q.keyspace.fleet.decide_in_turn(asks)
+    second = await q.keyspace.fleet.queue.decide_in_turn(asks)
     assert isinstance(second, Queued)
     assert second.turn_s == pytest.approx(0.05 + 0.005 + 0.0001)
     assert (first.matched_tokens, second.matched_tokens) == (0, 960)
     await q.keyspace.worker(2, **FULL | {"prefill_tokens": 2_000})
-    again = await q.keyspace.fleet.decide_in_turn(asks)
+    again = await q.keyspace.fleet.queue.decide_in_turn(asks)
     assert isinstance(again, Queued)
     assert again.turn_s == pytest.approx(0.05 + 0.005 / 2 + 0.0001), "two engines share the others' work"
     assert again.work_s == pytest.approx(0.006)
@@ -601,11 +605,11 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         since_ms = int(1_000 * (seconds - overdue_s - 0.2) + us / 1_000) % 2**32 if overdue_s else 0
         going = {"since_ms": since_ms, "under_way_tokens": 100 if overdue_s else 0}
         await q.keyspace.change(1, prefill_tokens=2_000, busy_share=share, **going)
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
+        answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
         assert isinstance(answer, Queued)
         ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
         assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
-        await q.keyspace.fleet.poll((), ["wf-a"])
+        await q.keyspace.fleet.queue.poll((), ["wf-a"])
 
 
 async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_ended(q: CheckedQueue) -> None:
@@ -615,7 +619,7 @@ async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_e
     await q.keyspace.change(
         1, prefill_tokens=2_000, foreign_prefill_tokens=10_000, under_way_tokens=100, since_ms=begun
     )
-    answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
+    answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
     assert isinstance(answer, Queued)
     assert answer.turn_s == pytest.approx(turn_s(1.19, 0.01), abs=1e-6)
 
@@ -636,15 +640,15 @@ async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Ch
     """All engines are idle. Each request has .3 s of its own behind a beginning of 9.6 s: to compute that once more
     takes no longer than to wait for it, but would take an engine from others. A line as long as that spreads.
     """
-    q.keyspace.fleet.limits = QueueLimits(0.05, 200, 1.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.05, 200, 1.0))
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
     await q.keyspace.worker(2, speed_tps=100)
     head = q.keyspace.chain(60)
-    first = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
+    first = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
     assert isinstance(first, Decision)
     line, spread = 0, None
     while not isinstance(spread, Decision) and line < 60:
-        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
+        spread = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(62, head)))
         line += isinstance(spread, Queued)
     assert isinstance(spread, Decision)
     assert spread.worker_id != first.worker_id
@@ -653,17 +657,17 @@ async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Ch
 
 async def test_nobody_waits_longer_for_a_little_more_that_is_being_made(q: CheckedQueue) -> None:
     """The same burst behind a beginning that the engine has made long ago, of which another 3 % is being made."""
-    q.keyspace.fleet.limits = QueueLimits(0.05, 200, 1.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.05, 200, 1.0))
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
     await q.keyspace.worker(2, speed_tps=100)
     head = q.keyspace.chain(60)
     await q.keyspace.hold(1, head)
     newer = q.keyspace.chain(62, head)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(newer)), Decision)
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(newer)), Decision)
     await q.keyspace.change(1, prefill_tokens=960)
     line, spread = 0, None
     while not isinstance(spread, Decision) and line < 60:
-        spread = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(64, newer)))
+        spread = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(64, newer)))
         line += isinstance(spread, Queued)
     assert isinstance(spread, Decision)
     assert spread.worker_id == "w2.0"
@@ -672,7 +676,7 @@ async def test_nobody_waits_longer_for_a_little_more_that_is_being_made(q: Check
 
 async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(q: CheckedQueue) -> None:
     """Each request has 32 ms of its own behind a beginning of .96 s, which one engine holds. All others are full."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 200, 1.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 200, 1.0))
     await q.keyspace.change(1, busy_share=65_535, since_ms=0)
     for number in range(2, 9):
         await q.keyspace.worker(number, **FULL | {"busy_share": 65_535})
@@ -683,7 +687,7 @@ async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(
     served: list[Decision] = []
     line = 0
     while not served and line < 60:
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
+        answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
         served += [answer] if isinstance(answer, Decision) else []
         line += not served
     assert [one.worker_id for one in served] == ["w9.0"]
@@ -692,7 +696,7 @@ async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(
 
 async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(q: CheckedQueue) -> None:
     """So of two pools it takes the one where less of its own work waits, however much a busy tenant has in both."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 64)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     for number in range(12):
         last = await q.decide(ticket(f"much{number}"))
     assert isinstance(last, Queued)
@@ -711,44 +715,44 @@ async def test_a_poll_foretells_when_an_engine_has_room(q: CheckedQueue) -> None
     for under_way, foretold in ((900, True), (100, False)):
         now_ms = (1_000 * seconds + us // 1_000) % 2**32
         await q.keyspace.change(1, prefill_tokens=1_500, under_way_tokens=under_way, since_ms=now_ms)
-        line = await q.keyspace.fleet.poll([waiting.reservation])
+        line = await q.keyspace.fleet.queue.poll([waiting.reservation])
         assert (0.0 < line.room_in_s <= 0.051) == foretold, "else only the engine's report can tell"
 
 
 async def test_a_look_at_the_queue_tells_who_is_first_and_what_for(q: CheckedQueue) -> None:
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
-    await q.keyspace.fleet.decide_in_turn(asks)
-    first = (await q.keyspace.fleet.poll()).next
+    await q.keyspace.fleet.queue.decide_in_turn(asks)
+    first = (await q.keyspace.fleet.queue.poll()).next
     assert first is not None
     assert (first.reservation, first.prompt_tokens, first.tenants) == (asks.reservation, asks.prompt_tokens, 1)
     assert (first.worker_id, first.has_room) == ("w1.0", False)
     assert first.to_compute_s == first.to_compute_there_s == pytest.approx(0.0001)
     assert 0.0 <= first.waited_s < 1.0
-    told = queue_in_words(await q.keyspace.fleet.poll())
+    told = queue_in_words(await q.keyspace.fleet.queue.poll())
     assert told["next"]["because"] == ITS_WORKER_IS_BUSY
     assert "reservation" not in told["next"], "a client's own"
-    line = await q.keyspace.fleet.poll([asks.reservation])
+    line = await q.keyspace.fleet.queue.poll([asks.reservation])
     assert line.next is None
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0)
-    line = await q.keyspace.fleet.poll()
+    line = await q.keyspace.fleet.queue.poll()
     assert line.turns == {asks.reservation}, "also of those that the poll does not name"
     assert "turn" in queue_in_words(line)["next"]["because"]
-    await q.keyspace.fleet.poll((), [asks.reservation])
-    assert queue_in_words(await q.keyspace.fleet.poll())["next"] is None
+    await q.keyspace.fleet.queue.poll((), [asks.reservation])
+    assert queue_in_words(await q.keyspace.fleet.queue.poll())["next"] is None
 
 
 async def test_the_first_is_not_said_to_have_a_choice_while_all_engines_are_busy(q: CheckedQueue) -> None:
     await q.keyspace.worker(2, **FULL)
     await booked(q, ticket("a", barred=("w1.0",)))
-    told = queue_in_words(await q.keyspace.fleet.poll())["next"]
+    told = queue_in_words(await q.keyspace.fleet.queue.poll())["next"]
     assert (told["worker_id"], told["has_room"], told["any_has_room"]) == ("w2.0", False, False)
     assert told["because"] == ALL_ARE_BUSY
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0)
-    told = queue_in_words(await q.keyspace.fleet.poll())["next"]
+    told = queue_in_words(await q.keyspace.fleet.queue.poll())["next"]
     assert told["because"] == ALL_ARE_BUSY, "the free one cannot serve it"
     await q.keyspace.change(2, prefill_tokens=0, in_flight=0)
-    told = queue_in_words(await q.keyspace.fleet.poll())["next"]
+    told = queue_in_words(await q.keyspace.fleet.queue.poll())["next"]
     assert (told["worker_id"], told["has_room"], told["any_has_room"]) == ("w2.0", True, True)
     assert told["because"] == ITS_TURN
 
@@ -758,8 +762,8 @@ async def test_the_first_is_told_by_the_engine_that_it_waits_for(q: CheckedQueue
     await q.keyspace.change(1, prefill_tokens=30_000, in_flight=5)
     await q.keyspace.worker(2, **FULL)
     asks = await holding(q, 1, blocks=600)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
-    first = (await q.keyspace.fleet.poll()).next
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
+    first = (await q.keyspace.fleet.queue.poll()).next
     assert first is not None
     assert first.worker_id == "w2.0"
     assert first.to_compute_s == pytest.approx(0.0001), "where it takes least"
@@ -770,9 +774,9 @@ async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: 
     """It costs 3.8 ms less at w1, which holds 48 tokens of it and is busy: that counts as equal, and it is its turn."""
     await q.keyspace.worker(2, **FULL)
     asks = await holding(q, 1, blocks=3)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
     await q.keyspace.change(2, prefill_tokens=980)
-    line = await q.keyspace.fleet.poll()
+    line = await q.keyspace.fleet.queue.poll()
     assert line.turns == {asks.reservation}
     assert line.next is not None
     assert (line.next.worker_id, line.next.has_room) == ("w2.0", True)
@@ -780,13 +784,13 @@ async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: 
 
 async def test_a_long_line_for_one_engine_spreads_to_an_engine_that_is_free(q: CheckedQueue) -> None:
     """To compute the common 9,600 tokens once more takes 0.96 s; each request has 320 of its own, 32 ms."""
-    q.keyspace.fleet.limits = QueueLimits(0.1, 200, 1.0)
+    q.keyspace.fleet.use(limits=QueueLimits(0.1, 200, 1.0))
     await q.keyspace.worker(2)
     head = q.keyspace.chain(600)
     await q.keyspace.hold(1, head)
     served = []
     for _ in range(80):
-        answer = await q.keyspace.fleet.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
+        answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
         served += [answer.worker_id] if isinstance(answer, Decision) else []
     assert served == ["w2.0"], "80 wait for 2.5 s at the one engine; the other takes one, and then holds the beginning"
     assert len(await q.zset("")) == 79
@@ -797,7 +801,7 @@ async def test_nobody_waits_for_an_engine_of_which_nobody_knows_when_it_goes_on(
     q: CheckedQueue, decode_tokens: int
 ) -> None:
     """Its prefill of 0.3 s should have ended a minute ago. Somebody waits for another engine meanwhile."""
-    q.keyspace.fleet.block_tokens = {7: 16}
+    q.keyspace.fleet.use(block_tokens={7: 16})
     await q.keyspace.worker(2)
     await q.keyspace.worker(3, prefill_tokens=5_000, in_flight=1)
     waits_for_third = ticket("third", OTHER, barred=("w1.0", "w2.0"))
@@ -806,7 +810,7 @@ async def test_nobody_waits_for_an_engine_of_which_nobody_knows_when_it_goes_on(
     since_ms = (1_000 * (await q.keyspace.store.time())[0] - 60_000) % 2**32
     stands = {"prefill_tokens": 3_000, "under_way_tokens": 1_000, "since_ms": since_ms}
     await q.keyspace.change(1, **stands, decode_tokens=decode_tokens)
-    answer = await q.keyspace.fleet.decide_in_turn(asks)
+    answer = await q.keyspace.fleet.queue.decide_in_turn(asks)
     assert isinstance(answer, Decision)
     assert answer.worker_id == "w2.0"
 
@@ -818,7 +822,7 @@ async def test_an_engine_is_not_overdue_because_the_clock_stepped_back(q: Checke
     seconds, us = await q.keyspace.store.time()
     since_ms = (1_000 * seconds + us // 1_000 + 3_600_000) % 2**32
     await q.keyspace.change(1, prefill_tokens=3_000, under_way_tokens=1_000, since_ms=since_ms)
-    assert isinstance(await q.keyspace.fleet.decide_in_turn(asks), Queued)
+    assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
 
 
 async def test_tickets_of_older_routers_are_another_queue(q: CheckedQueue) -> None:
@@ -830,6 +834,6 @@ async def test_tickets_of_older_routers_are_another_queue(q: CheckedQueue) -> No
     await q.keyspace.store.zadd(queue + ":leases", {old: (time.time() + 60) * 1_000})
     await q.keyspace.store.zadd(queue + ":flows", {place + flow: 8 * 2**44})
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0)
-    assert (await q.keyspace.fleet.poll([old])).standings == {old: Standing.UNKNOWN}
+    assert (await q.keyspace.fleet.queue.poll([old])).standings == {old: Standing.UNKNOWN}
     assert await booked(q, ticket("new"))
     assert await q.keyspace.store.zcard(queue) == 1

@@ -39,7 +39,7 @@ STEPS = st.one_of(
 async def ask(q: CheckedQueue, ticket: Ticket, *, new: bool) -> None:
     """A decision for ``ticket``, compared with the decision of the model."""
     model, workers = q.model, await q.workers()
-    crowded = new and len(model.tickets) >= q.keyspace.fleet.limits.tickets
+    crowded = new and len(model.tickets) >= q.keyspace.fleet.constants.limits.tickets
     victim = model.displaced_by(ticket.flow) if crowded else None
     room = workers.free(ticket.barred)
     alone = new and not model.tickets and bool(room)
@@ -90,15 +90,15 @@ async def step(q: CheckedQueue, action: str, *what: Any) -> None:
     elif action == "end":
         leases = sorted(await q.keyspace.leases())
         if leases:
-            await fleet.settle(leases[what[0] % len(leases)], "finished")
+            await fleet.bookings.settle(leases[what[0] % len(leases)], "finished")
     elif action == "hang up" and model.tickets:
         ticket = model.tickets[what[0] % len(model.tickets)]
-        await fleet.poll((), [ticket.reservation])
+        await fleet.queue.poll((), [ticket.reservation])
         model.leave(ticket)
     elif action == "kill":
         for ticket in [one for one in model.tickets if one.replica == what[0]]:
             await q.keyspace.store.zadd(q.keyspace.keys.queue2 + ":leases", {ticket.reservation: 1})
-            await fleet.poll()
+            await fleet.queue.poll()
             model.leave(ticket)
     elif action == "lose":
         await lost(q)
@@ -130,10 +130,10 @@ async def run(url: str, steps: list[Any], patience: float) -> None:
             await q.check()
         for name in q.displaced | {one.reservation for one in q.model.tickets}:
             await client.zadd(keyspace.keys.queue2 + ":leases", {name: 1}, xx=True)
-        await keyspace.fleet.poll()
+        await keyspace.fleet.queue.poll()
         await q.gone()
         for name in await keyspace.leases():
-            await keyspace.fleet.settle(name, "cancelled")
+            await keyspace.fleet.bookings.settle(name, "cancelled")
         assert all(row.prefill_tokens == row.in_flight == 0 for row in (await keyspace.rows()).values())
     finally:
         await client.aclose()
@@ -184,7 +184,7 @@ async def test_tenants_get_the_same_work_done_whatever_they_ask_for(
                     await ask(q, ticket, new=True)
         leases = await keyspace.leases()
         if leases:
-            await keyspace.fleet.settle(rng.choice(sorted(leases)), "finished")
+            await keyspace.fleet.bookings.settle(rng.choice(sorted(leases)), "finished")
         turns = await q.turns()
         for ticket in [one for one in q.model.turns(await q.workers()) if one.reservation in turns]:
             await ask(q, ticket, new=False)

@@ -27,7 +27,7 @@ async def worker(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     await made.send("stored", blocks(1, 2, 3))
     await made.heartbeat(digest_of(1, 2, 3))
     await made.applied()
-    await fleet.prove("s.0", made.nonce, Proof("proven", ""))
+    await fleet.probes.prove("s.0", made.nonce, Proof("proven", ""))
     await flags(made, PROVEN)
     return made
 
@@ -48,15 +48,15 @@ async def request(
     fleet, name = worker.fleet, new_reservation(prompts, exact=exact)
     tokens = 16 * len(numbers) + 5
     chains = (Chain(SCHEME.scheme_id, 16, blocks(*numbers)),) if numbers else ()
-    await fleet.decide(Question(name, chains, tokens, 10))
+    await fleet.bookings.decide(Question(name, chains, tokens, 10))
     if started:
-        await fleet.settle(name, "started")
+        await fleet.bookings.settle(name, "started")
     await worker.send("progress", wire.dumps([[name, 16 * len(numbers), tokens + more]]))
-    fleet.suspected.clear()
+    fleet.upkeep.suspected.clear()
     await worker.applied()
-    await fleet.settle(name, "finished")
+    await fleet.bookings.settle(name, "finished")
     assert (await worker.row()).flags & Flag.PROVEN, "requests downgrade nobody"
-    return fleet.suspected.is_set(), await worker.record()
+    return fleet.upkeep.suspected.is_set(), await worker.record()
 
 
 async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: ReportingWorker, fleet: Fleet) -> None:
@@ -64,8 +64,8 @@ async def test_another_prompt_length_is_a_suspicion_and_told_once(worker: Report
     assert (told, record["suspect"], record["proof"]) == (True, "prompt", "proven")
     told, record = await request(worker, 1, 2, more=1)
     assert (told, record["suspect"]) == (False, "prompt")
-    assert (await fleet.counts())["suspect_prompt"] == 2
-    await fleet.prove("s.0", worker.nonce, Proof("proven", ""))
+    assert (await fleet.index.counts())["suspect_prompt"] == 2
+    await fleet.probes.prove("s.0", worker.nonce, Proof("proven", ""))
     assert "suspect" not in await worker.record()
     told, _ = await request(worker, more=-1, started=True)
     assert told, "a prompt without a full block, and whose first byte was told before"
@@ -80,7 +80,7 @@ async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspici
         assert (told, record.get("suspect", "")) == (bool(suspect), suspect)
     told, _ = await request(worker, 1, 7)
     assert not told
-    assert (await fleet.counts())["suspect_blocks"] == 2
+    assert (await fleet.index.counts())["suspect_blocks"] == 2
 
 
 async def test_a_block_that_is_there_ends_the_row(worker: ReportingWorker) -> None:
@@ -101,35 +101,42 @@ async def test_what_nobody_foresaw_and_several_prompts_are_not_compared(worker: 
         for _ in range(3):
             told, record = await request(worker, 1, 9, more=7, **cast("Any", kind))
             assert (told, record.get("suspect"), record.get("strikes", 0)) == (False, None, 0)
-    assert not set(await fleet.counts()) & {"exact", "over", "short", "prompt", "suspect_prompt", "suspect_blocks"}
+    assert not set(await fleet.index.counts()) & {
+        "exact",
+        "over",
+        "short",
+        "prompt",
+        "suspect_prompt",
+        "suspect_blocks",
+    }
 
 
 async def test_a_rebuilt_reservation_is_not_compared(worker: ReportingWorker, fleet: Fleet) -> None:
     name = new_reservation(1)
-    await fleet.renew([Renewal(name, "s.0", 40, 10)])
+    await fleet.bookings.renew([Renewal(name, "s.0", 40, 10)])
     await worker.send("progress", wire.dumps([[name, 0, 99]]))
     await worker.applied()
     assert "suspect" not in await worker.record()
-    assert await fleet.prefilled(name)
+    assert await fleet.bookings.prefilled(name)
 
 
 async def test_only_the_first_word_on_a_request_counts(worker: ReportingWorker, fleet: Fleet) -> None:
     """A beam search goes on with longer prompts under the same id."""
     for started in (False, True):
         name = new_reservation(1)
-        await fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2)),), 40, 10))
+        await fleet.bookings.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2)),), 40, 10))
         if started:
-            await fleet.settle(name, "started")
+            await fleet.bookings.settle(name, "started")
         for step in range(20):
             await worker.send("progress", wire.dumps([[name, 32, 40 + step]]))
         await worker.applied()
         held = await cast("Any", fleet.redis.hget(fleet.keys.lease, name))
         assert held
         assert "suspect" not in await worker.record()
-        await fleet.settle(name, "finished")
+        await fleet.bookings.settle(name, "finished")
     row = await worker.row()
     assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-    assert (await fleet.counts())["exact"] == 2
+    assert (await fleet.index.counts())["exact"] == 2
 
 
 @pytest.mark.parametrize("state", ["load only", "memory", "shadow", "divergence"])
@@ -147,7 +154,7 @@ async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(
         await worker.heartbeat(digest_of(1, 2))
     for _ in range(3):
         name = new_reservation(1)
-        await worker.fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, next(ids))),), 40, 10))
+        await worker.fleet.bookings.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, next(ids))),), 40, 10))
         await worker.send("progress", wire.dumps([[name, 0, 41]]))
         await worker.applied()
     record = await worker.record()
@@ -158,13 +165,13 @@ async def test_nothing_is_concluded_while_the_index_is_known_to_lack_blocks(
 async def test_shortfalls_say_nothing(worker: ReportingWorker, fleet: Fleet) -> None:
     for _ in range(200):
         name = new_reservation(1)
-        await fleet.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
+        await fleet.bookings.decide(Question(name, (Chain(SCHEME.scheme_id, 16, blocks(1, 2, 3)),), 60, 10))
         await worker.send("progress", wire.dumps([[name, 0, 60]]))
-        await fleet.apply("s.0")
-        await fleet.settle(name, "finished")
+        await fleet.upkeep.apply("s.0")
+        await fleet.bookings.settle(name, "finished")
     record = await worker.record()
     assert (record.get("suspect"), record.get("strikes", 0), record["proof"]) == (None, 0, "proven")
-    assert (await fleet.counts())["short"] == 200
+    assert (await fleet.index.counts())["short"] == 200
 
 
 async def test_a_join_begins_anew(worker: ReportingWorker) -> None:

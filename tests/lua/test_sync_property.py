@@ -63,7 +63,7 @@ class Lab:
         self.store: Any = redis.Redis.from_url(url)
         self.fleets = [Fleet(connect(url, timeout_s=5), "chaos", timeouts=PATIENT) for _ in range(2)]
         for fleet in self.fleets:
-            fleet.pace = PACE
+            fleet.upkeep.pace = PACE
         self.runner, self.steps = runner, 0
 
     def play(self, script: Script, *, faultless: bool = False) -> None:
@@ -83,7 +83,7 @@ class Lab:
         await quiet(chaos)
         if faultless:
             healed = {"gap", "mismatch", "spoilt", "malformed", "regress", "interleaved"}
-            assert not healed & set(await self.fleets[0].counts()), "it was healed although nothing was wrong"
+            assert not healed & set(await self.fleets[0].index.counts()), "it was healed although nothing was wrong"
 
     async def close(self) -> None:
         self.store.close()

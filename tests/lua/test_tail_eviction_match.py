@@ -67,8 +67,8 @@ def split(chain: bytes) -> list[bytes]:
 
 async def decided(keyspace: Keyspace, worker: Worker, number: int, chain: bytes) -> int:
     await keyspace.hold(number, b"".join(worker.pool.held()))
-    decision = await keyspace.fleet.decide(keyspace.ask(chain))
-    await keyspace.fleet.settle(decision.reservation, "failed")
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(chain))
+    await keyspace.fleet.bookings.settle(decision.reservation, "failed")
     return decision.matched_tokens
 
 

@@ -87,8 +87,9 @@ async def test_no_router_for_ten_minutes(
     only who died before that is gone, a grace later."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", span.heartbeat_s)
     async with BusyFleet(own_url, model) as busy:
-        fleet, limits = busy.fleet, replace(busy.fleet.spans, worker_ttl_ms=span.pace.ttl_ms)
-        fleet.pace, fleet.spans = span.pace, limits
+        fleet = busy.fleet
+        fleet.upkeep.pace = span.pace
+        fleet.use(spans=replace(fleet.constants.spans, worker_ttl_ms=span.pace.ttl_ms))
         await own_store.set(fleet.keys.tick, f"{int(time.time() * 1000)} 0 0")  # the grace of a first tick is over
         dead = ReportingWorker(own_store, fleet, "dead")
         await dead.join()
@@ -98,13 +99,13 @@ async def test_no_router_for_ten_minutes(
         await asyncio.sleep(span.seconds + 0.5)
         assert min(await ages_s(fleet, WORKER, "dead.0")) > span.pace.forget_ms / 1000
 
-        decision = await fleet.decide(busy.ask("wf-first"))
+        decision = await fleet.bookings.decide(busy.ask("wf-first"))
         assert decision.worker_id == WORKER, "before any tick"
-        tick = await fleet.tick()
+        tick = await fleet.upkeep.tick()
         assert (tick.ran, tick.grace, tick.forget) == (True, True, ())
         busy.tasks += [asyncio.create_task(busy._for_ever(busy._upkeep, span.step_s))]
         await poll(lambda: heard_of(fleet), 20, "its heartbeats are read")
-        assert (await fleet.decide(busy.ask("wf-second"))).worker_id == WORKER
+        assert (await fleet.bookings.decide(busy.ask("wf-second"))).worker_id == WORKER
         await stop([busy.churn])
         await equal(busy.fleet, busy.tracker, 30)
         assert (busy.core.state.joins, busy.core.state.stopped) == (1, None)
@@ -140,12 +141,13 @@ class Drive:
     def __init__(self, fleet: Fleet, pause_s: float) -> None:
         self.fleet, self.pause_s = fleet, pause_s
         self.spells: list[bool] = [False]
+        self.used_permille = -1
 
     async def step(self) -> None:
-        self.fleet.used_permille = (await self.fleet.memory()).used_permille
-        await self.fleet.step()
-        if self.fleet.short != self.spells[-1]:
-            self.spells.append(self.fleet.short)
+        self.used_permille = (await self.fleet.index.memory()).used_permille
+        await self.fleet.upkeep.step(used_permille=self.used_permille)
+        if self.fleet.upkeep.last_tick.short != self.spells[-1]:
+            self.spells.append(self.fleet.upkeep.last_tick.short)
         await asyncio.sleep(self.pause_s)
 
     async def until(self, check: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 30) -> None:
@@ -172,9 +174,9 @@ async def test_over_the_limit_and_back(
 ) -> None:
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.1)
     own_fleet = Fleet(own_store, model, timeouts=PATIENT)
-    own_fleet.pace = SECONDS.pace
+    own_fleet.upkeep.pace = SECONDS.pace
     tracker, drive, reporter = Tracker(), Drive(own_fleet, SECONDS.step_s), ReportingWorker(own_store, own_fleet, "w1")
-    limit = (await own_fleet.memory()).used + 6 * MB
+    limit = (await own_fleet.index.memory()).used + 6 * MB
     await own_store.config_set("maxmemory", limit)
 
     async def flagged() -> bool:
@@ -189,12 +191,12 @@ async def test_over_the_limit_and_back(
         for _ in range(40):
             await drive.step()
         assert await size_of(reporter) == size, "nothing is inserted, and no snapshot takes its place"
-        assert (await own_fleet.memory()).used_permille < 950
+        assert (await own_fleet.index.memory()).used_permille < 950
         tracker.removed(list(tracker.table)[: len(tracker.table) * 2 // 3])
         await drive.until(lambda: is_whole(reporter, tracker), "the index equals the table")
         assert publisher.state.dropped == 0
     assert drive.spells == [False, True, False], "one spell, no swinging"
-    assert (await own_fleet.counts())["resync_partial"] >= 1
+    assert (await own_fleet.index.counts())["resync_partial"] >= 1
     await reporter.holds()  # both directions agree
 
 
@@ -206,19 +208,19 @@ async def test_at_95_percent_for_ten_minutes(
     """Blocks come and go meanwhile: the worker lives, its removals are applied, nothing is inserted, nothing swings."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", span.heartbeat_s)
     fleet = Fleet(own_store, model, timeouts=PATIENT)
-    fleet.pace = span.pace
+    fleet.upkeep.pace = span.pace
     tracker, drive, reporter = Tracker(), Drive(fleet, span.step_s), ReportingWorker(own_store, fleet, "w1")
     tracker.stored([os.urandom(8) for _ in range(20_000)])
     with publishing(own_url, model, tracker) as publisher:
         await drive.until(lambda: there_and_whole(reporter, tracker), "the index equals the table")
         await own_store.setrange("ballast", 100 * MB, b"x")  # made by the server: no buffer of it comes and goes
-        await own_store.config_set("maxmemory", (await fleet.memory()).used * 100 // 95)
+        await own_store.config_set("maxmemory", (await fleet.index.memory()).used * 100 // 95)
         size, until, highest, snapshots = await size_of(reporter), time.monotonic() + span.seconds, 0, -1
         while time.monotonic() < until:
             tracker.removed(list(tracker.table)[:5])
             tracker.stored([os.urandom(8) for _ in range(5)])
             await drive.step()
-            highest = max(highest, fleet.used_permille)
+            highest = max(highest, drive.used_permille)
             assert (await ages_s(fleet, "w1.0"))[0] < span.pace.ttl_ms / 1000, "it lives"
             snapshots = publisher.state.snapshots if snapshots < 0 else snapshots
         now = await size_of(reporter)

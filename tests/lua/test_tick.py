@@ -1,4 +1,4 @@
-"""tick, through Fleet.tick: backlog, hello, grace, servers, snapshots, workers to be forgotten."""
+"""tick, through Upkeep.tick: backlog, hello, grace, servers, snapshots, workers to be forgotten."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ async def fleet(store: aioredis.Redis, model: str) -> Fleet:
 
 async def test_only_one_of_many_runs(fleet: Fleet) -> None:
     await asyncio.sleep(0.1)
-    fleet.pace = Pace(min_gap_ms=90)
-    ticks = await asyncio.gather(*(fleet.tick() for _ in range(20)))
+    fleet.upkeep.pace = Pace(min_gap_ms=90)
+    ticks = await asyncio.gather(*(fleet.upkeep.tick() for _ in range(20)))
     assert sum(tick.ran for tick in ticks) == 1
 
 
 async def test_a_first_tick_begins_a_grace_of_one_ttl(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model)
-    fleet.pace = replace(EVERY, ttl_ms=60_000)
-    assert (await fleet.tick()).grace
+    fleet.upkeep.pace = replace(EVERY, ttl_ms=60_000)
+    assert (await fleet.upkeep.tick()).grace
     last, until, *_ = map(int, cast("bytes", await store.get(fleet.keys.tick)).split())
     assert until - last == 60_000
-    assert (await fleet.tick()).grace
-    fleet.pace = Pace(min_gap_ms=60_000)
-    skipped = await fleet.tick()
+    assert (await fleet.upkeep.tick()).grace
+    fleet.upkeep.pace = Pace(min_gap_ms=60_000)
+    skipped = await fleet.upkeep.tick()
     assert not skipped.ran
     assert skipped.grace
 
@@ -50,7 +50,7 @@ async def test_a_first_tick_begins_a_grace_of_one_ttl(store: aioredis.Redis, mod
 @pytest.mark.parametrize(("ago_ms", "grace"), [(2_000, False), (3_000, True), (-5_000, True)])
 async def test_grace_after_a_pause_and_after_a_clock_that_went_back(fleet: Fleet, ago_ms: int, grace: bool) -> None:
     await fleet.redis.set(fleet.keys.tick, f"{now_ms() - ago_ms} 0 0")
-    tick = await fleet.tick()
+    tick = await fleet.upkeep.tick()
     assert tick.ran
     assert tick.grace is grace
 
@@ -62,11 +62,11 @@ async def test_hello_names_streams_that_exist(store: aioredis.Redis, fleet: Flee
     await ReportingWorker(store, fleet).join()
     await store.xadd(fleet.keys.server("s"), cast("dict[Any, Any]", wire.entry("n", 1, "join")))
     await store.xadd(fleet.keys.hello, {"s": "server:s"})
-    tick = await fleet.tick()
+    tick = await fleet.upkeep.tick()
     assert set(tick.backlog) == {"events:s.0", "server:s"}
     assert await store.xlen(fleet.keys.hello) == 0
-    await fleet.apply("s.0")
-    assert (await fleet.tick()).backlog == ("server:s",)
+    await fleet.upkeep.apply("s.0")
+    assert (await fleet.upkeep.tick()).backlog == ("server:s",)
 
 
 @pytest.mark.parametrize("name", ["events:a b", "events:", "events:" + "x" * 65, "load:s.0", "x:events:s.0"])
@@ -76,22 +76,22 @@ async def test_a_forged_hello_changes_nothing(store: aioredis.Redis, fleet: Flee
     for stream in (name, "events:nobody", "tick"):
         await store.xadd(fleet.keys.hello, {"s": stream})
     await store.xadd(fleet.keys.hello, {"t": "events:x"})
-    assert (await fleet.tick()).backlog == ()
+    assert (await fleet.upkeep.tick()).backlog == ()
     assert not await store.exists(fleet.keys.cursor)
 
 
 async def test_hello_is_read_in_pieces_and_survives_misuse(store: aioredis.Redis, fleet: Fleet) -> None:
     for _ in range(300):
         await store.xadd(fleet.keys.hello, {"s": "events:nobody"})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert await store.xlen(fleet.keys.hello) == 44
     await store.xadd(fleet.keys.hello, {"s": "events:s.0"}, id="18446744073709551615-18446744073709551614")
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert not await store.exists(fleet.keys.hello)
     await store.set(fleet.keys.hello, "no stream")
-    await fleet.tick()
+    await fleet.upkeep.tick()
     await ReportingWorker(store, fleet).join()
-    assert (await fleet.tick()).backlog == ("events:s.0",)
+    assert (await fleet.upkeep.tick()).backlog == ("events:s.0",)
 
 
 async def test_a_flood_of_hints_delays_a_join_by_seconds_and_takes_no_memory(
@@ -105,7 +105,7 @@ async def test_a_flood_of_hints_delays_a_join_by_seconds_and_takes_no_memory(
     await store.xadd(fleet.keys.server("s"), cast("dict[Any, Any]", wire.entry("n", 1, "join")))  # its hint is lost
     ticks, backlog = 0, set[str]()
     while not backlog:
-        backlog, ticks = set((await fleet.tick()).backlog), ticks + 1
+        backlog, ticks = set((await fleet.upkeep.tick()).backlog), ticks + 1
         assert await store.xlen(fleet.keys.hello) < 4_096
     assert backlog == {"events:s.0", "server:s"}
     assert ticks <= 16, "40 ticks a second are allowed"
@@ -115,9 +115,9 @@ async def test_a_hello_whose_ids_are_used_up_is_deleted_though_it_is_empty(store
     last = "18446744073709551615-18446744073709551615"
     await cast("Any", store).execute_command("XADD", fleet.keys.hello, "MAXLEN", "=", "0", last, "s", "x")
     assert await store.xlen(fleet.keys.hello) == 0
-    await fleet.tick()
+    await fleet.upkeep.tick()
     await ReportingWorker(store, fleet).join()
-    assert (await fleet.tick()).backlog == ("events:s.0",)
+    assert (await fleet.upkeep.tick()).backlog == ("events:s.0",)
 
 
 async def test_a_clock_that_stepped_back_leaves_nothing_in_the_future(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -128,8 +128,7 @@ async def test_a_clock_that_stepped_back_leaves_nothing_in_the_future(store: aio
     for key in keys:
         await store.zadd(key, {"s.0": later})
     await store.set(fleet.keys.tick, f"{later} 0 0 0 {later}")
-    fleet.used_permille = 100
-    await fleet.tick()
+    await fleet.upkeep.tick(used_permille=100)
     for key in keys:
         assert now <= cast("float", await store.zscore(key, "s.0")) <= now + 60_000
     assert int(cast("bytes", await store.get(fleet.keys.tick)).split()[4]) <= now + 60_000
@@ -141,8 +140,8 @@ async def test_the_dead_do_not_stand_in_the_way_of_a_resync(store: aioredis.Redi
     await store.set(fleet.keys.tick, f"{now - 100} 0 0")  # no grace
     await store.zadd(fleet.keys.resync, {f"dead-{number}.0": -now + 100_000 for number in range(64)})
     await store.zadd(fleet.keys.resync, {reporter.worker_id: -now})
-    await fleet.tick()
-    await fleet.tick()
+    await fleet.upkeep.tick()
+    await fleet.upkeep.tick()
     assert await store.zcard(fleet.keys.resync) == 1
     assert json.loads(cast("bytes", await store.get(fleet.keys.command(reporter.worker_id))))["do"] == "resync"
 
@@ -151,18 +150,18 @@ async def test_a_known_cursor_is_not_reset_by_hello(store: aioredis.Redis, fleet
     reporter = await worker(store, fleet)
     cursor = await store.hget(fleet.keys.cursor, "events:s.0")
     await store.xadd(fleet.keys.hello, {"s": "events:s.0"})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert cursor == await store.hget(fleet.keys.cursor, "events:s.0")
     assert await reporter.store.xlen(reporter.stream) == 0
 
 
 async def test_every_stream_gets_its_turn(store: aioredis.Redis, fleet: Fleet) -> None:
-    fleet.pace = replace(EVERY, max_streams=3)
+    fleet.upkeep.pace = replace(EVERY, max_streams=3)
     for number in range(8):
         await ReportingWorker(store, fleet, f"w{number}").join()
     seen: set[str] = set()
     for _ in range(3):
-        backlog = (await fleet.tick()).backlog
+        backlog = (await fleet.upkeep.tick()).backlog
         assert len(backlog) == 3
         seen |= set(backlog)
     assert seen == {f"events:w{number}.0" for number in range(8)}
@@ -172,7 +171,7 @@ async def test_a_stream_that_became_another_type_is_reported(store: aioredis.Red
     reporter = await worker(store, fleet)
     await store.delete(reporter.stream)
     await store.set(reporter.stream, "no stream")
-    assert (await fleet.tick()).backlog == ("events:s.0",)
+    assert (await fleet.upkeep.tick()).backlog == ("events:s.0",)
 
 
 # ---------------------------------------------------------------- snapshots
@@ -185,26 +184,26 @@ async def test_two_snapshots_at_once_and_the_longest_waiting_first(store: aiored
         await reporter.applied()
         await asyncio.sleep(0.002)
     for _ in range(3):
-        await fleet.tick()
+        await fleet.upkeep.tick()
     commands = [await reporter.command() for reporter in cores]
     assert [command.get("do") for command in commands] == ["resync", "resync", None, None]
     assert commands[0]["id"] != commands[1]["id"]
     assert commands[0]["nonce"] == "n1"
     await cores[1].snapshot([1], command=commands[1]["id"])
     await cores[1].applied()
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert [(await reporter.command()).get("do") for reporter in cores] == ["resync", None, "resync", None]
 
 
 async def test_a_command_is_issued_again_after_30_s_without_progress(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = await worker(store, fleet)
     await store.zadd(fleet.keys.resync, {"s.0": -1})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     first = (await reporter.command())["id"]
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert (await reporter.command())["id"] == first
     await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert (await reporter.command())["id"] != first
 
 
@@ -215,14 +214,14 @@ async def test_a_chunk_is_progress(store: aioredis.Redis, fleet: Fleet) -> None:
     await store.zadd(fleet.keys.resync, {"s.0": now_ms() - 31_000})
     await reporter.send("chunk", b"0000000a" + blocks(1))
     await reporter.applied()
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert "do" not in await reporter.command()
 
 
 async def test_a_dead_worker_keeps_nobody_waiting(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = await worker(store, fleet)
     await store.zadd(fleet.keys.resync, {"gone.0": now_ms(), "lost.0": now_ms(), "s.0": -1})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert (await reporter.command())["do"] == "resync"
     assert not await store.exists(fleet.keys.command("gone.0"))
 
@@ -232,5 +231,5 @@ async def test_a_rejoin_is_not_overwritten_by_a_resync(store: aioredis.Redis, fl
     await store.set(reporter.stream, "no stream")
     await reporter.applied()
     await store.zadd(fleet.keys.resync, {"s.0": -1})
-    await fleet.tick()
+    await fleet.upkeep.tick()
     assert (await reporter.command())["do"] == "rejoin"

@@ -56,7 +56,7 @@ async def answering(
         await reporter.join(nonce="5ea50003", capacity_blocks=capacity_blocks)
         await reporter.applied()
     nonce = json.loads(cast("Any", await store.hget(fleet.keys.workers, f"{name}.0")))["nonce"]
-    await fleet.prove(f"{name}.0", nonce, Proof("proven", "a test"))
+    await fleet.probes.prove(f"{name}.0", nonce, Proof("proven", "a test"))
     return reporter
 
 
@@ -112,7 +112,7 @@ async def test_a_large_engine_among_small_ones_is_indexed_as_a_whole(store: aior
     await large.applied()
     assert len(await large.holds()) == 20 * 128
     assert (await large.row()).capacity_blocks == 40, "a decision believes no more"
-    assert "overflow" not in await fleet.counts()
+    assert "overflow" not in await fleet.index.counts()
 
 
 async def test_a_worker_holds_at_least_what_it_reported(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -155,7 +155,7 @@ async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis
     await reporter.send("leave")
     await reporter.applied()
     assert (await slow_tick(fleet)).forget == ()
-    fleet.pace = replace(EVERY, forget_ms=1)
+    fleet.upkeep.pace = replace(EVERY, forget_ms=1)
     await asyncio.sleep(0.005)  # it is silent for longer than that
     assert (await slow_tick(fleet)).forget == ("s.0",)
 
@@ -166,14 +166,14 @@ async def test_a_stream_that_nobody_can_write_to_any_more_keeps_nobody(store: ai
     end = 2**64 - 1
     await cast("Any", store).execute_command("XADD", reporter.stream, "MAXLEN", 0, f"{end}-{end}", "a", "b")
     assert (await slow_tick(fleet)).forget == ("s.0",)
-    assert await fleet.forget("s.0", 600_000)
+    assert await fleet.upkeep.forget("s.0", 600_000)
     assert not await store.exists(reporter.stream)
 
 
 async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aioredis.Redis, fleet: Fleet) -> None:
     record = {"scheme_id": 1, "url": "http://x"}
-    await fleet.register("ap", record, 100)
-    await fleet.register("ap", record, 100, Check("FAILED"))
+    await fleet.workers.register("ap", record, 100)
+    await fleet.workers.register("ap", record, 100, Check("FAILED"))
     assert (await slow_tick(fleet)).forget == (), "it is checked, and may come back"
     known = json.loads(await cast("Any", store.hget(fleet.keys.workers, "ap")))
     await store.hset(fleet.keys.workers, "ap", json.dumps(known | {"checked": now_ms() - 3_600_000}))
@@ -184,7 +184,7 @@ async def test_an_approximate_worker_stays_while_a_replica_checks_it(store: aior
     noted = json.loads(await cast("Any", store.hget(fleet.keys.workers, "ap")))
     assert noted.pop("checked") > now_ms() - 60_000, "from now on its time runs"
     assert noted == known
-    await fleet.register("ap", record, 100)
+    await fleet.workers.register("ap", record, 100)
     await store.zadd(fleet.keys.alive, {"ap": now_ms() - 3_600_000})
     assert (await slow_tick(fleet)).forget == ("ap",)
 
@@ -193,5 +193,5 @@ async def test_a_server_without_workers_is_due(store: aioredis.Redis, fleet: Fle
     await store.hset(fleet.keys.servers, "lonely", '{"artifacts":{}}')
     await store.zadd(fleet.keys.alive_servers, {"lonely": now_ms() - 3_600_000})
     assert (await slow_tick(fleet)).forget == ("lonely.0",)
-    assert await fleet.forget("lonely.0", 600_000)
+    assert await fleet.upkeep.forget("lonely.0", 600_000)
     assert not await store.exists(fleet.keys.servers)

@@ -25,8 +25,8 @@ def clock_ms() -> int:
 
 async def wait_s(keyspace: Keyspace) -> float:
     """Seconds of work that are ahead of a request with one token to compute on w1, without their price."""
-    _, rows = await keyspace.fleet.explain(keyspace.ask(extra_tokens=1))
-    return rows[0].cost_s / keyspace.fleet.weights.wait_price
+    _, rows = await keyspace.fleet.queue.explain(keyspace.ask(extra_tokens=1))
+    return rows[0].cost_s / keyspace.fleet.constants.weights.wait_price
 
 
 async def waits(keyspace: Keyspace, since_ms: int, left: int) -> bool:
@@ -71,13 +71,13 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(keyspace:
     asks = [keyspace.ask(extra_tokens=tokens) for tokens in (500, 800, 300)]
     begun = clock_ms()
     for ask in asks:
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     row = await keyspace.row(1)
     assert row.under_way_tokens == 500, "the others wait"
     assert (row.since_ms - begun) % WRAPS < 2_000
     await keyspace.change(1, since_ms=(begun - 5_000) % WRAPS)
     for ask, under_way in zip(asks, (500, 300, 0), strict=True):  # at most as the one before, or all that is left
-        await keyspace.fleet.settle(ask.reservation, "started")
+        await keyspace.fleet.bookings.settle(ask.reservation, "started")
         row = await keyspace.row(1)
         assert row.under_way_tokens == under_way
         assert (row.since_ms - begun) % WRAPS < 2_000
@@ -96,10 +96,10 @@ async def test_as_much_as_ended_together_may_be_under_way(
     await keyspace.workers(1)
     asks = [keyspace.ask(extra_tokens=tokens) for tokens in (800, 400, 5_000)]
     for ask in asks:
-        await keyspace.fleet.decide(ask)
-    await keyspace.fleet.settle(asks[0].reservation, "started")
+        await keyspace.fleet.bookings.decide(ask)
+    await keyspace.fleet.bookings.settle(asks[0].reservation, "started")
     await keyspace.change(1, under_way_tokens=800, since_ms=(clock_ms() - int(1_000 * ended_before_s)) % WRAPS)
-    await keyspace.fleet.settle(asks[1].reservation, "started")
+    await keyspace.fleet.bookings.settle(asks[1].reservation, "started")
     assert (await keyspace.row(1)).under_way_tokens == under_way
 
 
@@ -108,10 +108,10 @@ async def test_after_a_long_prefill_half_as_much_may_be_under_way(keyspace: Keys
     await keyspace.workers(1)
     asks = [keyspace.ask(extra_tokens=tokens) for tokens in (800, 100, 5_000)]
     for ask in asks:
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     for ask, under_way in zip(asks, (800, 400), strict=False):
         await keyspace.change(1, since_ms=(clock_ms() - 5_000) % WRAPS)
-        await keyspace.fleet.settle(ask.reservation, "started")
+        await keyspace.fleet.bookings.settle(ask.reservation, "started")
         assert (await keyspace.row(1)).under_way_tokens == under_way
 
 
@@ -120,14 +120,14 @@ async def test_a_request_that_was_never_sent_ends_no_prefill(keyspace: Keyspace)
     await keyspace.workers(1, speed_tps=0)
     first, *others = [keyspace.ask(extra_tokens=tokens) for tokens in (500, 800, 300)]
     for ask in (first, *others):
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     since_ms = (clock_ms() - 4_000) % WRAPS
     await keyspace.change(1, since_ms=since_ms)
     for ask in others:
-        assert await keyspace.fleet.settle(ask.reservation, "unsent") == "SETTLED"
+        assert await keyspace.fleet.bookings.settle(ask.reservation, "unsent") == "SETTLED"
         row = await keyspace.row(1)
         assert (row.since_ms, row.under_way_tokens, row.speed_tps) == (since_ms, 500, 0)
-    await keyspace.fleet.settle(first.reservation, "started")
+    await keyspace.fleet.bookings.settle(first.reservation, "started")
     row = await keyspace.row(1)
     assert row.speed_tps == pytest.approx(500 / 4, rel=0.2), "the speed is told by the time since the engine began"
     assert (row.prefill_tokens, row.in_flight) == (0, 1)
@@ -136,25 +136,27 @@ async def test_a_request_that_was_never_sent_ends_no_prefill(keyspace: Keyspace)
 async def test_of_a_request_that_was_never_sent_nothing_stays_under_way(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     first, second = keyspace.ask(extra_tokens=500), keyspace.ask(extra_tokens=300)
-    await keyspace.fleet.decide(first)
-    await keyspace.fleet.decide(second)
-    await keyspace.fleet.settle(first.reservation, "unsent")
+    await keyspace.fleet.bookings.decide(first)
+    await keyspace.fleet.bookings.decide(second)
+    await keyspace.fleet.bookings.settle(first.reservation, "unsent")
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.under_way_tokens) == (300, 300)
-    await keyspace.fleet.settle(second.reservation, "unsent")
+    await keyspace.fleet.bookings.settle(second.reservation, "unsent")
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.under_way_tokens, row.in_flight) == (0, 0, 0)
 
 
 async def test_a_first_token_that_a_renewal_tells_counts_as_well(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
-    assert await keyspace.fleet.renew([Renewal("wf-a", "w1.0", 700, 900), Renewal("wf-b", "w1.0", 400, 900)]) == (
+    assert await keyspace.fleet.bookings.renew(
+        [Renewal("wf-a", "w1.0", 700, 900), Renewal("wf-b", "w1.0", 400, 900)]
+    ) == (
         0,
         2,
         0,
     )
     assert (await keyspace.row(1)).under_way_tokens == 700
-    await keyspace.fleet.renew([Renewal("wf-a", "w1.0", 700, 900, started=True)])
+    await keyspace.fleet.bookings.renew([Renewal("wf-a", "w1.0", 700, 900, started=True)])
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.under_way_tokens) == (400, 400)
 
@@ -167,10 +169,10 @@ async def test_a_lease_that_expired_takes_what_it_had_under_way_with_it(keyspace
         keyspace.ask(extra_tokens=500, exclude=("w2.0",)),
     )
     for ask in (dead, alive):
-        await keyspace.fleet.decide(ask)
+        await keyspace.fleet.bookings.decide(ask)
     await keyspace.change(1, since_ms=(clock_ms() - 9_000) % WRAPS)
     await keyspace.store.zadd(keyspace.keys.leases, {dead.reservation: 1})
-    assert (await keyspace.fleet.decide(keyspace.ask(extra_tokens=1))).worker_id == "w2.0"
+    assert (await keyspace.fleet.bookings.decide(keyspace.ask(extra_tokens=1))).worker_id == "w2.0"
     row = await keyspace.row(1)
     assert (row.prefill_tokens, row.under_way_tokens) == (500, 500)
     assert await wait_s(keyspace) > 0

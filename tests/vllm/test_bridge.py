@@ -62,7 +62,7 @@ async def equal(router: Replica, engine: VllmEngine, *, empty: bool = False) -> 
     """
 
     async def same() -> bool:
-        [worker] = await router.fleet.workers()
+        [worker] = await router.fleet.workers.read()
         held = await cast("Any", router.fleet.redis.scard(router.fleet.keys.slot(worker.load.slot)))
         table = await asyncio.to_thread(engine.table)
         return bool(held == len(table)) and (empty or held > 0)
@@ -134,4 +134,4 @@ async def test_the_index_is_the_table_of_stock_vllm(valkey_url: str) -> None:
 
 
 async def gone(router: Replica) -> bool:
-    return not any(worker.routable for worker in await router.fleet.workers())
+    return not any(worker.routable for worker in await router.fleet.workers.read())

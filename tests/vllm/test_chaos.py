@@ -67,7 +67,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
             await asyncio.sleep(PERIOD_S)
             await index_is_the_tables(fleet, engines)
             await nothing_is_left(fleet)
-            print("\ncounted in Redis since it last came back:", await fleet.counts())
+            print("\ncounted in Redis since it last came back:", await fleet.index.counts())
         finally:
             await fleet.close()
     journals = {one: Engine.of(tmp_path / f"{one}.journal") for one in engines}
@@ -99,7 +99,7 @@ def engine_options(name: str, server: MortalRedis, folder: Path) -> EngineOption
 async def index_is_the_tables(fleet: Fleet, engines: dict[str, VllmEngine]) -> None:
     """Compare the index with the engines' tables, entry by entry and in both directions."""
     keys, store = fleet.keys, fleet.redis
-    views = {view.worker_id: view for view in await fleet.workers()}
+    views = {view.worker_id: view for view in await fleet.workers.read()}
     assert views.keys() == engines.keys()
     tables = {one: {key[-12:-4] for key in await asyncio.to_thread(engines[one].table)} for one in engines}
     assert min(map(len, tables.values())) > BLOCKS / 2
@@ -122,7 +122,7 @@ async def nothing_is_left(fleet: Fleet) -> None:
     keys, store = fleet.keys, fleet.redis
 
     async def empty() -> bool:
-        loads = [view.load for view in await fleet.workers()]
+        loads = [view.load for view in await fleet.workers.read()]
         booked = sum(one.in_flight + one.prefill_tokens + one.decode_tokens for one in loads)
         return not booked and not await store.hlen(keys.lease) and not await store.zcard(keys.leases)
 

@@ -57,7 +57,7 @@ async def doctor(redis_url: str, engine: VllmEngine, key: str = "") -> tuple[Rep
 async def joined(redis_url: str, worker_id: str) -> bool:
     fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
     try:
-        return any(one.worker_id == worker_id and one.server is not None for one in await fleet.workers())
+        return any(one.worker_id == worker_id and one.server is not None for one in await fleet.workers.read())
     finally:
         await fleet.close()
 

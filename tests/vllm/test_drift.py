@@ -108,12 +108,14 @@ async def closing(fleet: Fleet) -> AsyncIterator[None]:
 
 
 async def the(fleet: Fleet) -> WorkerView:
-    (view,) = await fleet.workers()
+    (view,) = await fleet.workers.read()
     return view
 
 
 async def suspicions(fleet: Fleet) -> dict[str, int]:
-    return {name: count for name, count in (await fleet.counts()).items() if name.startswith(("suspect", "downgrade"))}
+    return {
+        name: count for name, count in (await fleet.index.counts()).items() if name.startswith(("suspect", "downgrade"))
+    }
 
 
 async def ask(client: httpx.AsyncClient, url: str, body: Body, *, hang_up: bool = False) -> int:
@@ -148,7 +150,7 @@ async def test_no_tenant_talks_a_real_engine_down(tmp_path: Path) -> None:
                 print(f"{name:40} {sorted(statuses)} {view.proof} {found}")
                 assert view.proof == "proven"
                 assert "downgrade" not in " ".join(found)
-            counts = await fleet.counts()
+            counts = await fleet.index.counts()
             print({name: counts.get(name, 0) for name in ("exact", "over", "short", "prompt", "late")})
             # On a busy machine a block may be evicted before it is looked at, twice running: that costs a probe.
             found = await suspicions(fleet)

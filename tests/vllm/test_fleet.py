@@ -63,7 +63,7 @@ def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
 
 async def _forget(redis_url: str, worker_id: str) -> None:
     fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
-    await fleet.forget(worker_id)
+    await fleet.upkeep.forget(worker_id)
     await fleet.close()
 
 
@@ -108,7 +108,7 @@ async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
             print(why)  # shown if the test fails
 
     async def equal() -> dict[str, set[bytes]] | None:
-        views = await fleet.workers()
+        views = await fleet.workers.read()
         if loads := [str(v.load) for v in views if v.load.in_flight or v.load.prefill_tokens or v.load.decode_tokens]:
             not_yet(f"booked: {loads}")
             return None
@@ -161,7 +161,7 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
 async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
     """Six conversations, three at a time, over caches that hold four. The first ones return at the end."""
-    before = await index.counts()
+    before = await index.index.counts()
     talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(6)}
     turns = [number for start in range(-2, 6) for number in range(start, start + 3) if number in talks] + [0, 1, 2]
     hits = 0
@@ -174,7 +174,7 @@ async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fl
         messages.append({"role": "assistant", "content": got.text})
         await settled(real, index)
     assert hits > 6, "most second and third turns; the caches had room for them"
-    after = await index.counts()
+    after = await index.index.counts()
     counts = {name: after.get(name, 0) - before.get(name, 0) for name in ("exact", "over", "short", "mismatch")}
     assert counts.pop("exact") > 0
     assert set(counts.values()) == {0}

@@ -199,7 +199,7 @@ async def test_it_is_drained_by_the_operator_and_by_sigterm_and_finishes_what_it
 
 
 async def state_of(fleet: Fleet, worker_id: str) -> str:
-    return next((str(one.state) for one in await fleet.workers() if one.worker_id == worker_id), "")
+    return next((str(one.state) for one in await fleet.workers.read() if one.worker_id == worker_id), "")
 
 
 async def faults(store: str) -> list[str]:

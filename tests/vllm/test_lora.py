@@ -128,7 +128,7 @@ async def quiet(adapted: Adapted) -> None:
     fleet = Fleet(connect(adapted.redis_url, timeout_s=5), TAG)
 
     async def settled() -> bool:
-        in_flight = sum(view.load.in_flight for view in await fleet.workers())
+        in_flight = sum(view.load.in_flight for view in await fleet.workers.read())
         return not in_flight and not await fleet.redis.exists(fleet.keys.leases)
 
     await poll(settled, 20, "everything is settled")

@@ -146,9 +146,9 @@ async def fleet_of(version: str, store: str) -> AsyncIterator[Fleet]:
 
 
 async def step(fleet: Fleet) -> WorkerView | None:
-    while await fleet.step():
+    while (await fleet.upkeep.step()).blocks:
         pass
-    return next(iter(await fleet.workers()), None)
+    return next(iter(await fleet.workers.read()), None)
 
 
 async def same(fleet: Fleet, table: list[str]) -> int:
@@ -251,7 +251,7 @@ async def test_what_is_reported_is_what_the_core_says(
                 blocks.append(await same(fleet, ran["table"]))
             cells["prefills"] = f"{reported} of {reported}"
             cells["index == table"] = ", ".join(map(str, blocks))
-            counts = await fleet.counts()
+            counts = await fleet.index.counts()
             assert not [
                 name
                 for name in counts

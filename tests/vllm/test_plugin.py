@@ -43,9 +43,9 @@ async def stream(fleet: Fleet, worker_id: str) -> list[dict[bytes, bytes]]:
 
 async def step(fleet: Fleet) -> list[Any]:
     """Apply entries until the streams are empty; return the workers."""
-    while await fleet.step():
+    while (await fleet.upkeep.step()).blocks:
         pass
-    return await fleet.workers()
+    return await fleet.workers.read()
 
 
 async def fresh(reported: Reported, fleet: Fleet) -> Any:
@@ -73,8 +73,8 @@ async def same(reported: Reported, fleet: Fleet) -> set[bytes]:
 
     truth = await poll(check, what="index == the engine's table")
     assert isinstance(truth, set)
-    slot = (await fleet.workers())[0].record["slot"]
-    assert all(await fleet.holds(slot, list(truth)))
+    slot = (await fleet.workers.read())[0].record["slot"]
+    assert all(await fleet.index.holds(slot, list(truth)))
     for block_hash in truth:
         assert await fleet.redis.sismember(fleet.keys.block(block_hash), slot)
     return truth
@@ -101,7 +101,7 @@ async def test_the_artifacts_give_the_engines_own_tokens(reported: Reported, vll
 
     view = await fresh(reported, vllm_fleet)
     manifest = view.server["artifacts"]
-    files = {name: (await vllm_fleet.artifact("vllm-a", entry)).decode() for name, entry in manifest.items()}
+    files = {name: (await vllm_fleet.artifacts.read("vllm-a", entry)).decode() for name, entry in manifest.items()}
     messages = [{"role": "user", "content": words(40, 1)}, {"role": "assistant", "content": "ok <b>"}]
     messages.append({"role": "user", "content": "and now?"})
     answer = await asyncio.to_thread(reported.engine.chat, messages)
@@ -144,7 +144,7 @@ async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fl
     """Requests fill the cache many times over, with shared prefixes and twins. Nothing differs or is sent again."""
     engine = reported.engine
     await fresh(reported, vllm_fleet)
-    before = await vllm_fleet.counts()
+    before = await vllm_fleet.index.counts()
     for number in range(12):
         prompt = words(600, number % 3) + words(900, 100 + number)
         await asyncio.gather(*[asyncio.to_thread(engine.complete, prompt + " a" * twin) for twin in range(2)])
@@ -153,7 +153,7 @@ async def test_the_index_is_the_table_under_eviction(reported: Reported, vllm_fl
     table = await same(reported, vllm_fleet)
     evicted = 12 * 1_500 // BLOCK_TOKENS - len(table)
     assert evicted > 200
-    after = await vllm_fleet.counts()
+    after = await vllm_fleet.index.counts()
     trouble = ("gap", "mismatch", "resync_gap", "resync_digest", "malformed", "nonce", "interleaved")
     assert [after.get(name, 0) - before.get(name, 0) for name in trouble] == [0] * len(trouble)
 

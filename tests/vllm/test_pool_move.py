@@ -76,7 +76,7 @@ class Spread:
         assert await asyncio.to_thread(main, ["pools", *words, "--redis", self.real.redis_url]) == 0
 
     async def load(self, tag: str, worker_id: str) -> LoadRow:
-        [found] = [view for view in await self.pools[tag].workers() if view.worker_id == worker_id]
+        [found] = [view for view in await self.pools[tag].workers.read() if view.worker_id == worker_id]
         return found.load
 
 
@@ -194,7 +194,7 @@ async def move(fleet: Spread, mover: str, old: str, new: str) -> None:
         load.total = load.begun  # no more
     print(f"\nthe core left after {left_s:.1f} s; it had requests in its new pool after {serves_s:.1f} s")
     print(f"{load.done} requests, of which {during} until then: {dict(load.outcomes)}, {dict(load.words)}")
-    print(f"counted: { ({tag: await one.counts() for tag, one in fleet.pools.items()}) }")
+    print(f"counted: { ({tag: await one.index.counts() for tag, one in fleet.pools.items()}) }")
     assert load.failures == []
     assert {one.result() for one in long} == {LONG_ANSWER}
 
@@ -207,7 +207,7 @@ async def long_answers(fleet: Spread, tasks: asyncio.TaskGroup) -> list[asyncio.
         first = asyncio.Event()
         begun.append(tasks.create_task(stream(fleet.replica.url, first, len(begun))))
         await first.wait()
-        busy = [any(one.load.in_flight for one in await pool.workers()) for pool in fleet.pools.values()]
+        busy = [any(one.load.in_flight for one in await pool.workers.read()) for pool in fleet.pools.values()]
     return begun
 
 
@@ -215,7 +215,7 @@ async def predict(fleet: Spread, tag: str, talks: dict[str, list[Talk]]) -> None
     """Go on with each conversation at the engine that has held it since before the move: predicted = cached."""
     pool, [url], tokens = fleet.pools[tag], fleet.real.replicas, 0
     await settled(fleet.real, pool)
-    before = await pool.counts()
+    before = await pool.index.counts()
     for name, messages in [(name, talk) for name, some in talks.items() for talk in some]:
         for question in range(2):
             turn = await ask(url, messages)
@@ -224,7 +224,7 @@ async def predict(fleet: Spread, tag: str, talks: dict[str, list[Talk]]) -> None
             tokens += turn.cached
             messages += [{"role": "assistant", "content": turn.text}, user(40, question)]
             await settled(fleet.real, pool)
-    after = await pool.counts()
+    after = await pool.index.counts()
     counts = {one: after.get(one, 0) - before.get(one, 0) for one in ("exact", "over", "short", "mismatch")}
     print(f"predictions in {tag}: {counts}; {tokens} tokens cached as predicted")
     assert counts == {"exact": 4 * TALKS, "over": 0, "short": 0, "mismatch": 0}

@@ -89,7 +89,7 @@ async def quiet(fleet: Fleet) -> dict[str, WorkerView]:
     """Wait until nothing is booked, and no block is credited that the engines have not reported."""
 
     async def settled() -> dict[str, WorkerView] | None:
-        views = {view.worker_id: view for view in await fleet.workers()}
+        views = {view.worker_id: view for view in await fleet.workers.read()}
         busy = any(view.load.in_flight for view in views.values()) or await fleet.redis.exists(fleet.keys.leases)
         return None if busy else views
 
@@ -104,7 +104,7 @@ async def held(fleet: Fleet, view: WorkerView) -> set[bytes]:
 
 async def state(fleet: Fleet, worker_id: str, wanted: WorkerState, seconds: float = 20) -> None:
     async def reached() -> bool:
-        return any(view.worker_id == worker_id and view.state is wanted for view in await fleet.workers())
+        return any(view.worker_id == worker_id and view.state is wanted for view in await fleet.workers.read())
 
     await poll(reached, seconds, f"{worker_id} is {wanted}")
 
@@ -133,7 +133,7 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
     """Through two replicas, whatever rank the client asks for; each rank's index is that rank's own table."""
     urls, engine = ranks.replicas, ranks.engines[RANKS[0]]
     async with fleet_of(ranks) as fleet:
-        workers = await fleet.workers()
+        workers = await fleet.workers.read()
         assert tuple(view.worker_id for view in workers) == RANKS
         assert {(view.url, (view.server or {})["facts"]["ranks"]) for view in workers} == {(engine.url, 2)}
         first = await asyncio.gather(*[ask(urls[seed % 2], prompt(seed)) for seed in range(8)])
@@ -152,7 +152,7 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
             assert again.worker_id == before.worker_id
             assert again.predicted == again.cached >= len(before.ids) - 64
             await quiet(fleet)
-        counts = await fleet.counts()
+        counts = await fleet.index.counts()
         assert (counts.get("over", 0), counts.get("short", 0)) == (0, 0)
     said = engine.log.read_text(errors="replace")
     assert said.count("warmfleet: server vllm-a joined") == 1, "of the processes of the API server one joins"

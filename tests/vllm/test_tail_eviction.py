@@ -93,9 +93,9 @@ class Conversations:
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
 
     async def row(self) -> LoadRow | None:
-        while await self.fleet.step():
+        while (await self.fleet.upkeep.step()).blocks:
             pass
-        views = await self.fleet.workers()
+        views = await self.fleet.workers.read()
         return views[0].load if views else None
 
     def first_again(self) -> int:
@@ -156,7 +156,7 @@ async def test_a_real_server_keeps_what_lru_would_lose(vllm_store: str) -> None:
 
         async def same() -> bool:
             await tail.row()
-            view = (await tail.fleet.workers())[0]
+            view = (await tail.fleet.workers.read())[0]
             held = await tail.fleet.redis.smembers(tail.fleet.keys.slot(view.record["slot"]))
             return held == {key[-12:-4] for key in tail.engine.table()}
 

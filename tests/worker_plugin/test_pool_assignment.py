@@ -423,8 +423,8 @@ async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: To
 
 
 async def _gone(fleet: Fleet) -> bool:
-    return [(one.heartbeat_age_s, one.server_age_s) for one in await fleet.workers()] == [(None, None)]
+    return [(one.heartbeat_age_s, one.server_age_s) for one in await fleet.workers.read()] == [(None, None)]
 
 
 async def _both(fleet: Fleet) -> bool:
-    return any(worker.heard and worker.server_age_s is not None for worker in await fleet.workers())
+    return any(worker.heard and worker.server_age_s is not None for worker in await fleet.workers.read())

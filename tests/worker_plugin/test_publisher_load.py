@@ -114,7 +114,7 @@ async def test_a_pause_is_told_at_once(
     now = [Load()]
 
     async def paused() -> bool | None:
-        views = await fleet.workers()
+        views = await fleet.workers.read()
         return bool(views[0].load.flags & Flag.PAUSED) if views else None
 
     with publishing(redis_url, model, Tracker(), load=lambda: now[0]):
@@ -170,7 +170,7 @@ def test_past_foreign_load_does_not_make_an_idle_engine_look_saturated() -> None
 
 async def _foreign(fleet: Fleet) -> tuple[int, int]:
     """(foreign prefill tokens, foreign decode tokens) that the only worker has reported last."""
-    views = await fleet.workers()
+    views = await fleet.workers.read()
     return (views[0].load.foreign_prefill_tokens, views[0].load.foreign_decode_tokens) if views else (-1, -1)
 
 
@@ -267,12 +267,12 @@ async def test_no_heartbeat_is_sent_while_the_engine_stands_still(
     with publishing(redis_url, model, tracker, load=lambda: now[0]) as publisher:
         async with upkeep(fleet):
             await poll(lambda: "stands still with 1 requests" in caplog.text, 10, "the standstill is noticed")
-            (heard,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+            (heard,) = [worker.heartbeat_age_s for worker in await fleet.workers.read()]
             tracker.stored(hashes(3))
             await equal(fleet, tracker)  # its blocks are reported on
 
             async def older() -> bool:
-                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers.read()]
                 return (age or 0.0) > (heard or 0.0) + 5 * wire.HEARTBEAT_SECONDS
 
             await poll(older, 10, "no heartbeat comes")
@@ -289,7 +289,7 @@ async def test_no_heartbeat_is_sent_while_the_engine_stands_still(
             await poll(lambda: "works again" in caplog.text, 10, "the engine works")
 
             async def young() -> bool:
-                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers()]
+                (age,) = [worker.heartbeat_age_s for worker in await fleet.workers.read()]
                 return (age or 9.0) < 5 * wire.HEARTBEAT_SECONDS
 
             await poll(young, 10, "heartbeats come again")

@@ -50,7 +50,7 @@ async def test_an_unusable_key_under_a_new_workers_name_is_replaced(
     with publishing(redis_url, model, tracker):
         async with upkeep(fleet):
             await equal(fleet, tracker)
-    assert (await fleet.counts())["hostile"] >= 1
+    assert (await fleet.index.counts())["hostile"] >= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -163,7 +163,7 @@ class TestPublisher:
     """The join waits for the port and holds everything, and the server joins again when its stream is lost."""
 
     async def applied(self, fleet: Fleet, store: aioredis.Redis) -> dict[bytes, bytes]:
-        await fleet.step()
+        await fleet.upkeep.step()
         return cast("dict[bytes, bytes]", await store.hgetall(fleet.keys.servers))
 
     async def test_it_joins_with_what_routers_need(
@@ -177,7 +177,7 @@ class TestPublisher:
         assert record["facts"]["max_model_len"] == 4_096
         assert len(record["artifacts"]["tokenizer.json"]["chunks"]) > 1
         for name, content in ARTIFACTS.items():
-            assert await fleet.artifact("s1", record["artifacts"][name]) == content
+            assert await fleet.artifacts.read("s1", record["artifacts"][name]) == content
 
     async def test_it_joins_again_when_redis_came_back_empty(
         self, fleet: Fleet, store: aioredis.Redis, server: ServerPublisher, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +235,7 @@ class TestPublisher:
         await poll(lambda: self.applied(fleet, store))
         assert await store.zscore(fleet.keys.alive_servers, "s1")
         server.stop()
-        await fleet.apply_server("s1")
+        await fleet.upkeep.apply_server("s1")
         assert await store.zscore(fleet.keys.alive_servers, "s1") is None
 
 

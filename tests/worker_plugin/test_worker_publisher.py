@@ -39,7 +39,7 @@ async def test_the_index_follows_the_table(fleet: Fleet, redis_url: str, model: 
                     tracker.cleared()
             await equal(fleet, tracker)
             assert len(tracker.table) > 100
-    counts = await fleet.counts()
+    counts = await fleet.index.counts()
     assert publisher.state.joins == 1
     assert publisher.state.snapshots == publisher.state.dropped == 0
     assert not {"gap", "mismatch", "malformed", "resync_gap", "resync_digest"} & counts.keys()
@@ -55,7 +55,7 @@ async def test_a_table_that_is_filled_before_the_join_comes_as_a_snapshot(
             await asyncio.to_thread(churn, tracker, 20)
             await equal(fleet, tracker)
     assert publisher.state.snapshots == 1
-    assert (await fleet.counts())["resync_join"] == 1
+    assert (await fleet.index.counts())["resync_join"] == 1
 
 
 async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, model: str) -> None:
@@ -70,7 +70,7 @@ async def test_overflow_is_counted_and_healed(fleet: Fleet, redis_url: str, mode
             tracker.removed(list(tracker.table)[:100])
             await equal(fleet, tracker)
     assert publisher.state.dropped == tracker.dropped
-    counts = await fleet.counts()
+    counts = await fleet.index.counts()
     assert counts["gap"] >= 1
     assert counts["resync_gap"] >= 1
 
@@ -229,6 +229,6 @@ async def test_lost_answers_lose_nothing_and_repeat_nothing(fleet: Fleet, redis_
     assert publisher.state.errors >= 3
     assert requests[0] >= 9
     assert publisher.state.dropped == 0
-    counts = await fleet.counts()
+    counts = await fleet.index.counts()
     assert counts["duplicate"] > 0
     assert not {"gap", "mismatch"} & counts.keys()

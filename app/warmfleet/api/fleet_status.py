@@ -51,15 +51,19 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
         for share in SHOWN:
             metrics.ttft_seconds.labels(pool.tag, str(round(100 * share))).set(pool.ttft.quantile(share))
         metrics.objective_seconds.labels(pool.tag).set(pool.ttft.in_force_s)
-        metrics.engine_wait_seconds.labels(pool.tag).set(pool.fleet.limits.max_engine_wait_s)
+        metrics.engine_wait_seconds.labels(pool.tag).set(pool.fleet.constants.limits.max_engine_wait_s)
 
 
 async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
     """Every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
     fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
     try:
-        found = await pool.fleet.workers()
-        truth, memory, line = await pool.fleet.truth(found), await pool.fleet.memory(), await pool.fleet.poll()
+        found = await pool.fleet.workers.read()
+        truth, memory, line = (
+            await pool.fleet.index.truth(found),
+            await pool.fleet.index.memory(),
+            await pool.fleet.queue.poll(),
+        )
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
     identity, moved = pool.view.identity, pools.moved(pool, found)
@@ -126,7 +130,7 @@ async def replicas(pools: Pools) -> dict[str, Any]:
     fresh = True
     for pool in pools.all:
         try:
-            views = await pool.fleet.replicas()
+            views = await pool.fleet.replicas.read()
         except FleetUnavailable:
             fresh = False
             continue
@@ -196,7 +200,7 @@ async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[
     if len(full) < len(answers):
         answers = {home: answer for home, answer in answers.items() if home not in full}
     offered = [_offer(answer, home) for home, answer in answers.items()]
-    stay = pool.fleet.weights.stay
+    stay = pool.fleet.constants.weights.stay
     offers = [
         {
             "pool": home.tag,
@@ -268,7 +272,7 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
 async def _line(pool: Pool) -> dict[str, Any] | None:
     """The pool's queue in words; None if Redis does not answer."""
     with suppress(FleetUnavailable):
-        return queue_in_words(await pool.fleet.poll())
+        return queue_in_words(await pool.fleet.queue.poll())
     return None
 
 
@@ -341,7 +345,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         priority=inquiry.priority,
         barred=prompt.unable_workers,
     )
-    chosen, why, seen = await pool.fleet.consider(question)
+    chosen, why, seen = await pool.fleet.queue.consider(question)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from warmfleet.api.client_hints import operators_hints, patience_s
 from warmfleet.api.http_request import request_id
 from warmfleet.errors import BadRequest, WarmfleetError
-from warmfleet.fleet.reservations import ID_CHARACTERS, Outcome
+from warmfleet.fleet.bookings import ID_CHARACTERS, Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
 from warmfleet.protocol.wire import CLIENT_TAG_LENGTH, RESERVATION_PREFIX

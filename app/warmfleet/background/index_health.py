@@ -43,7 +43,7 @@ class IndexHealthWatch:
             self._set_each()
 
     async def _read(self, pool: Pool) -> None:
-        self._last[pool.tag] = await pool.fleet.truth(pool.view.workers)
+        self._last[pool.tag] = await pool.fleet.index.truth(pool.view.workers)
 
     def _set_totals(self, truths: Sequence[Truth]) -> None:
         metrics, counts = self._metrics, Counter[str]()

@@ -83,7 +83,7 @@ class OutageChecks:
 def _unheard(pool: Pool) -> Sequence[WorkerView]:
     """The workers whose heartbeats cannot be heard now."""
     missing = pool.last_known.missing
-    away = pool.contacted and (pool.fleet.grace or pool.view_age_s > UNREAD_S)
+    away = pool.contacted and (pool.fleet.upkeep.last_tick.grace or pool.view_age_s > UNREAD_S)
     return missing or (pool.last_known.workers if away else ())
 
 

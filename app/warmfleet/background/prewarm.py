@@ -88,14 +88,14 @@ class Prewarmer:
         logger.log(level, "worker %s: warming %s, %d tokens in %.1f s", worker.worker_id, result, tokens, seconds)
         proof = "pending" if result in SILENT else "proven"
         try:
-            told = await pool.fleet.prove(worker.worker_id, nonce, Proof(proof, "", owner=owner))
+            told = await pool.fleet.probes.prove(worker.worker_id, nonce, Proof(proof, "", owner=owner))
             logger.info("worker %s at %s: %s (%s)", worker.worker_id, worker.url, proof, told)
         except WarmfleetError as error:
             logger.warning("worker %s is tested again when its warming expires: %s", worker.worker_id, error)
 
     async def _claim(self, pool: Pool, worker: WorkerView, owner: str) -> str:
         nonce = str(worker.record.get("nonce"))
-        return await pool.fleet.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
+        return await pool.fleet.probes.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
         """Send the prefixes; returns the metric's result. ``sent`` gets the tokens of each answered prefix."""

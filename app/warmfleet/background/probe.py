@@ -118,7 +118,7 @@ class Probe:
         if texts and len(questions) == 1:
             return Result("", "untested", "no text could be tried: this replica cannot make the worker's token ids")
         reservation = new_reservation(1)
-        await pool.fleet.renew([Renewal(reservation, worker.worker_id, questions[-1].prompt_tokens, 1)])
+        await pool.fleet.bookings.renew([Renewal(reservation, worker.worker_id, questions[-1].prompt_tokens, 1)])
         try:
             questions = await _await_blocks(pool, worker, questions, reservation)
             wrong, answered = await self._ask_all(pool, worker, questions, reservation)
@@ -191,7 +191,7 @@ class Probe:
         deadline = answered_at + BLOCKS_TIMEOUT_S
         prefilled = False
         while not prefilled and time.monotonic() < deadline:
-            prefilled = await pool.fleet.prefilled(reservation)
+            prefilled = await pool.fleet.bookings.prefilled(reservation)
             if _hashes(questions) and await _missing(pool, worker, questions, reservation) == set():
                 return Result("proven", witnessed=True)
             if not prefilled:
@@ -233,7 +233,7 @@ def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str,
 
 async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
     """The same incarnation of a worker as Redis has it now, or None. Raises FleetUnavailable."""
-    for fresh in await pool.fleet.workers():
+    for fresh in await pool.fleet.workers.read():
         if fresh.worker_id == worker.worker_id and fresh.record.get("nonce") == worker.record.get("nonce"):
             return fresh
     return None
@@ -282,16 +282,17 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
 
     Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
     """
-    held = iter(await pool.fleet.holds(worker.load.slot, _hashes(questions)))
+    held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
-    if not pool.fleet.short:  # while Redis is short of memory, no block is indexed and Redis may refuse this write
-        await pool.fleet.await_blocks(worker.worker_id, probe, _hashes(questions))
+    # While Redis is short of memory, no block is indexed and Redis may refuse this write.
+    if not pool.fleet.upkeep.last_tick.short:
+        await pool.fleet.probes.await_blocks(worker.worker_id, probe, _hashes(questions))
     return questions
 
 
 async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
     """The parts of which the stream has not reported all blocks; None if Redis has lost the notes."""
-    awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
+    awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     if awaited is None:
         return None
     missing = iter(awaited)
@@ -300,14 +301,14 @@ async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question]
 
 async def _some_came(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> bool:
     """Whether the stream has reported some of the blocks: nobody else knew them."""
-    awaited = await pool.fleet.awaited(worker.worker_id, probe, _hashes(questions))
+    awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     return awaited is not None and not all(awaited)
 
 
 async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
     """Give back what the probe has booked and noted in Redis."""
-    await pool.fleet.settle(probe, "finished")
-    await pool.fleet.await_no_blocks(worker.worker_id, probe, _hashes(questions))
+    await pool.fleet.bookings.settle(probe, "finished")
+    await pool.fleet.probes.await_no_blocks(worker.worker_id, probe, _hashes(questions))
 
 
 def _hashes(questions: Sequence[Question]) -> list[bytes]:
@@ -318,5 +319,8 @@ def _incomplete(pool: Pool, worker: WorkerView) -> bool:
     """Whether the worker's index lacks blocks: its snapshot is on its way, or Redis had no memory for them."""
     truth = worker.record.get("truth") or {}
     return bool(
-        pool.fleet.short or worker.load.flags & Flag.PARTIAL or worker.record.get("shadow") or truth.get("cause")
+        pool.fleet.upkeep.last_tick.short
+        or worker.load.flags & Flag.PARTIAL
+        or worker.record.get("shadow")
+        or truth.get("cause")
     )

@@ -172,7 +172,7 @@ class Prober:
         if result.proof:
             probed_ms = int(worker.record.get("probed") or 0)
             proof = Proof(result.proof, result.reason, cause, probed_ms)
-            answer = await pool.fleet.prove(worker.worker_id, nonce, proof)
+            answer = await pool.fleet.probes.prove(worker.worker_id, nonce, proof)
         if answer in ("STALE", "TAKEN"):
             return
         same = result.proof == worker.proof and cause == (worker.record.get("cause") or "")

@@ -41,20 +41,20 @@ class MemoryWatch:
         readings: list[Memory] = []
         sharing: dict[object, list[Pool]] = {}  # by the line to Redis: pools that share it have one server
         for pool in self._pools.all:
-            sharing.setdefault(pool.fleet.line, []).append(pool)
+            sharing.setdefault(pool.fleet.scripts.line, []).append(pool)
 
         async def look_at(group: Sequence[Pool]) -> None:
             try:
-                memory = await group[0].fleet.memory()
+                memory = await group[0].fleet.index.memory()
             except FleetUnavailable:
-                for one in group:
-                    one.fleet.used_permille = -1
+                for pool in group:
+                    pool.used_permille = -1
                 raise
             readings.append(memory)
-            for one in group:
-                one.fleet.used_permille = memory.used_permille
-                self._warn_of_eviction(one, memory.policy)
-                self._log_shortage(one)
+            for pool in group:
+                pool.used_permille = memory.used_permille
+                self._warn_of_eviction(pool, memory.policy)
+                self._log_shortage(pool)
 
         try:
             await all_of(map(look_at, sharing.values()))
@@ -71,9 +71,10 @@ class MemoryWatch:
             logger.warning("%s: maxmemory-policy is %s: Redis may drop the index; set noeviction", pool.tag, policy)
 
     def _log_shortage(self, pool: Pool) -> None:
-        if pool.fleet.short and pool.tag not in self._short:
+        short = pool.fleet.upkeep.last_tick.short
+        if short and pool.tag not in self._short:
             self._short.add(pool.tag)
             logger.error("%s: Redis is short of memory: new blocks are not indexed until it has room again", pool.tag)
-        elif not pool.fleet.short and pool.tag in self._short:
+        elif not short and pool.tag in self._short:
             self._short.discard(pool.tag)
             logger.warning("%s: Redis has room again: workers whose blocks were left out send them anew", pool.tag)

@@ -56,7 +56,7 @@ class ReplicaAnnouncements:
     async def close(self) -> None:
         """Take the announcements back: the replica stops by itself, so nobody shall look for it."""
         with suppress(FleetUnavailable):
-            await all_of(pool.fleet.announce(self._place.name, None) for pool in self._pools.all)
+            await all_of(pool.fleet.replicas.announce(self._place.name, None) for pool in self._pools.all)
 
     async def _announce(self, pool: Pool) -> None:
         told = Announcement(
@@ -69,4 +69,4 @@ class ReplicaAnnouncements:
             waiting=self._waiting(pool),
             minute=self._last_minute(pool),
         )
-        await pool.fleet.announce(self._place.name, told)
+        await pool.fleet.replicas.announce(self._place.name, told)

@@ -73,7 +73,7 @@ async def _empty(
         incarnation, pieces = (server_id, str(server.get("nonce"))), announced.pieces(server)
         is_whole = known.get(incarnation)
         if is_whole is not (whole < KEPT):  # it is not known to be as it should be
-            is_whole = all(await fleet.piece_sizes(server_id, pieces))
+            is_whole = all(await fleet.artifacts.sizes(server_id, pieces))
         if is_whole is (whole < KEPT):
             found[incarnation] = is_whole
             whole += is_whole
@@ -81,10 +81,10 @@ async def _empty(
             if emptied < MOST_EMPTIED:
                 emptied += 1
                 found[incarnation] = False
-                await fleet.empty_pieces(server_id, pieces)
+                await fleet.artifacts.empty(server_id, pieces)
         elif wanted < KEPT:
             wanted += 1
-            await fleet.want_pieces(server_id, pieces)
+            await fleet.artifacts.want(server_id, pieces)
         else:
             break  # until these have stored theirs again, all others keep what they have
     return found

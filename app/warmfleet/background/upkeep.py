@@ -40,10 +40,10 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
         for start in range(0, len(names), RENEW_AT_ONCE):
             batch = names[start : start + RENEW_AT_ONCE]
             sent = [renewal for name in batch if (renewal := pool.reservations.renewal(name)) is not None]
-            counts = await pool.fleet.renew(sent)
-            # ``Fleet.renew`` may have booked a request again that ended during the call.
+            counts = await pool.fleet.bookings.renew(sent)
+            # ``renew`` may have booked a request again that ended during the call.
             for ended in [renewal for renewal in sent if renewal.reservation not in pool.reservations]:
-                await pool.fleet.settle(ended.reservation, "cancelled")
+                await pool.fleet.bookings.settle(ended.reservation, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
                 metrics.renewed.labels(result).inc(count)
 
@@ -57,7 +57,7 @@ async def tell_again(pools: Pools) -> None:
         for reservation, outcome in pool.reservations.outcomes():
             if reservation in pool.reservations:
                 continue  # booked anew during the calls for others
-            await pool.fleet.settle(reservation, outcome)
+            await pool.fleet.bookings.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
 
     if any(pool.reservations.outcomes() for pool in pools.all):
@@ -69,7 +69,7 @@ async def carry_out(pools: Pools, metrics: Metrics) -> None:
 
     async def tell_model(pool: Pool) -> None:
         for worker_id, good in list(pool.outliers.verdicts.items()):
-            told = await pool.fleet.eject(worker_id, good=good)
+            told = await pool.fleet.workers.eject(worker_id, good=good)
             del pool.outliers.verdicts[worker_id]
             metrics.ejections.labels(told.lower()).inc()
             if told in ("EJECTED", "REFUSED"):
@@ -84,9 +84,9 @@ async def clear(pools: Pools) -> None:
     """Remove expired leases and tickets of replicas that died. Decisions do so, too: this is for a fleet at rest."""
 
     async def clear_model(pool: Pool) -> None:
-        await pool.fleet.reap()
-        if pool.fleet.limits.max_engine_wait_s:
-            await pool.fleet.poll()
+        await pool.fleet.bookings.reap()
+        if pool.fleet.constants.limits.max_engine_wait_s:
+            await pool.fleet.queue.poll()
 
     await pools.each(clear_model)
 
@@ -98,7 +98,7 @@ async def follow_policy(pools: Pools) -> None:
         if pool.policy.follow(ordered):
             logger.warning("%s: the policy is %s now, by %s", pool.tag, pool.policy.name, pool.policy.source)
 
-    await pools.ask_each(lambda pool: pool.fleet.switched(), follow_model)
+    await pools.ask_each(lambda pool: pool.fleet.operator.switched(), follow_model)
 
 
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
@@ -113,7 +113,7 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
         approved[pool.tag] = digests
 
     try:
-        await pools.ask_each(lambda pool: pool.fleet.approved(), read_model)
+        await pools.ask_each(lambda pool: pool.fleet.operator.approved(), read_model)
     finally:
         # All models at once: no revocation waits until another model's template is compiled.
         await templates.approve(approved, {pool.tag for pool in pools.all})
@@ -128,14 +128,15 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float]) -
     loop = asyncio.get_running_loop()
     due = loop.time() + APPLY_INTERVAL_S
     may_rest = len(pool.view.streams) <= REST_STREAMS
-    metrics.applied_blocks.inc(await pool.fleet.step(rest=may_rest and pool.idle.lasts))
-    if pool.fleet.stirred or pool.reservations:
+    step = await pool.fleet.upkeep.step(rest=may_rest and pool.idle.lasts, used_permille=pool.used_permille)
+    metrics.applied_blocks.inc(step.blocks)
+    if step.stirred or pool.reservations:
         pool.idle.wake()
     if may_rest and pool.idle.lasts:
         await pool.idle.wait(until_beat())
         return
-    if not pool.fleet.busy:
-        await pool.fleet.await_events(pool.view.streams, TICK_WITHIN_S)
+    if not step.busy:
+        await pool.fleet.upkeep.await_events(pool.view.streams, TICK_WITHIN_S)
     await asyncio.sleep(due - loop.time())
 
 
@@ -145,13 +146,13 @@ async def audit(pools: Pools, metrics: Metrics) -> None:
     async def audit_model(pool: Pool) -> None:
         walking = True
         while walking:
-            step = await pool.fleet.audit(AUDIT_INTERVAL_S)
+            step = await pool.fleet.upkeep.audit(AUDIT_INTERVAL_S)
             metrics.audited_blocks.inc(step.blocks)
             if step.differs:
                 metrics.audit_mismatches.inc()
                 logger.error("%s: the index of a worker differed from its digest; it is sent anew", pool.tag)
             walking = step.walking
             if walking:
-                await asyncio.sleep(pool.fleet.pace.audit_gap_ms / 1000)
+                await asyncio.sleep(pool.fleet.upkeep.pace.audit_gap_ms / 1000)
 
     await pools.each(audit_model)

@@ -18,7 +18,7 @@ from warmfleet.background.agreement import Agreement
 from warmfleet.background.supervisor import stop
 from warmfleet.background.vouching import ASK_AFTER_S
 from warmfleet.errors import NotFound, WarmfleetError
-from warmfleet.fleet.views import BadArtifact
+from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
@@ -87,7 +87,7 @@ class ViewReader:
         A worker that misses heartbeats is looked at as often as ever: it is to be asked before it expires.
         """
         until_s = self._rest_s - self._settings.view_interval_s / 2
-        return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.quiet_s < ASK_AFTER_S - self._rest_s
+        return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.workers.quiet_s < ASK_AFTER_S - self._rest_s
 
     async def refresh(self) -> None:
         """Read the workers of every pool once. Raises FleetUnavailable if a pool cannot be read."""
@@ -98,7 +98,7 @@ class ViewReader:
 
         async def read(turn: int) -> None:
             await asyncio.sleep(turn * TURN_S)
-            await as_answered({pool.fleet.reading(): pool for pool in turns[turn]}, self._refresh)
+            await as_answered({pool.fleet.workers.reading(): pool for pool in turns[turn]}, self._refresh)
 
         try:
             await all_of(map(read, range(len(turns))))
@@ -110,10 +110,10 @@ class ViewReader:
                 self._agreement.forget(gone)
             self._identities.keep({view.identity.key for view in views if view.identity is not None})
             self._hashers = {hasher.scheme.scheme_id: hasher for view in views for hasher in view.hashers}
-            self._metrics.unreadable_records.set(sum(pool.fleet.records.unreadable for pool in self._pools.all))
+            self._metrics.unreadable_records.set(sum(pool.fleet.workers.records.unreadable for pool in self._pools.all))
 
     async def _refresh(self, pool: Pool, reading: list[Any]) -> None:
-        workers = await pool.fleet.look(reading)
+        workers = await pool.fleet.workers.look(reading)
         standing = [_standing(worker) for worker in workers]
         before, view = self._derived.get(pool.tag, ([], None))
         if view is None or view is not pool.view or standing != before:
@@ -234,7 +234,7 @@ class ViewReader:
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
             files = {name: entry for name, entry in server["artifacts"].items() if name in announced.FILES}
             try:
-                artifacts = {name: await pool.fleet.artifact(server_id, entry) for name, entry in files.items()}
+                artifacts = {name: await pool.fleet.artifacts.read(server_id, entry) for name, entry in files.items()}
             except (NotFound, BadArtifact) as error:
                 failure = failure or error
                 logger.warning(

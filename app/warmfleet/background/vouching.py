@@ -54,7 +54,7 @@ class Vouching:
         due: list[tuple[Pool, WorkerView]] = []
         for pool in self._pools.all:
             self._log_changes(pool)
-            if not pool.contacted or pool.fleet.grace or pool.view_age_s > UNREAD_S:
+            if not pool.contacted or pool.fleet.upkeep.last_tick.grace or pool.view_age_s > UNREAD_S:
                 continue  # Redis is away: no worker expires, and ``OutageChecks`` asks the engines
             due += [(pool, worker) for worker in pool.view.workers if _due(worker)]
         self._asked_at = {name: at for name, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
@@ -69,7 +69,7 @@ class Vouching:
                 answered = await self._answers(worker)
             self._metrics.health_checks.labels("answered" if answered else "silent").inc()
             if answered:
-                told = await pool.fleet.vouch(worker.worker_id, str(worker.record.get("nonce")))
+                told = await pool.fleet.workers.vouch(worker.worker_id, str(worker.record.get("nonce")))
                 self._metrics.vouched.labels(told.lower()).inc()
             elif worker.routable:
                 pool.avoid(worker.worker_id, ASK_AGAIN_S + CHECK_TIMEOUT_S)

@@ -93,7 +93,7 @@ async def _run(action: str, wanted: Sequence[str], url: str, tags: Sequence[str]
 
 async def _shelf(fleet: Fleet) -> Shelf:
     artifacts: dict[str, Artifact] = {}
-    for worker in await fleet.workers():
+    for worker in await fleet.workers.read():
         server_id = str(worker.record.get("server_id", ""))
         for name, entry in ((worker.server or {}).get("artifacts") or {}).items():
             if not isinstance(entry, dict) or not _DIGEST.match(str(entry.get("sha256"))):
@@ -102,7 +102,7 @@ async def _shelf(fleet: Fleet) -> Shelf:
             if server_id not in found.servers:
                 found.servers.append(server_id)
     by_settings = frozenset(one.strip() for one in os.environ.get(APPROVED_TEMPLATES, "").split(","))
-    return Shelf(fleet, artifacts, await fleet.approved(), by_settings)
+    return Shelf(fleet, artifacts, await fleet.operator.approved(), by_settings)
 
 
 def rows(shelf: Shelf) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ async def _source(shelves: Sequence[Shelf], digest: str) -> str:
     for shelf in shelves:
         if digest in shelf.artifacts:
             artifact = shelf.artifacts[digest]
-            source = await shelf.fleet.artifact(artifact.servers[0], artifact.entry)
+            source = await shelf.fleet.artifacts.read(artifact.servers[0], artifact.entry)
             return printable(source.decode("utf-8", "replace"))
     raise CommandError(f"no worker has announced {digest}")
 
@@ -171,7 +171,7 @@ async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:
     concerned = [shelf for shelf in shelves if digest in shelf.templates()] or shelves
     for shelf in concerned:
         try:
-            await (shelf.fleet.approve if action == "approve" else shelf.fleet.revoke)([digest])
+            await (shelf.fleet.operator.approve if action == "approve" else shelf.fleet.operator.revoke)([digest])
         except FleetUnavailable as error:
             if "permission" not in str(error).lower():
                 raise

@@ -36,7 +36,7 @@ async def _run(names: Sequence[str], url: str, tags: Sequence[str], *, undo: boo
     async with fleets_of(url, tags) as fleets:
         chosen = await _chosen(names, fleets)
         for fleet, worker in chosen:
-            if not await fleet.drain(worker.worker_id, draining=not undo):
+            if not await fleet.workers.drain(worker.worker_id, draining=not undo):
                 raise CommandError(f"{worker.worker_id} has just been forgotten: nothing runs there")
             done = "is no longer drained" if undo else "gets no new requests"
             where = f" in {tag_of(fleet)}" if len(fleets) > 1 else ""
@@ -51,7 +51,7 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
 
     A pool that does not answer keeps no name from being found in another one. Raises FleetUnavailable if none answers.
     """
-    answered, lost = await answers_of(fleets, Fleet.workers)
+    answered, lost = await answers_of(fleets, lambda fleet: fleet.workers.read())
     known = [(fleet, worker) for fleet, workers in answered for worker in workers]
     chosen: list[tuple[Fleet, WorkerView]] = []
     for name in names:
@@ -88,7 +88,7 @@ async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            worker = next((one for one in await fleet.workers() if one.worker_id == worker_id), None)
+            worker = next((one for one in await fleet.workers.read() if one.worker_id == worker_id), None)
         except FleetUnavailable:
             left, quiet_since = "Redis does not answer, asking again", float("inf")
         else:

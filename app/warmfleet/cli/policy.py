@@ -47,9 +47,9 @@ async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool
 async def _one(name: str | None, fleet: Fleet) -> str | None:
     """The policy that the pool is switched to; None: each replica goes by its own."""
     if name is not None:
-        await fleet.switch("" if name == DEFAULT else name)
-    switched_to = await fleet.switched()
-    if not await fleet.workers():
+        await fleet.operator.switch("" if name == DEFAULT else name)
+    switched_to = await fleet.operator.switched()
+    if not await fleet.workers.read():
         tag = tag_of(fleet)
         print(
             f"warmfleet policy: warning: no worker of {tag} is known; the policy is for workers to come",

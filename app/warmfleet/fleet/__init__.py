@@ -5,37 +5,75 @@ Keys and scripts are described in lua/README.md.
 
 from __future__ import annotations
 
-from warmfleet.fleet.client import Timeouts, connect
-from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
-from warmfleet.fleet.codes import Standing
-from warmfleet.fleet.connection.redis_connections import RedisConnections
-from warmfleet.fleet.constants import QUEUE_PATIENCE, QueueLimits, Spans, Weights
-from warmfleet.fleet.index_health import Truth, Truths, WorkerTruth
-from warmfleet.fleet.operator import OperatorKeys
-from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
-from warmfleet.fleet.replicas import ANNOUNCE_S, Announcement, LastMinute, Replicas, ReplicaView
-from warmfleet.fleet.reservations import (
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from warmfleet.fleet.artifacts import Artifacts
+from warmfleet.fleet.bookings import (
     RENEW_AT_ONCE,
     TENANT_BYTES,
+    Bookings,
     Candidate,
     Decision,
     Question,
     Renewal,
-    Reservations,
     Seen,
     Shortfall,
     Terms,
     new_reservation,
 )
+from warmfleet.fleet.client import Scripts, Timeouts, connect
+from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
+from warmfleet.fleet.codes import Standing
+from warmfleet.fleet.connection.redis_connections import RedisConnections
+from warmfleet.fleet.constants import QUEUE_PATIENCE, Constants, QueueLimits, Spans, Weights
+from warmfleet.fleet.index import Index, Memory, Truth, WorkerTruth
+from warmfleet.fleet.operator import OperatorKeys
+from warmfleet.fleet.probes import Probes, Proof
+from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
+from warmfleet.fleet.replicas import ANNOUNCE_S, Announcement, LastMinute, Replicas, ReplicaView
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS, SCRIPT_KEYS
-from warmfleet.fleet.upkeep import Applied, Audited, Tick, Upkeep
-from warmfleet.fleet.views import Check, Memory, Proof, Registered, Views, WorkerView
+from warmfleet.fleet.upkeep import Applied, Audited, Step, Tick, Upkeep
 from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.fleet.workers import Check, Registered, Workers, WorkerView
+
+if TYPE_CHECKING:
+    import redis.asyncio as aioredis
 
 
-class Fleet(Queue, ClientCounts, Views, Truths, Upkeep, OperatorKeys, Replicas):
+class Fleet:
     """All calls of a router on one model's keys in Redis. Closing a Fleet closes the Redis client that it was given."""
+
+    def __init__(
+        self,
+        redis: aioredis.Redis,
+        model: str,
+        timeouts: Timeouts | None = None,
+        constants: Constants | None = None,
+    ) -> None:
+        self.scripts = Scripts(redis, model, timeouts, constants)
+        self.redis = redis
+        self.keys = self.scripts.keys
+        self.bookings = Bookings(self.scripts)
+        self.queue = Queue(self.scripts, self.bookings)
+        self.clients = ClientCounts(self.scripts)
+        self.workers = Workers(self.scripts)
+        self.probes = Probes(self.scripts)
+        self.artifacts = Artifacts(self.scripts, self.workers)
+        self.index = Index(self.scripts)
+        self.upkeep = Upkeep(self.scripts)
+        self.operator = OperatorKeys(self.scripts)
+        self.replicas = Replicas(self.scripts)
+
+    @property
+    def constants(self) -> Constants:
+        """With which the scripts of this fleet count."""
+        return self.scripts.constants
+
+    def use(self, **changes: Any) -> None:
+        """Replace constants, by the names of ``Constants``' fields, from the next call on; the others stay."""
+        self.scripts.constants = replace(self.scripts.constants, **changes)
 
     async def close(self) -> None:
         await self.redis.aclose()
@@ -58,6 +96,7 @@ __all__ = [
     "Check",
     "ClientLimits",
     "ClientUse",
+    "Constants",
     "Decision",
     "Flag",
     "Fleet",
@@ -68,25 +107,22 @@ __all__ = [
     "Memory",
     "Proof",
     "Question",
-    "Queue",
     "QueueLimits",
     "Queued",
     "RedisConnections",
     "Registered",
     "Renewal",
     "ReplicaView",
-    "Reservations",
     "Seen",
     "Shortfall",
     "Spans",
     "Stage",
     "Standing",
+    "Step",
     "Terms",
     "Tick",
     "Timeouts",
     "Truth",
-    "Upkeep",
-    "Views",
     "Weights",
     "WorkerState",
     "WorkerTruth",

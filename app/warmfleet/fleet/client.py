@@ -14,6 +14,7 @@ from warmfleet.fleet.connection.masters import SlotLine
 from warmfleet.fleet.connection.packing import Argument, PackedScript, pack_command
 from warmfleet.fleet.connection.redis_connections import CONNECT_S, UPKEEP_S, RedisConnections, RouterRedis
 from warmfleet.fleet.connection.reply_errors import failure
+from warmfleet.fleet.constants import Constants
 from warmfleet.fleet.script_loader import SCRIPT_ARGS, SCRIPT_KEYS, script_text
 from warmfleet.protocol.wire import Keys
 
@@ -64,18 +65,24 @@ def redis_errors() -> Iterator[None]:
         raise failure(error) from error
 
 
-class ScriptClient:
+class Scripts:
     """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
 
-    def __init__(self, redis: aioredis.Redis, model: str, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        redis: aioredis.Redis,
+        model: str,
+        timeouts: Timeouts | None = None,
+        constants: Constants | None = None,
+    ) -> None:
         """redis: as ``connect`` makes it. Raises TypeError for another client."""
         if not isinstance(redis, RouterRedis):
             raise TypeError("a fleet needs a client of warmfleet.fleet.connect")
         self.redis = redis
         self.keys = Keys(model)
+        self.prefix = self.keys.prefix.encode()
         self.timeouts = timeouts or Timeouts()
-        self.suspected = asyncio.Event()  # set when an apply of this replica has made a worker suspected
-        self._prefix = self.keys.prefix.encode()
+        self.constants = constants or Constants()  # only ``Fleet.use`` replaces them
         self.packed = {name: PackedScript(name, script_text(name), self._keys_of(name)) for name in SCRIPT_KEYS}
         self._multiplexed = redis.multiplexed
 

@@ -12,15 +12,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import RateLimited, TokensLimited
-from warmfleet.fleet.client import ScriptClient, argv
+from warmfleet.fleet.client import argv
 from warmfleet.fleet.connection.packing import pack
 from warmfleet.protocol.wire import CLIENT_TAG_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.constants import Spans
+    from warmfleet.fleet.connection.packing import Argument
 
 MAX_LIMIT = 4_294_967_295
 RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
@@ -105,30 +106,30 @@ class ClientUse:
 KEEP_AT_ONCE = 200  # requests; lua/client.lua takes no more in one call
 
 
-class ClientCounts(ScriptClient):
+class ClientCounts:
     """Calls of the pool that counts for a client, wherever the client's requests are placed.
 
     An id is that of a reservation with the tag of its client at the end.
     """
 
-    spans: Spans
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
 
     def admit(self, name: str, limits: ClientLimits, prompt_tokens: int, on_answer: OnAnswer) -> None:
         """Count a request, unless a limit refuses it. ``on_answer`` gets the answer of the script as it is."""
-        args = argv(
-            "client",
-            [name, limits.record, prompt_tokens],
-            prefix=self._prefix,
-            verb="admit",
-            lease_ms=self.spans.lease_ms,
-        )
-        self.send("client", self.packed["client"].call(args), self.timeouts.request_s, on_answer)
+        command = self._command("admit", name, limits.record, prompt_tokens)
+        self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 
-    async def keep_counted(self, names: Sequence[str]) -> None:
+    async def keep(self, names: Sequence[str]) -> None:
         """Let these requests, KEEP_AT_ONCE at most, count on. Sent before this waits. Raises FleetUnavailable."""
-        await self.keep("client", names, prefix=self._prefix, verb="keep", lease_ms=self.spans.lease_ms)
+        await self._scripts.call("client", self._command("keep", *names), self._scripts.timeouts.upkeep_s)
 
-    def end_counted(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
+    def end(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
         """A request counts no longer. tokens: that it has used besides those of its prompt; it is safe to repeat."""
-        args = argv("client", [name, tokens], prefix=self._prefix, verb="end", lease_ms=self.spans.lease_ms)
-        self.send("client", self.packed["client"].call(args), self.timeouts.upkeep_s, on_answer, patient=True)
+        command = self._command("end", name, tokens)
+        self._scripts.send("client", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
+
+    def _command(self, verb: str, *words: Argument) -> bytes:
+        scripts = self._scripts
+        args = argv("client", words, prefix=scripts.prefix, verb=verb, lease_ms=scripts.constants.spans.lease_ms)
+        return scripts.packed["client"].call(args)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from warmfleet.fleet.connection.packing import pack, pack_int
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,24 +77,47 @@ class QueueLimits:
     patience: float = 0.0  # small work goes first: see lua/parts/shared/tickets.lua; 0: by arrival
 
 
-def packed(weights: Weights, spans: Spans, limits: QueueLimits, block_tokens: Mapping[int, int]) -> bytes:
-    """The packed record; ``block_tokens`` maps a scheme id to its block size. Raises struct.error, OverflowError."""
-    record = RECORD.pack(
-        VERSION,
-        spans.lease_ms,
-        spans.worker_ttl_ms,
-        spans.ticket_ms,
-        weights.max_probes,
-        weights.lambda_,
-        weights.kappa,
-        weights.pressure_price,
-        weights.decode_s_per_token,
-        weights.wait_price,
-        weights.stay,
-        weights.place,
-        weights.min_match_tokens,
-        limits.tickets,
-        limits.max_engine_wait_s,
-        limits.patience,
-    )
-    return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in block_tokens.items()).encode()
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The constants of one pool in this replica, in their packed forms, too.
+
+    block_tokens: scheme id -> tokens in a block, to size caches in tokens. packed: the argument ``constants`` of the
+    scripts; ``argument``: the same in the protocol of Redis. settle_spans: the last two arguments of settle, in that
+    protocol. Raises struct.error or OverflowError for a number that does not fit.
+    """
+
+    weights: Weights = field(default_factory=Weights)
+    spans: Spans = field(default_factory=Spans)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    block_tokens: Mapping[int, int] = field(default_factory=dict)
+    packed: bytes = field(init=False, repr=False, compare=False)
+    argument: bytes = field(init=False, repr=False, compare=False)
+    settle_spans: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        packed, spans = self._pack(), self.spans
+        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "argument", pack(packed))
+        object.__setattr__(self, "settle_spans", pack_int(spans.tombstone_ms) + pack_int(spans.linger_ms))
+
+    def _pack(self) -> bytes:
+        weights, spans, limits = self.weights, self.spans, self.limits
+        record = RECORD.pack(
+            VERSION,
+            spans.lease_ms,
+            spans.worker_ttl_ms,
+            spans.ticket_ms,
+            weights.max_probes,
+            weights.lambda_,
+            weights.kappa,
+            weights.pressure_price,
+            weights.decode_s_per_token,
+            weights.wait_price,
+            weights.stay,
+            weights.place,
+            weights.min_match_tokens,
+            limits.tickets,
+            limits.max_engine_wait_s,
+            limits.patience,
+        )
+        return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in self.block_tokens.items()).encode()

@@ -4,43 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet.client import ScriptClient, asked, redis_errors
+from warmfleet.fleet.client import asked, redis_errors
 from warmfleet.fleet.connection.packing import pack_command
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
 
+    from warmfleet.fleet.client import Scripts
 
-class OperatorKeys(ScriptClient):
+
+class OperatorKeys:
     """``approve``, ``revoke`` and ``switch`` are for the operator: the user ``router`` of ``warmfleet acl`` only reads.
 
     All methods raise FleetUnavailable; the writing ones do so, too, if this Redis user may not write.
     """
 
+    def __init__(self, scripts: Scripts) -> None:
+        self._redis, keys = scripts.redis, scripts.keys
+        self._approved, self._policy = keys.operator_approved, keys.operator_policy
+
     def approved(self) -> asyncio.Future[frozenset[str]]:
         """The sha256 of every approved template."""
-        return asked(self.redis, pack_command("SMEMBERS", self.keys.operator_approved), _digests)
+        return asked(self._redis, pack_command("SMEMBERS", self._approved), _digests)
 
     async def approve(self, digests: Iterable[str]) -> None:
         """Add templates, named by their sha256."""
         with redis_errors():
-            await self.redis.sadd(self.keys.operator_approved, *digests)
+            await self._redis.sadd(self._approved, *digests)
 
     async def revoke(self, digests: Iterable[str]) -> None:
         """Remove templates, named by their sha256."""
         with redis_errors():
-            await self.redis.srem(self.keys.operator_approved, *digests)
+            await self._redis.srem(self._approved, *digests)
 
     def switched(self) -> asyncio.Future[str]:
         """The policy that the operator switched to; empty if each replica uses its own setting."""
-        return asked(self.redis, pack_command("GET", self.keys.operator_policy), _policy)
+        return asked(self._redis, pack_command("GET", self._policy), _policy)
 
     async def switch(self, policy: str) -> None:
         """Switch every replica to ``policy``; an empty name takes the switch back."""
-        key = self.keys.operator_policy
+        key = self._policy
         with redis_errors():
-            await (self.redis.set(key, policy) if policy else self.redis.unlink(key))
+            await (self._redis.set(key, policy) if policy else self._redis.unlink(key))
 
 
 def _digests(answer: Iterable[bytes]) -> frozenset[str]:

@@ -117,10 +117,10 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
         workers = {name.decode() for key in (keys.load, keys.workers) for name in await _names(redis, key)}
         servers = {name.decode() for name in await _names(redis, keys.servers)}
     for reservation in open_ids:  # gives back what it holds of blocks and chains
-        await fleet.settle(reservation.decode(), "cancelled")
+        await fleet.bookings.settle(reservation.decode(), "cancelled")
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
-        await fleet.forget(worker_id)
-    while (await fleet.collect(COLLECTED_AT_ONCE))[1]:
+        await fleet.upkeep.forget(worker_id)
+    while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:
         pass
     names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():

@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from warmfleet.fleet.bookings import Seen
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.codes import Mode, Standing
-from warmfleet.fleet.reservations import Reservations, Seen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet.reservations import Candidate, Decision, Question
+    from warmfleet.fleet.bookings import Bookings, Candidate, Decision, Question
+    from warmfleet.fleet.client import Scripts
 
 POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes 512 at most
 
@@ -83,8 +84,12 @@ class Line:
     next: Next | None = None
 
 
-class Queue(Reservations):
+class Queue:
     """``decide_in_turn`` gives a request a ticket where ``decide`` would overload; ``poll`` renews and ends tickets."""
+
+    def __init__(self, scripts: Scripts, bookings: Bookings) -> None:
+        self._scripts = scripts
+        self._bookings = bookings
 
     async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
@@ -93,14 +98,14 @@ class Queue(Reservations):
         RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
         be a ticket that was asked about too late.
         """
-        command = self.decide_command(question, Mode.TELL if tell else Mode.BOOK)
-        answer = await self.call("decide", command, self.timeouts.request_s)
+        command = self._bookings.decide_command(question, Mode.TELL if tell else Mode.BOOK)
+        answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             word, waiting, work_ms, turn_s, matched_tokens = answer
             return Queued(word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
         if answer[0] == b"LIMITED" and question.limits is not None:
             raise question.limits.refusal(answer, question.prompt_tokens)
-        return self._decision(question, answer)
+        return self._bookings.decision(question, answer)
 
     async def consider(self, question: Question) -> tuple[str, str, Seen]:
         """The worker that ``decide_in_turn`` would choose now, why, and what it would see. It books nothing.
@@ -108,8 +113,8 @@ class Queue(Reservations):
         If the request would have to wait, that is told (``Seen.waits``), and the worker that it would choose with no
         regard to that. It gets no ticket. Raises what ``decide`` raises.
         """
-        command = self.decide_command(question, Mode.DRY)
-        answer = await self.call("decide", command, self.timeouts.request_s)
+        command = self._bookings.decide_command(question, Mode.DRY)
+        answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
     async def explain(self, question: Question) -> tuple[str, list[Candidate]]:
@@ -119,10 +124,10 @@ class Queue(Reservations):
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
         """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
-        args = argv(
-            "queue", [*leaving, *waiting], prefix=self._prefix, constants=self.constants(), leaving=len(leaving)
-        )
-        answer = await self.call("queue", self.packed["queue"].call(args), self.timeouts.request_s)
+        scripts = self._scripts
+        constants = scripts.constants.packed
+        args = argv("queue", [*leaving, *waiting], prefix=scripts.prefix, constants=constants, leaving=len(leaving))
+        answer = await scripts.call("queue", scripts.packed["queue"].call(args), scripts.timeouts.request_s)
         count, work_ms, room_in_ms, turns, first, *standings = answer
         return Line(
             count,

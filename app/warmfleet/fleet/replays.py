@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from warmfleet.errors import BadRequest
 from warmfleet.fleet.client import argv, redis_errors
-from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
+from warmfleet.fleet.constants import Constants, Weights
 from warmfleet.fleet.script_loader import script_text
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     if type(texts["policy"]) is not str or type(texts["room"]) is not str:
         raise BadRequest("this is no record of a decision log: its policy or its room is no text")
     try:
-        constants = packed(Weights(**weights), Spans(), QueueLimits(), {})
+        constants = Constants(Weights(**weights)).packed
     except (struct.error, OverflowError) as error:
         raise BadRequest(f"this is no record of a decision log: {error}") from error
     return argv("replay", chain.from_iterable(candidates), constants=constants, **texts, **numbers)

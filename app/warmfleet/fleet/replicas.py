@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from warmfleet.fleet.client import ScriptClient, pairs
+from warmfleet.fleet.client import pairs
 from warmfleet.fleet.connection.packing import pack_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from warmfleet.fleet.client import Scripts
 
 ANNOUNCE_S = 3.0  # between two announcements of a replica
 SILENT_S = 8.0  # after so long without one it counts as killed, hung or cut off: two are missing
@@ -75,18 +77,21 @@ class ReplicaView:
         return ("draining" if self.told.draining else "serving") if self.heard else "silent"
 
 
-class Replicas(ScriptClient):
+class Replicas:
     """Each replica announces itself, and reads who else does. A replica that stops takes its announcement back."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
 
     async def announce(self, name: str, told: Announcement | None) -> int:
         """Tell of this replica, or with None that it stops; returns how many replicas tell. Raises FleetUnavailable."""
         record = b"" if told is None else told.pack()
-        return int(await self.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
+        return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
-    async def replicas(self) -> list[ReplicaView]:
+    async def read(self) -> list[ReplicaView]:
         """All replicas that have told of themselves within ten minutes, by name. Raises FleetUnavailable."""
-        calls = [("", pack_command("HGETALL", self.keys.replicas)), ("", pack_command("TIME"))]
-        found, (seconds, micros) = await self.together(calls)
+        calls = [("", pack_command("HGETALL", self._scripts.keys.replicas)), ("", pack_command("TIME"))]
+        found, (seconds, micros) = await self._scripts.together(calls)
         now = int(seconds) + int(micros) / 1e6
         views = [_view(name, raw, now) for name, raw in sorted(pairs(found).items())]
         return [view for view in views if view is not None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import ScriptClient, argv
+from warmfleet.fleet.client import argv
 from warmfleet.fleet.codes import Next
 from warmfleet.fleet.connection.packing import pack_bytes, pack_command, pack_int, pack_text
 from warmfleet.fleet.connection.reply_errors import RefusedCall
@@ -21,6 +21,7 @@ from warmfleet.protocol.wire import BATCH_BLOCKS, WORKER_TTL_SECONDS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.connection.packing import Argument
 
 logger = logging.getLogger("warmfleet.fleet.upkeep")
@@ -77,12 +78,29 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one call took from a stream. more: entries are left in it. cost_us: estimated time of Redis."""
+    """What one call took from a stream. more: entries are left in it. cost_us: estimated time of Redis.
+
+    control: some of the entries told more than blocks and heartbeats.
+    """
 
     entries: int
     blocks: int
     more: bool
     cost_us: float = 0.0
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of upkeep did.
+
+    blocks: that it applied. busy: more is to be done soon, as it left work behind or applied blocks. stirred: it found
+    more than heartbeats.
+    """
+
+    blocks: int
+    busy: bool
+    stirred: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,58 +112,63 @@ class Audited:
     walking: bool
 
 
-class Upkeep(ScriptClient):
-    """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable."""
+class Upkeep:
+    """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
 
-    pace = Pace()
-    used_permille = -1  # of the server's memory limit, as last read; -1: not known
-    short = False  # as the last tick said: memory is short
-    grace = False  # as the last tick said: heartbeats could not be heard, so no worker expires
-    busy = True  # the last step left work behind, or applied blocks, so that more will come soon
-    stirred = True  # the last step found more than heartbeats
-    _may_wait = True
-    _ticking: tuple[object, bytes] = (None, b"")  # of what the command of the last tick was made, and the command
-    _wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams and seconds of the last wait, and its command
+    last_tick: what the last tick found, or was told by another replica's tick. suspected: set when an apply of this
+    replica has made a worker suspected.
+    """
 
-    async def tick(self, *, rest: bool = False) -> Tick:
-        """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing."""
-        now = (self.pace, rest, self.used_permille)
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self.pace = Pace()
+        self.last_tick = Tick(ran=False, grace=False)
+        self.suspected = asyncio.Event()
+        self._may_wait = True
+        self._ticking: tuple[object, bytes] = (None, b"")  # of what the last tick's command was made, and the command
+        self._wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams, seconds and command of the last wait
+
+    async def tick(self, *, rest: bool = False, used_permille: int = -1) -> Tick:
+        """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing.
+
+        used_permille: of the server's memory limit; -1: not known.
+        """
+        scripts, now = self._scripts, (self.pace, rest, used_permille)
         if self._ticking[0] != now:
-            self._ticking = now, self._tick_command(rest=rest)
-        answer = await self.call("tick", self._ticking[1], self.timeouts.upkeep_s)
+            self._ticking = now, self._tick_command(*now)
+        answer = await scripts.call("tick", self._ticking[1], scripts.timeouts.upkeep_s)
         ran, grace, retired, short, granted_us, *names = answer
-        self.short, self.grace = bool(short), bool(grace)
         kinds: dict[str, list[str]] = {"events": [], "server": [], "snapshot": [], "forget": []}
         for name in names:
             kind, _, told = name.decode().partition(":")
             kinds[kind].append(told)
         backlog = [f"{kind}:{name}" for kind in ("server", "events") for name in kinds[kind]]
         snapshots = [f"events:{name}" for name in kinds["snapshot"]]
-        return Tick(
+        self.last_tick = Tick(
             ran=bool(ran),
-            grace=self.grace,
-            short=self.short,
+            grace=bool(grace),
+            short=bool(short),
             retired=retired,
             backlog=tuple(backlog),
             forget=tuple(kinds["forget"]),
             granted_us=granted_us,
             snapshots=tuple(snapshots),
         )
+        return self.last_tick
 
-    def _tick_command(self, *, rest: bool) -> bytes:
-        pace = self.pace
+    def _tick_command(self, pace: Pace, rest: bool, used_permille: int) -> bytes:
         args = argv(
             "tick",
-            prefix=self._prefix,
+            prefix=self._scripts.prefix,
             min_gap_ms=pace.rest_gap_ms if rest else pace.min_gap_ms,
             ttl_ms=pace.ttl_ms,
             forget_ms=pace.forget_ms,
             max_streams=pace.rest_streams if rest else pace.max_streams,
-            used_permille=self.used_permille,
+            used_permille=used_permille,
             short_ms=pace.short_ms,
             share_permille=pace.share_permille,
         )
-        return self.packed["tick"].call(args)
+        return self._scripts.packed["tick"].call(args)
 
     async def apply(self, worker_id: str) -> Applied:
         """Apply the next entries of an engine core's stream."""
@@ -165,14 +188,15 @@ class Upkeep(ScriptClient):
         entries, blocks, following, suspect = answer
         if suspect:
             self.suspected.set()
-        if following == Next.CONTROL:
-            calls, self.stirred = 2, True
+        control = following == Next.CONTROL
+        if control:
+            calls = 2
             answer = await self._upkeep(
                 "apply_control", worker_id=worker_id, max_entries=pace.max_entries, ttl_ms=pace.ttl_ms
             )
             control_entries, _, following = answer
             entries += control_entries
-        return Applied(entries, blocks, following != Next.NOTHING, self._cost_us(calls, entries, blocks))
+        return Applied(entries, blocks, following != Next.NOTHING, self._cost_us(calls, entries, blocks), control)
 
     def _applied_server(self, answer: Sequence[int]) -> Applied:
         entries, more = answer
@@ -201,24 +225,24 @@ class Upkeep(ScriptClient):
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 
-    async def step(self, *, rest: bool = False) -> int:
-        """Do a bounded round of maintenance: tick, a fair share of every backlog, collect. Returns blocks applied.
+    async def step(self, *, rest: bool = False, used_permille: int = -1) -> Step:
+        """Do a bounded round of maintenance: tick, a fair share of every backlog, collect.
 
         rest: the model is at rest in this replica: heartbeats may wait, and are applied several at a time.
+        used_permille: as for ``tick``.
         """
-        self.busy, self.stirred = True, False
         try:
-            tick = await self.tick(rest=rest)
+            tick = await self.tick(rest=rest, used_permille=used_permille)
             for worker_id in tick.forget:
                 await self.forget(worker_id, self.pace.forget_ms)
-            blocks = await (self._drain_at_rest(tick) if rest else self._drain(tick))
+            done = await (self._drain_at_rest(tick) if rest else self._drain(tick))
         except FleetUnavailable:
             await self.collect()  # Redis may be full: this makes room
             raise
         left = await self._collect_retired(tick.retired)
-        self.busy = bool(blocks or left)
-        self.stirred = self.stirred or self.busy or bool(tick.forget)
-        return blocks
+        blocks = sum(applied.blocks for applied in done)
+        busy = bool(blocks or left)
+        return Step(blocks, busy, stirred=busy or bool(tick.forget) or any(applied.control for applied in done))
 
     async def await_events(self, streams: Sequence[str], seconds: float) -> None:
         """Return when one of these streams or ``hello`` has an entry, or after ``seconds``. Raises FleetUnavailable.
@@ -232,7 +256,7 @@ class Upkeep(ScriptClient):
         if self._wait[:2] != (streams, seconds):
             self._wait = (streams, seconds, self._wait_command(streams, seconds))
         try:
-            await self.block(self._wait[2], seconds)
+            await self._scripts.block(self._wait[2], seconds)
         except RefusedCall as error:
             if error.word == "NOPERM":
                 self._may_wait = False
@@ -243,7 +267,8 @@ class Upkeep(ScriptClient):
                 logger.debug("cannot wait for events: %s", error)
 
     def _wait_command(self, streams: Sequence[str], seconds: float) -> bytes:
-        keys = [self.keys.hello, *(self.keys.prefix + name for name in streams)]
+        own = self._scripts.keys
+        keys = [own.hello, *(own.prefix + name for name in streams)]
         milliseconds = round(seconds * 1000)
         return pack_command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *keys, *["0"] * len(keys))
 
@@ -258,14 +283,14 @@ class Upkeep(ScriptClient):
             calls -= 1
         return slots
 
-    async def _drain(self, tick: Tick) -> int:
+    async def _drain(self, tick: Tick) -> list[Applied]:
         """Apply the streams in turn, one call each, until all are empty or the granted time is spent.
 
         Streams of workers that send a snapshot come last, but SNAPSHOT_SHARE of the time is theirs: a snapshot without
-        progress would be commanded anew. Returns the blocks applied.
+        progress would be commanded anew.
         """
         live, filling = deque(tick.backlog), deque(tick.snapshots)
-        blocks, left_us = 0, float(tick.granted_us)
+        done, left_us = list[Applied](), float(tick.granted_us)
         for _ in range(self.pace.applies):
             if left_us <= 0 or not (live or filling):
                 break
@@ -274,22 +299,24 @@ class Upkeep(ScriptClient):
             stream = waiting.popleft()
             kind, _, name = stream.partition(":")
             applied = await (self.apply(name) if kind == "events" else self.apply_server(name))
-            blocks, left_us = blocks + applied.blocks, left_us - applied.cost_us
+            done.append(applied)
+            left_us -= applied.cost_us
             if applied.more:
                 waiting.append(stream)
             await asyncio.sleep(0)  # waiting requests run before the next call
-        return blocks
+        return done
 
-    async def _drain_at_rest(self, tick: Tick) -> int:
-        """Apply each stream once, several in one write, until the granted time is spent. Returns the blocks applied."""
-        streams, blocks, left_us = [*tick.backlog, *tick.snapshots], 0, float(tick.granted_us)
+    async def _drain_at_rest(self, tick: Tick) -> list[Applied]:
+        """Apply each stream once, several in one write, until the granted time is spent."""
+        streams, done, left_us = [*tick.backlog, *tick.snapshots], list[Applied](), float(tick.granted_us)
         while streams and left_us > 0:
             some, streams = streams[: self.pace.rest_applies], streams[self.pace.rest_applies :]
-            answers = await self.together([self._apply_call(stream) for stream in some])
+            answers = await self._scripts.together([self._apply_call(stream) for stream in some])
             for (kind, _, name), answer in zip((stream.partition(":") for stream in some), answers, strict=True):
                 applied = await self._applied(name, answer) if kind == "events" else self._applied_server(answer)
-                blocks, left_us = blocks + applied.blocks, left_us - applied.cost_us
-        return blocks
+                done.append(applied)
+                left_us -= applied.cost_us
+        return done
 
     def _apply_call(self, stream: str) -> tuple[str, bytes]:
         """The script that applies the next entries of a stream, and its packed call."""
@@ -297,12 +324,12 @@ class Upkeep(ScriptClient):
         script, limits = (
             ("apply", (pace.max_blocks,)) if kind == "events" else ("apply_server", (pace.max_entries, pace.ttl_ms))
         )
-        head = self.packed[script].head(2 + len(limits))
-        return script, b"".join((head, pack_bytes(self._prefix), pack_text(name), *map(pack_int, limits)))
+        head = self._scripts.packed[script].head(2 + len(limits))
+        return script, b"".join((head, pack_bytes(self._scripts.prefix), pack_text(name), *map(pack_int, limits)))
 
     def _cost_us(self, calls: int, entries: int, blocks: int) -> float:
         pace = self.pace
         return calls * pace.call_us + entries * pace.entry_us + blocks * pace.block_us
 
     async def _upkeep(self, script: str, **values: Argument) -> Any:
-        return await self.keep(script, prefix=self._prefix, **values)
+        return await self._scripts.keep(script, prefix=self._scripts.prefix, **values)

@@ -99,7 +99,7 @@ class LastKnown:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(LOOK_S):
-                found = await self._fleet.workers()
+                found = await self._fleet.workers.read()
             self.show(View(tuple(found), read_at=begun))
         except Exception as error:  # noqa: BLE001  a last resort: after any failure the request gets no worker
             logger.warning("no worker is known, and the workers cannot be read: %s", error or type(error).__name__)

@@ -75,7 +75,7 @@ class EngineLeadTime:
             self._set_limit()
 
     def _set_limit(self) -> None:
-        limits = self._fleet.limits
+        limits = self._fleet.constants.limits
         if not limits.max_engine_wait_s:
             return  # there is no queue
         set_s = limits.max_engine_wait_s if self._set_s is None else self._set_s
@@ -87,7 +87,7 @@ class EngineLeadTime:
         if wanted_s == limits.max_engine_wait_s:
             return
         self._set_s = set_s
-        self._fleet.limits = replace(limits, max_engine_wait_s=wanted_s)
+        self._fleet.use(limits=replace(limits, max_engine_wait_s=wanted_s))
         logger.debug(
             "%s: requests need %.0f ms to engines, whose steps take at least %.0f ms; %.2f s of prefill are ahead",
             self._fleet.keys.tag, 1e3 * self._way_s, 1e3 * self._step_s, wanted_s,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Renewal
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
 
 MAX_OUTCOMES = 10_000  # kept at most; the leases of further outcomes expire by themselves
 KEPT_S = 30.0  # an outcome is kept as long as a lease lives: after that there is nothing to give back

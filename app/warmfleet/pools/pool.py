@@ -47,6 +47,7 @@ class Pool:
         self.tag = tag
         self.name = tag.partition("#")[0]
         self.draining = False
+        self.used_permille = -1  # of the memory limit of its Redis, as read last; -1: not known
         self.fleet = fleet
         self.degraded = degraded
         self.policy = PolicyChoice(policy)
@@ -94,7 +95,9 @@ class Pool:
     def show(self, view: View) -> None:
         """Use a new reading of the fleet from now on."""
         self.view = self._without_refused(view)
-        self.fleet.block_tokens = {hasher.scheme.scheme_id: hasher.scheme.block_tokens for hasher in view.hashers}
+        block_tokens = {hasher.scheme.scheme_id: hasher.scheme.block_tokens for hasher in view.hashers}
+        if block_tokens != self.fleet.constants.block_tokens:
+            self.fleet.use(block_tokens=block_tokens)
         self.lead_time.steps(view.step_s)
         self.read.set()
         self.last_known.show(view)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.engines.output_tokens import OutputTokens
     from warmfleet.engines.reported_usage import AnswerTail
     from warmfleet.fleet import Decision, Queued, Shortfall
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision, Question, Queued, Shortfall
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.settlements import Settlements
@@ -232,7 +232,7 @@ class Booking:
             pool.degraded.give(decision.worker_id)
             if decision.use is not None and outcome in UNSERVED:
                 tokens = -decision.prompt_tokens
-        if (state is ASKED or state is QUEUED) and pool.fleet.limits.max_engine_wait_s:
+        if (state is ASKED or state is QUEUED) and pool.fleet.constants.limits.max_engine_wait_s:
             self._settlements.tickets.leave(pool, reservation)
         if state is not BOOKED and state is not ASKED:
             return False

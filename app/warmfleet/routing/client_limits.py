@@ -113,7 +113,7 @@ class Counting:
                 counted.counts_in(pool)
                 self._not_taken.get(pool, {}).pop(counted.name, None)  # it runs, and is to count there again
             try:
-                await pool.fleet.keep_counted([counted.name for counted in batch])
+                await pool.fleet.clients.keep([counted.name for counted in batch])
             except WarmfleetError as error:
                 self.failed(pool, error)
                 failures[pool] = error
@@ -129,7 +129,7 @@ class Counting:
         failed: list[Pool] = []
         while (pool := self.pool_of(model, name[RESERVATION_LENGTH:], failed)) is not None:
             try:
-                await pool.fleet.keep_counted([name])
+                await pool.fleet.clients.keep([name])
             except WarmfleetError as error:
                 self.failed(pool, error)
                 failed.append(pool)
@@ -151,7 +151,7 @@ class Counting:
     def end_in(self, pool: Pool, name: str, tokens: int) -> None:
         """Send a pool the end of a request that counts there, and wait for nothing."""
         self._under_way += 1
-        pool.fleet.end_counted(name, tokens, partial(self._end_answered, pool, name, tokens))
+        pool.fleet.clients.end(name, tokens, partial(self._end_answered, pool, name, tokens))
 
     def _end_answered(self, pool: Pool, name: str, tokens: int, _answer: object, error: WarmfleetError | None) -> None:
         self._under_way -= 1
@@ -226,7 +226,7 @@ class Counted:
             self._give_back(self._asked[-1])
         self._asked.append(pool)
         self._charged[pool] = self.prompt_tokens
-        pool.fleet.admit(self.name, self.limits, self.prompt_tokens, partial(self._admit_answered, pool))
+        pool.fleet.clients.admit(self.name, self.limits, self.prompt_tokens, partial(self._admit_answered, pool))
 
     def _give_back(self, pool: Pool) -> None:
         """Let the request, and its prompt, count in this pool no longer."""

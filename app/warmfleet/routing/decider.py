@@ -67,7 +67,7 @@ class Decider:
             return STILL_QUEUED if booking.keeps_place else await self.without_redis(job, attempt, booking, "open")
         question, explain = self._question(job, booking, may_wait=may_wait, displaces=True)
         try:
-            answer = await pool.fleet.decide_in_turn(question, tell=explain)
+            answer = await pool.fleet.queue.decide_in_turn(question, tell=explain)
         except WarmfleetError as error:
             if self._goes_on_waiting(job, booking, error):
                 return STILL_QUEUED
@@ -95,7 +95,7 @@ class Decider:
             return
         question, explain = self._question(job, booking, may_wait=may_wait, displaces=displaces)
         try:
-            booking.answer = await pool.fleet.decide_in_turn(question, tell=explain)
+            booking.answer = await pool.fleet.queue.decide_in_turn(question, tell=explain)
         except WarmfleetError as error:
             if self._goes_on_waiting(job, booking, error):
                 booking.answer = STILL_QUEUED
@@ -150,9 +150,9 @@ class Decider:
         if answer.seen is None:
             return
         if booking.rings is not None:
-            booking.log_line = record(pool.tag, question, pool.fleet.weights, answer, booking.rings)
+            booking.log_line = record(pool.tag, question, pool.fleet.constants.weights, answer, booking.rings)
         if job.call.hints.explain:
-            booking.explanation = explanation(question, pool.fleet.weights, answer)
+            booking.explanation = explanation(question, pool.fleet.constants.weights, answer)
 
     def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
         """Note what an error leaves of the booking. True if the request goes on waiting, as Redis is silent for a

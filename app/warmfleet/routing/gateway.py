@@ -16,7 +16,7 @@ from warmfleet.routing.booking import UNSERVED
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Call, Job
     from warmfleet.routing.router import Router
@@ -149,7 +149,7 @@ class Gateway:
             decision.url,
             decision.matched_tokens,
             decision.prompt_tokens,
-            pool.fleet.spans.lease_ms / 1_000,
+            pool.fleet.constants.spans.lease_ms / 1_000,
             headers,
             job.request.salt if job.body is not job.call.body else None,
         )
@@ -161,8 +161,8 @@ class Gateway:
         FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
-        lease = await pool.fleet.lease(booked)
-        word = await pool.fleet.settle(booked, ending.outcome, ending.tokens)
+        lease = await pool.fleet.bookings.lease(booked)
+        word = await pool.fleet.bookings.settle(booked, ending.outcome, ending.tokens)
         if booked != reservation and ending.outcome != "started":
             prompt_tokens = lease.prompt_tokens if lease is not None and ending.outcome in UNSERVED else 0
             self._router.counting.end_one(pool.name, reservation, ending.tokens - prompt_tokens)
@@ -179,12 +179,12 @@ class Gateway:
         """
         pool, booked = await self._booked(model, reservation)
         # Without a worker nothing is booked anew: what has expired or was settled stays so.
-        renewed, _, _ = await pool.fleet.renew([Renewal(booked, "", 0, 0)])
+        renewed, _, _ = await pool.fleet.bookings.renew([Renewal(booked, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")
         if booked != reservation:
             await self._router.counting.keep_one(pool.name, reservation)
-        return pool.fleet.spans.lease_ms / 1_000
+        return pool.fleet.constants.spans.lease_ms / 1_000
 
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
         """The pool that has a reservation, and the id under which it has it.
@@ -194,7 +194,7 @@ class Gateway:
         """
         untagged = reservation[:RESERVATION_LENGTH]
         pool = await self._pool_of(model, untagged)
-        if untagged == reservation or await pool.fleet.lease(untagged) is not None:
+        if untagged == reservation or await pool.fleet.bookings.lease(untagged) is not None:
             return pool, untagged
         return await self._pool_of(model, reservation), reservation
 
@@ -219,7 +219,9 @@ class Gateway:
         if len(pools) == 1:
             return None
         pools = [pool for pool in pools if asks_all or pool.degraded.asks_redis]
-        leases = await asyncio.gather(*[pool.fleet.lease(reservation) for pool in pools], return_exceptions=True)
+        leases = await asyncio.gather(
+            *[pool.fleet.bookings.lease(reservation) for pool in pools], return_exceptions=True
+        )
         knows: Pool | None = None
         failure: BaseException | None = None
         for pool, lease in zip(pools, leases, strict=True):

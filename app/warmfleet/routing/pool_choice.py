@@ -285,7 +285,7 @@ class _Comparison:
         for booking in offers:
             if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":
                 return booking
-        stay = self._attempt.chosen.pool.fleet.weights.stay
+        stay = self._attempt.chosen.pool.fleet.constants.weights.stay
         return [*offers][best([*offers.values()], stay)] if offers else None
 
     def _take(self, cheapest: Booking, asked: Sequence[Booking]) -> Decision | Queued:

@@ -29,7 +29,7 @@ from warmfleet.routing.tickets import Tickets
 if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools, ServedModel

@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from warmfleet.fleet.reservations import Outcome, Told
+from warmfleet.fleet.bookings import Outcome, Told
 
 if TYPE_CHECKING:
     from warmfleet.errors import WarmfleetError
@@ -50,7 +50,7 @@ class Settlements:
         """
         self._under_way += 1
         answered = partial(self._answered, pool, reservation, outcome, record=record)
-        pool.fleet.tell(reservation, outcome, answered, tokens, shortfall)
+        pool.fleet.bookings.settle_later(reservation, outcome, answered, tokens, shortfall)
 
     def _answered(
         self,

@@ -153,9 +153,9 @@ class TicketPolls:
         leaving, self._leaving = [*left_at], {}
         try:
             for start in range(0, len(leaving), POLL_AT_ONCE):
-                self._take_answer(await self.pool.fleet.poll((), leaving[start : start + POLL_AT_ONCE]))
+                self._take_answer(await self.pool.fleet.queue.poll((), leaving[start : start + POLL_AT_ONCE]))
             for start in range(0, len(waiting), POLL_AT_ONCE):
-                self._take_answer(await self.pool.fleet.poll(waiting[start : start + POLL_AT_ONCE]))
+                self._take_answer(await self.pool.fleet.queue.poll(waiting[start : start + POLL_AT_ONCE]))
         except WarmfleetError as error:
             self.pool.degraded.failed(f"queue: {error}")
             now = time.perf_counter()  # a ticket expires after a second anyway

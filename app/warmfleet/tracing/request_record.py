@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.prompt.engine_paths import EnginePath
 
     #: Logs a step of the request; None unless the log is at debug level.

@@ -211,7 +211,7 @@ def test_the_name_of_a_key_is_the_tenant() -> None:
     tenancy = Tenancy("a secret of the operator", "Authorization")
     assert tenancy.of(first, "team-a")[0] == tenancy.of(second, "team-a")[0] != tenancy.of(second, "team-b")[0]
     assert tenancy.of(first, "team-a")[1] == tenancy.of(second, "team-a")[1] != tenancy.of(second, "team-b")[1]
-    assert Tenancy("a secret of the operator", "x-user").name([(b"x-user", b"u"), *first], "team-a") == b"u"
+    assert Tenancy("a secret of the operator", "x-user").of([(b"x-user", b"u"), *first], "team-a")[0] == b"u"
 
 
 def test_the_command_makes_a_line_and_tells_the_key_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,6 @@ async def test_over_http(valkey_url: str, model: str) -> None:
         assert "It takes " in await message(router, 405, ask, "/v1/models")
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1) as router:
         assert "It is for operators" in await message(router, 404, ask, "/explain")
-        (worker,) = await router.fleet.workers()
-        await router.fleet.drain(worker.worker_id, draining=True)
+        (worker,) = await router.fleet.workers.read()
+        await router.fleet.workers.drain(worker.worker_id, draining=True)
         assert f"The only engine of `{model}` takes no requests" in await message(router, 503, ask)

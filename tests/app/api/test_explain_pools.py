@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.fleet.constants_alone import ConstantsAlone
 
 from warmfleet.api import fleet_status
 from warmfleet.api.fleet_status import Inquiry, _offer, explain
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Weights
 from warmfleet.routing.call import NO_HINTS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Stub:
 
 def pool() -> Pool:
     view = SimpleNamespace(token_s=0.01, token_s_of={"slow": 0.02, "fast": 0.01}.__getitem__)
-    return cast("Pool", Stub(view=view, fleet=SimpleNamespace(weights=Weights())))
+    return cast("Pool", Stub(view=view, fleet=ConstantsAlone()))
 
 
 def row(name: str, matched: int, ahead: int, cost_s: float, *, chosen: bool) -> dict[str, Any]:

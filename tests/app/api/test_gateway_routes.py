@@ -19,8 +19,9 @@ from tests.support.polling import poll
 from tests.support.redis.gate import gate
 from tests.support.replicas.replica import Replica, replica
 
+from warmfleet import main
 from warmfleet.cli.local.ports import free_port
-from warmfleet.fleet import Flag, Spans, reservations
+from warmfleet.fleet import Constants, Flag, Spans
 from warmfleet.pools.outliers import FAILURES, Outliers
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ async def test_a_placement_is_booked_and_settled(replica_and_engine: tuple[Repli
     assert (placed["expires_in_s"], placed["cache_salt"]) == (30, None)
     assert placed["prompt_tokens"] > 200
     assert not upstream.seen, "the gateway sends it, not the router"
-    (load,) = [worker.load for worker in await router.fleet.workers()]
+    (load,) = [worker.load for worker in await router.fleet.workers.read()]
     assert load.prefill_tokens > 200
     ended = {"model": model, "reservation": reservation}
     assert await told(router, "/settle", ended | {"outcome": "started"}) == {"result": "started"}
-    (load,) = [worker.load for worker in await router.fleet.workers()]
+    (load,) = [worker.load for worker in await router.fleet.workers.read()]
     assert (load.prefill_tokens, load.in_flight) == (0, 1)
     assert await told(router, "/settle", ended | {"outcome": "finished"}) == {"result": "settled"}
     await router.unloaded()
@@ -74,7 +75,7 @@ async def test_what_served_requests_left_is_matched(replica_and_engine: tuple[Re
 
 
 async def test_what_is_never_settled_expires(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservations, "Spans", partial(Spans, lease_ms=1_000))
+    monkeypatch.setattr(main, "Constants", partial(Constants, spans=Spans(lease_ms=1_000)))
     async with (
         engine(model) as upstream,
         replica(valkey_url, model, upstream.url, renew_interval_s=0.2) as router,
@@ -117,7 +118,7 @@ async def test_a_worker_that_failed_is_excluded(valkey_url: str, model: str) -> 
         body = {"model": model, "prompt": PROMPT}
         first = await told(router, ROUTE, body)
         second = await told(router, f"{ROUTE}&exclude={first['worker']}", body)
-        assert {first["worker"], second["worker"]} == {w.worker_id for w in await router.fleet.workers()}
+        assert {first["worker"], second["worker"]} == {w.worker_id for w in await router.fleet.workers.read()}
         both = f"{first['worker']},{second['worker']}"
         assert (await error(router, f"{ROUTE}&exclude={both}", body))[:2] == (503, "no_worker")
 
@@ -208,7 +209,7 @@ class Gateway:
         return str((await told(self.router, "/settle", ended))["result"])
 
     async def ejected(self) -> bool:
-        workers = await self.router.fleet.workers()
+        workers = await self.router.fleet.workers.read()
         return any(one.worker_id == self.bad and one.load.flags & Flag.EJECTED for one in workers)
 
 
@@ -272,12 +273,12 @@ async def test_what_is_not_the_workers_fault_counts_for_nothing(valkey_url: str,
 async def test_an_outcome_after_the_leases_end_counts_for_nothing(
     valkey_url: str, model: str, blamed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reservations, "Spans", partial(Spans, lease_ms=300))
+    monkeypatch.setattr(main, "Constants", partial(Constants, spans=Spans(lease_ms=300)))
     async with gateway(valkey_url, model) as asks:
         late = await asks.place(at_bad=True)
 
         async def expired() -> bool:
-            return await asks.router.fleet.lease(late["reservation"]) is None
+            return await asks.router.fleet.bookings.lease(late["reservation"]) is None
 
         await poll(expired, 30, "the lease is at its end")
         assert await asks.settle(late, "failed", status=200) == "unknown"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.support.engines.scripted import Engine, answer_well, engine
 from tests.support.engines.simulated import simulated
+from tests.support.fleet.constants_alone import ConstantsAlone
 from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.api.model_listing import entries
@@ -140,7 +140,7 @@ def worker(name: str, record: dict[str, Any], loras: dict[str, str]) -> WorkerVi
 
 def test_an_adapter_takes_as_much_as_the_workers_that_have_it() -> None:
     """In whichever pool of the model they are; its parent is the name that clients use."""
-    pools = [Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in ("m#a", "m#b")]
+    pools = [Pool(tag, cast("Fleet", ConstantsAlone()), DegradedMode(1.0)) for tag in ("m#a", "m#b")]
     short, long = {"max_model_len": 1_000, "joined": 9_000}, {"max_model_len": 9_000, "joined": 7_000}
     workers = [worker("w1", short, {"sql": "/sql", "law": "/law"}), worker("w2", long, {"law": "/law"})]
     pools[0].show(view_of(workers, None, (), text=False))

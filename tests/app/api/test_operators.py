@@ -13,8 +13,8 @@ from tests.support.replicas.replica import replica
 from warmfleet.api.access.operators import Operators, is_loopback
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.errors import Forbidden, Unauthorized
-from warmfleet.fleet import Fleet, Line
-from warmfleet.fleet.queueing import Next
+from warmfleet.fleet import Line
+from warmfleet.fleet.queueing import Next, Queue
 from warmfleet.prompt.engine_paths import OPERATORS, OWN_HOST
 from warmfleet.settings import Settings
 
@@ -79,7 +79,7 @@ def test_loopback_has_several_spellings(host: str) -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "unknown", "")))
 
 
-async def line_of_one(_fleet: Fleet) -> Line:
+async def line_of_one(_queue: Queue) -> Line:
     return Line(1, 0.1, {}, next=FIRST)
 
 
@@ -92,7 +92,7 @@ async def asked(router: Replica, path: str, **headers: str) -> tuple[int, dict[s
 
 
 async def test_other_hosts_read_sums_only(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "poll", line_of_one)
+    monkeypatch.setattr(Queue, "poll", line_of_one)
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, admin_port=1, **TENANTS) as router:
         assert (await router.post({"model": model, "prompt": "Hi"}))[0] == 200
         at_home = (await asked(router, "/status.json"))[1]

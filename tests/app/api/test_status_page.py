@@ -20,7 +20,7 @@ from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
-from warmfleet.fleet import Decision, Line, Memory, Seen, Truth, WorkerState, WorkerView
+from warmfleet.fleet import Decision, Line, Memory, Seen, Tick, Truth, WorkerState, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
 from warmfleet.pools.reasons import FALLBACK
@@ -237,7 +237,7 @@ def test_what_decides_now(
         view=SimpleNamespace(workers=workers(seen)),
         last_known=SimpleNamespace(workers=workers(last)),
         degraded=SimpleNamespace(asks_redis=True),
-        fleet=SimpleNamespace(grace=grace),
+        fleet=SimpleNamespace(upkeep=SimpleNamespace(last_tick=Tick(ran=True, grace=grace))),
         view_age_s=age_s,
     )
     assert snapshot.rung_of(pool, reached=reached) == rung
@@ -286,7 +286,9 @@ async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: py
         await asyncio.sleep(5)
         return Truth()
 
-    pool: Any = SimpleNamespace(view=SimpleNamespace(workers=()), fleet=SimpleNamespace(truth=never))
+    pool: Any = SimpleNamespace(
+        view=SimpleNamespace(workers=()), fleet=SimpleNamespace(index=SimpleNamespace(truth=never))
+    )
     assert await snapshot.read(pool) == snapshot.Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
 
@@ -315,7 +317,7 @@ async def test_every_decision_without_redis_has_a_sentence(
                 raise error
 
             monkeypatch.setattr(type(pool.degraded), "asks_redis", error is not None)
-            monkeypatch.setattr(type(pool.fleet), "decide_in_turn", staticmethod(refuse))
+            monkeypatch.setattr(type(pool.fleet.queue), "decide_in_turn", staticmethod(refuse))
             assert (await router.post({"model": model, "prompt": PROMPT}))[0] == 200
         rows = (await data(router))["models"][0]["decisions"]
     reasons = {row["why"]: row["reason"].partition(":")[0] for row in rows}

@@ -193,14 +193,14 @@ async def test_requests_of_every_kind_are_told(valkey_url: str, model: str, path
 
 async def test_without_redis_the_reason_is_told(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from warmfleet.errors import FleetUnavailable
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet.queueing import Queue
 
     async def away(*_: object, **__: object) -> None:
         await asyncio.sleep(0.05)
         raise FleetUnavailable("Redis does not answer.")
 
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
-        monkeypatch.setattr(Fleet, "decide_in_turn", away)
+        monkeypatch.setattr(Queue, "decide_in_turn", away)
         _, headers, _ = await router.post(STREAM | {"model": model})
         monkeypatch.undo()
         found = await one(router, headers["x-request-id"])

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from tests.support.fleet.constants_alone import ConstantsAlone
+
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
 from warmfleet.fleet.worker.records import Records
@@ -31,12 +33,14 @@ def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:
     return WorkerView(f"{name}.0", record, server, load, 1.0, WorkerState.PROVEN, "proven", f"http://{name}", ["m"])
 
 
-class Fixed:
+class Fixed(ConstantsAlone):
     """A fleet with the workers in ``now``; every identity is loaded."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now: list[WorkerView] = []
         self.records = Records("m")
+        self.workers = self
 
     def reading(self) -> asyncio.Future[list[WorkerView]]:
         future: asyncio.Future[list[WorkerView]] = asyncio.get_running_loop().create_future()

@@ -138,5 +138,5 @@ async def test_the_figures_of_a_worker_are_kept_by_its_name(fleet: Fleet, redis_
 
 
 async def _joined(fleet: Fleet, starts: int) -> bool:
-    truth = (await fleet.truth(await fleet.workers())).workers[WORKER]
+    truth = (await fleet.index.truth(await fleet.workers.read())).workers[WORKER]
     return truth.resyncs.get("join", 0) == starts

@@ -206,12 +206,12 @@ async def test_an_engine_that_is_listed_twice_is_one_worker(
         for _ in range(3):
             for checks in replicas:
                 await checks.round()
-        workers = await replicas[0].fleet.workers()
+        workers = await replicas[0].fleet.workers.read()
         assert [worker.state for worker in workers] == ["approximate"], [worker.url for worker in workers]
         slot = workers[0].load.slot
         for checks in replicas * 2:
             await checks.round()
-        (worker,) = await replicas[0].fleet.workers()
+        (worker,) = await replicas[0].fleet.workers.read()
         assert worker.load.slot == slot, "it stays the same worker"
 
 
@@ -301,7 +301,7 @@ async def join(fleet: Fleet, url: str, flags: int = EXACT, *, age_s: float = 0.0
 
 
 async def states(checks: Checks) -> dict[str, str]:
-    return {worker.worker_id: str(worker.state) for worker in await checks.fleet.workers()}
+    return {worker.worker_id: str(worker.state) for worker in await checks.fleet.workers.read()}
 
 
 JOINED = {
@@ -388,15 +388,15 @@ async def test_requests_that_run_when_the_plugin_joins_end_under_their_worker(
     async with engine(model) as one:
         checks = replica(one.url)
         await checks.round()
-        await checks.fleet.step()
+        await checks.fleet.upkeep.step()
         ask = asked(b"word " * 100)
         (name,) = await states(checks)
-        assert (await checks.fleet.decide(ask)).worker_id == name
+        assert (await checks.fleet.bookings.decide(ask)).worker_id == name
         await join(checks.fleet, one.url)
         for _ in range(2):
             await checks.round()
             assert await states(checks) == {name: "draining", "gpu1.0": "proven"}
-        await checks.fleet.settle(ask.reservation, "finished")
+        await checks.fleet.bookings.settle(ask.reservation, "finished")
         await checks.round()
         assert await states(checks) == {"gpu1.0": "proven"}
 

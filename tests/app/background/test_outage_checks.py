@@ -17,7 +17,7 @@ from tests.support.replicas.replica import replica
 from warmfleet.background.outage_checks import OutageChecks
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet, Tick, connect
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
@@ -76,8 +76,8 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
     async with engine(model) as one, engine(model) as two:
         for number, url in enumerate((one.url, two.url)):
             record = {"scheme_id": 7, "url": url, "models": [model]}
-            await fleet.register(f"w.{number}", record, 10)
-        pool.show(view_of(await fleet.workers(), None, (), text=True))
+            await fleet.workers.register(f"w.{number}", record, 10)
+        pool.show(view_of(await fleet.workers.read(), None, (), text=True))
         pool.show(view_of((), None, (), text=True))
         await one.die()
         await checks.round()
@@ -104,9 +104,9 @@ async def test_pools_are_checked_at_once(valkey_url: str, model: str, monkeypatc
     for pool in pools:
         for number in range(servers[pool.tag]):
             record = {"scheme_id": 7, "url": f"http://{number}.{pool.tag}", "models": [model]}
-            await pool.fleet.register(f"w.{number}", record, 10)
-        pool.show(view_of(await pool.fleet.workers(), None, (), text=True))
-        pool.fleet.grace = True
+            await pool.fleet.workers.register(f"w.{number}", record, 10)
+        pool.show(view_of(await pool.fleet.workers.read(), None, (), text=True))
+        pool.fleet.upkeep.last_tick = Tick(ran=True, grace=True)
     asked: list[str] = []
     go_on = asyncio.Event()
 
@@ -134,14 +134,14 @@ async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, 
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
     pool, metrics = Pool(model, fleet, DegradedMode(1.0)), Metrics()
     async with engine(model) as one:
-        await fleet.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10)
-        pool.show(view_of(await fleet.workers(), None, (), text=True))
+        await fleet.workers.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10)
+        pool.show(view_of(await fleet.workers.read(), None, (), text=True))
         client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
         checks = OutageChecks(Pools([pool]), client, metrics)
         asked = metrics.health_checks.labels("answered")._value
         await checks.round()
         assert asked.get() == 0
-        fleet.grace = True
+        fleet.upkeep.last_tick = Tick(ran=True, grace=True)
         await checks.round()
         assert asked.get() == 1
         assert not pool.avoided()

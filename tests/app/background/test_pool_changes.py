@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.fleet.constants_alone import ConstantsAlone
 
 from warmfleet import main
 from warmfleet.background import pool_changes
@@ -66,10 +67,13 @@ class Fixture:
         self.running: dict[str, asyncio.Task[None]]
 
     def pool(self, tag: str) -> Pool:
+        fleet: Any = ConstantsAlone()
+
         async def close() -> None:
             self.closed.append(tag)
 
-        return Pool(tag, cast("Fleet", SimpleNamespace(close=close)), DegradedMode(1.0))
+        fleet.close = close
+        return Pool(tag, fleet, DegradedMode(1.0))
 
     def tasks(self, pool: Pool) -> list[asyncio.Task[None]]:
         task = asyncio.create_task(asyncio.sleep(60), name=pool.tag)

@@ -36,7 +36,7 @@ LONG = pytest.mark.long(
 
 
 async def view(router: Replica, server: str) -> WorkerView | None:
-    return next((one for one in await router.fleet.workers() if one.record["server_id"] == server), None)
+    return next((one for one in await router.fleet.workers.read() if one.record["server_id"] == server), None)
 
 
 async def proven(router: Replica, server: str, seconds: float = 20.0) -> None:
@@ -241,14 +241,18 @@ async def test_when_the_replica_that_warms_is_gone_another_proves_it_and_does_no
             assert one is not None
             assert (one.proof, one.routable) == ("warming", False)
             nonce = str(one.record["nonce"])
-            assert await fleet.prove("new.0", nonce, Proof("proven", "")) == "TAKEN", "nobody else proves it meanwhile"
-            assert await fleet.prove("new.0", nonce, Proof("url", "")) == "TAKEN"
-            assert await fleet.warming("new.0", nonce, "another", 1_000) == "TAKEN"
+            assert await fleet.probes.prove("new.0", nonce, Proof("proven", "")) == "TAKEN", (
+                "nobody else proves it meanwhile"
+            )
+            assert await fleet.probes.prove("new.0", nonce, Proof("url", "")) == "TAKEN"
+            assert await fleet.probes.warming("new.0", nonce, "another", 1_000) == "TAKEN"
             await proven(router, "new", 6)
             assert ends - 0.1 <= time.time()
             assert ears.warmed == []
-            assert await fleet.warming("new.0", nonce, "gone", 1_000) == "TAKEN"
-            assert await fleet.prove("new.0", nonce, Proof("proven", "", owner="gone")) == "TAKEN", "its time is over"
+            assert await fleet.probes.warming("new.0", nonce, "gone", 1_000) == "TAKEN"
+            assert await fleet.probes.prove("new.0", nonce, Proof("proven", "", owner="gone")) == "TAKEN", (
+                "its time is over"
+            )
 
 
 async def claim(router: Replica) -> float:
@@ -258,7 +262,7 @@ async def claim(router: Replica) -> float:
         one = await view(router, "new")
         if one is None or one.server is None:
             return 0
-        told = await router.fleet.warming("new.0", str(one.record["nonce"]), "gone", 1_000)
+        told = await router.fleet.probes.warming("new.0", str(one.record["nonce"]), "gone", 1_000)
         return time.time() + 1.0 if told == "OK" else 0
 
     ends = await poll(first, 10, "it joins")

@@ -37,7 +37,7 @@ async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
     """Every worker by the name of its server, once their proofs are as wanted."""
 
     async def so() -> dict[str, WorkerView] | None:
-        found = {str(view.record["server_id"]): view for view in await router.fleet.workers()}
+        found = {str(view.record["server_id"]): view for view in await router.fleet.workers.read()}
         return found if all(name in found and found[name].proof == proof for name, proof in wanted.items()) else None
 
     found = await poll(so, 30, str(wanted))
@@ -165,12 +165,12 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
 
         async def nothing_learned() -> bool:
             if trouble == "an index that lacks blocks":  # else its heartbeats would mend the index
-                (view,) = await router.fleet.workers()
+                (view,) = await router.fleet.workers.read()
                 await flag(router, view, view.load.flags | Flag.PARTIAL)
             return await router.metric('warmfleet_probes_total{result="none"}') >= 3
 
         await poll(nothing_learned, 20, "three probes")
-        (view,) = await router.fleet.workers()
+        (view,) = await router.fleet.workers.read()
         assert view.proof == "proven"
 
 

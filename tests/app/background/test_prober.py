@@ -122,7 +122,7 @@ async def test_a_service_that_answers_is_no_worker_until_the_workers_stream_says
     ):
 
         async def asked_twice() -> bool:
-            views = await router.fleet.workers()
+            views = await router.fleet.workers.read()
             assert not any(view.routable for view in views)
             return bool(views) and int(views[0].record.get("tries") or 0) >= 2
 

@@ -52,7 +52,7 @@ def sleeping(path: str, *, yes: bool) -> dict[str, Any]:
 
 
 async def worker(checks: Checks) -> WorkerView:
-    (found,) = await checks.fleet.workers()
+    (found,) = await checks.fleet.workers.read()
     return found
 
 
@@ -93,7 +93,7 @@ async def test_an_engine_that_is_held_gets_no_request_after_the_next_check(
         Pages().put(two)
         checks = replica(one.url, two.url)
         await checks.round()
-        await checks.fleet.step()
+        await checks.fleet.upkeep.step()
         slots = {url: found.load.slot for url, found in (await checks.workers()).items()}
         for _ in range(2):
             pages.at = dict(held)
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_held_gets_no_request_after_the_next_check(
                 two.url: "approximate",
             }
             for n in range(4):
-                assert (await checks.fleet.decide(asked(b"%d " % n * 400))).url == two.url
+                assert (await checks.fleet.bookings.decide(asked(b"%d " % n * 400))).url == two.url
             pages.at = dict(free)
             await checks.round()
             assert {str(found.state) for found in (await checks.workers()).values()} == {"approximate"}
@@ -230,11 +230,11 @@ async def test_an_engine_whose_queue_outlasts_the_next_check_gets_no_new_request
         Pages().put(two)
         checks = replica(one.url, two.url)
         await checks.round()
-        await checks.fleet.step()
+        await checks.fleet.upkeep.step()
         other = worker_id(two.url)
-        await checks.fleet.drain(other, draining=True)
+        await checks.fleet.workers.drain(other, draining=True)
         await sent(checks, one.url)  # the engine that others fill holds this prompt
-        await checks.fleet.drain(other, draining=False)
+        await checks.fleet.workers.drain(other, draining=False)
         readings = iter([first, second])
         before = one._page
         last: list[Any] = [second]
@@ -252,7 +252,7 @@ async def test_an_engine_whose_queue_outlasts_the_next_check_gets_no_new_request
         assert (known[one.url].load.foreign_prefill_tokens > 0) is full
         assert known[one.url].state == "approximate"
         prompts = [b"word " * 400, *(b"%d " % n * 400 for n in range(5))]
-        chosen = {(await checks.fleet.decide(asked(text))).url for text in prompts}
+        chosen = {(await checks.fleet.bookings.decide(asked(text))).url for text in prompts}
         assert (one.url not in chosen) is full
 
 
@@ -414,7 +414,7 @@ async def test_a_slow_check_is_no_death_while_connections_stand(
             await TROUBLE[check](one)
             seen: set[str] = set()
             for _ in range(10):
-                seen |= {str(found.state) for found in await router.fleet.workers()}
+                seen |= {str(found.state) for found in await router.fleet.workers.read()}
                 await asyncio.sleep(0.15)
             assert (seen == {"approximate"}) is stays, seen
             stop.set()
@@ -438,7 +438,7 @@ async def test_an_engine_that_sends_nothing_for_long_is_at_work_no_more(
         await late(one)
 
         async def out() -> bool:
-            return [str(found.state) for found in await router.fleet.workers()] == ["silent"]
+            return [str(found.state) for found in await router.fleet.workers.read()] == ["silent"]
 
         await poll(out, 20, "it is out")
         stop.set()

@@ -114,13 +114,13 @@ async def test_what_was_looked_at_is_not_looked_at_again_for_a_while(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    sizes = servers.fleet.piece_sizes
+    sizes = servers.fleet.artifacts.sizes
 
     async def counted(server_id: str, digests: Sequence[str]) -> list[int]:
         asked.append(server_id)
         return await sizes(server_id, digests)
 
-    monkeypatch.setattr(servers.fleet, "piece_sizes", counted)
+    monkeypatch.setattr(servers.fleet.artifacts, "sizes", counted)
     for _ in range(3):
         await servers.look()
     assert asked == servers.names

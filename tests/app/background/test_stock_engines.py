@@ -63,7 +63,7 @@ async def test_a_new_process_has_an_empty_mirror_even_if_no_check_failed(
         metrics(engine, PAGE % 1_763_000_000)
         checks = replica(engine.url)
         await checks.round()
-        await checks.fleet.step()
+        await checks.fleet.upkeep.step()
         assert [await sent(checks, engine.url), await sent(checks, engine.url)] == [0, 31]
         metrics(engine, None)
         await checks.round()
@@ -96,10 +96,10 @@ async def test_an_engine_that_a_file_no_longer_lists_leaves_when_nothing_runs_th
         path.write_text(f"{one.url}\n")
         checks = replica(f"file://{path}")
         await checks.round()
-        await checks.fleet.step()
+        await checks.fleet.upkeep.step()
         await sent(checks, one.url)
         ask = asked(b"another " * 100)
-        await checks.fleet.decide(ask)
+        await checks.fleet.bookings.decide(ask)
         path.write_text(f"{two.url}\n")
         await checks.round()
         assert (await checks.workers())[one.url].state == "approximate", "another replica may list it"
@@ -108,10 +108,10 @@ async def test_an_engine_that_a_file_no_longer_lists_leaves_when_nothing_runs_th
         assert (known[one.url].state, known[two.url].state) == ("draining", "approximate")
         await checks.round()
         assert (await checks.workers())[one.url].load.in_flight == 1, "it may end what it has"
-        await checks.fleet.settle(ask.reservation, "finished")
+        await checks.fleet.bookings.settle(ask.reservation, "finished")
         await checks.round()
         assert set(await checks.workers()) == {two.url}
-        while (await checks.fleet.collect())[1]:
+        while (await checks.fleet.upkeep.collect())[1]:
             pass
         left = [key async for key in checks.fleet.redis.scan_iter(f"{checks.fleet.keys.prefix}[xl]*:*")]
         assert left == [], "what it was sent is forgotten"
@@ -340,21 +340,23 @@ async def test_an_engine_that_moves_to_another_pool_takes_no_more_requests_in_th
             one.engines._pools = Pools([Pool(tag, fleet, DegradedMode(1.0)) for tag, fleet in fleets.items()])
 
         async def routable() -> list[str]:
-            return [tag for tag, fleet in fleets.items() if any(one.routable for one in await fleet.workers())]
+            return [tag for tag, fleet in fleets.items() if any(one.routable for one in await fleet.workers.read())]
 
         for one in checks:
             await one.round()
         (before,) = await routable()
         (after,) = fleets.keys() - {before}
         ask = asked(b"word " * 400)
-        assert (await fleets[before].decide(ask)).url == engine.url
+        assert (await fleets[before].bookings.decide(ask)).url == engine.url
         for one in checks:
             one.engines._pools.served[model].drain(frozenset({before}))
         await checks[0].round()
         await checks[1].round()
         assert await routable() == [after]
-        await fleets[before].settle(ask.reservation, "finished")
-        assert [one.load.in_flight for one in await fleets[before].workers()] == [0], "what it had begun is given back"
+        await fleets[before].bookings.settle(ask.reservation, "finished")
+        assert [one.load.in_flight for one in await fleets[before].workers.read()] == [0], (
+            "what it had begun is given back"
+        )
         for fleet in fleets.values():
             await fleet.close()
 

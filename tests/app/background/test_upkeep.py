@@ -34,7 +34,7 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
                 return await router.metric('warmfleet_renewed_reservations_total{result="renewed"}') >= 2
 
             await poll(renewed, what="renewals")
-            (row,) = [worker.load for worker in await router.fleet.workers()]
+            (row,) = [worker.load for worker in await router.fleet.workers.read()]
             assert row.prefill_tokens == 0  # the first byte gave it back
             assert row.in_flight == 1
             assert row.decode_tokens > 250
@@ -45,12 +45,12 @@ async def test_more_reservations_than_fit_one_call_are_renewed(model: str, valke
     async with connect(valkey_url, timeout_s=5) as client:
         fleet, metrics = Fleet(client, model), Metrics()
         record = {"scheme_id": 7, "url": "http://127.0.0.1:1", "models": [model]}
-        await fleet.register("w.0", record, 10)
+        await fleet.workers.register("w.0", record, 10)
         pool, count = Pool(model, fleet, DegradedMode(1.0)), RENEW_AT_ONCE + 3
         for number in range(count):
             pool.reservations.add(Renewal(f"wf-{number}", "w.0", 1, 1))
         await upkeep.renew(Pools([pool]), metrics)
-        assert [worker.load.in_flight for worker in await fleet.workers()] == [count]
+        assert [worker.load.in_flight for worker in await fleet.workers.read()] == [count]
         assert metrics.renewed.labels("rebuilt")._value.get() == count
 
 

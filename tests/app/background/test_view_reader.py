@@ -18,7 +18,7 @@ from warmfleet import main
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Question
-from warmfleet.fleet.views import BadArtifact
+from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet.metrics import Metrics
 from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
@@ -102,7 +102,7 @@ async def test_a_decision_after_redis_came_back_matches_before_the_next_reading(
 
 
 async def decided(fleet: Fleet, known: IdentifiedPrompt) -> Decision:
-    return await fleet.decide(Question("wf-1", known.chains, known.prompt_tokens, known.decode_tokens))
+    return await fleet.bookings.decide(Question("wf-1", known.chains, known.prompt_tokens, known.decode_tokens))
 
 
 async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -192,7 +192,7 @@ async def test_nothing_is_kept_of_a_pool_that_has_left(store: aioredis.Redis, fl
         assert all(kept)
         other = Pool("another", Fleet(store, "another", timeouts=PATIENT), DegradedMode(1.0))
         replica.pools.change(ServedModel(replica.pool.name, [other]))
-        late = await replica.pool.fleet.reading()
+        late = await replica.pool.fleet.workers.reading()
         replica.pools.forget(replica.pool)
         reader._metrics.forget_pool(replica.pool.tag)
         reader._derived.clear()  # as if a worker had changed
@@ -219,7 +219,7 @@ async def test_a_server_whose_files_are_not_what_it_announced_is_passed_over_and
     async def build(_key: str, files: object, _facts: object) -> None:
         built.append(files)
 
-    pool = SimpleNamespace(tag="m", fleet=SimpleNamespace(artifact=artifact))
+    pool = SimpleNamespace(tag="m", fleet=SimpleNamespace(artifacts=SimpleNamespace(read=artifact)))
     identities = SimpleNamespace(build=build)
     reader = ViewReader(cast("Pools", None), cast("Identities", identities), Settings(models=("m",)), Metrics())
     await reader._from_workers(cast("Pool", pool), "key", cast("list[WorkerView]", workers))
@@ -237,7 +237,8 @@ async def test_a_pool_that_is_away_makes_no_failed_load_of_an_identity_that_was_
 
     async def loaded() -> None: ...
 
-    fleet = SimpleNamespace(reading=lambda: asyncio.ensure_future(away()), records=SimpleNamespace(unreadable=0))
+    workers = SimpleNamespace(reading=lambda: asyncio.ensure_future(away()), records=SimpleNamespace(unreadable=0))
+    fleet = SimpleNamespace(workers=workers)
     pools = Pools([Pool("m", cast("Fleet", fleet), DegradedMode(1.0))])
     identities, metrics = SimpleNamespace(keep=lambda _: None), Metrics()
     reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), metrics)

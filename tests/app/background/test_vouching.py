@@ -17,6 +17,7 @@ from warmfleet.background import vouching
 from warmfleet.background.vouching import Vouching
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
+from warmfleet.fleet import Tick
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
@@ -52,9 +53,9 @@ class Quiet:
     async def round(self) -> dict[str, str]:
         """One round; returns the state of each worker after it."""
         self.vouching._asked_at.clear()
-        self.pool.show(view_of(await self.fleet.workers(), None, (), text=True))
+        self.pool.show(view_of(await self.fleet.workers.read(), None, (), text=True))
         await self.vouching.round()
-        found = await self.fleet.workers()
+        found = await self.fleet.workers.read()
         self.pool.show(view_of(found, None, (), text=True))
         return {one.worker_id: one.state.value for one in found}
 
@@ -88,7 +89,10 @@ async def test_a_fleet_that_is_cut_off_is_served_and_the_dead_worker_is_not(
             states = await quiet.round()
             await quiet.round()
         assert states == {"w1.0": "unheard", "w2.0": "unheard", "w3.0": "silent"}
-        assert {(await quiet.fleet.decide(quiet.keyspace.ask())).worker_id for _ in range(8)} == {"w1.0", "w2.0"}
+        assert {(await quiet.fleet.bookings.decide(quiet.keyspace.ask())).worker_id for _ in range(8)} == {
+            "w1.0",
+            "w2.0",
+        }
         assert "2 workers answer over HTTP but send no heartbeats" in caplog.text
         assert (quiet.count("vouched_workers", "vouched"), quiet.count("health_checks", "silent")) == (2, 2)
 
@@ -154,7 +158,7 @@ async def test_an_engine_that_says_it_is_ill_is_no_witness(quiet: Quiet, monkeyp
 async def test_nobody_asks_while_redis_is_away(quiet: Quiet) -> None:
     async with engines(1) as made:
         await quiet.worker(1, made[0], silent_s=40.0)
-        quiet.fleet.grace = True
+        quiet.fleet.upkeep.last_tick = Tick(ran=True, grace=True)
         assert await quiet.round() == {"w1.0": "silent"}
         assert quiet.count("health_checks", "answered") == 0
 
@@ -171,5 +175,5 @@ async def test_heartbeats_end_it(quiet: Quiet, caplog: pytest.LogCaptureFixture)
 
 
 async def _heard(quiet: Quiet) -> bool:
-    await quiet.fleet.tick()
-    return [one.state.value for one in await quiet.fleet.workers()] == ["proven"]
+    await quiet.fleet.upkeep.tick()
+    return [one.state.value for one in await quiet.fleet.workers.read()] == ["proven"]

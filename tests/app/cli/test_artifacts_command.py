@@ -55,8 +55,8 @@ def joined(url: str, model: str, *names: str) -> Iterator[None]:
 async def apply(url: str, model: str, count: int) -> None:
     fleet = Fleet(connect(url, wire.model_tag(model), timeout_s=2), model)
     async with asyncio.timeout(10):
-        while sum(worker.server is not None for worker in await fleet.workers()) < count:
-            await fleet.step()
+        while sum(worker.server is not None for worker in await fleet.workers.read()) < count:
+            await fleet.upkeep.step()
             await asyncio.sleep(0.02)
     await fleet.close()
 
@@ -64,7 +64,7 @@ async def apply(url: str, model: str, count: int) -> None:
 async def approved(url: str, model: str) -> frozenset[str]:
     fleet = Fleet(connect(url, timeout_s=2), model)
     try:
-        return await fleet.approved()
+        return await fleet.operator.approved()
     finally:
         await fleet.close()
 

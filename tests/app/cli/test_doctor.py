@@ -91,7 +91,7 @@ async def applied(url: str, model: str) -> AsyncIterator[Fleet]:
 
     async def for_ever() -> None:
         while True:
-            await fleet.step()
+            await fleet.upkeep.step()
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(for_ever())
@@ -121,7 +121,7 @@ async def complete(fleet: Fleet, count: int = 1) -> None:
     """Return when so many workers have joined with both halves."""
 
     async def there() -> bool:
-        return sum(worker.server is not None for worker in await fleet.workers()) == count
+        return sum(worker.server is not None for worker in await fleet.workers.read()) == count
 
     await poll(there, 30, f"{count} workers have joined")
 
@@ -130,7 +130,7 @@ async def silent(fleet: Fleet) -> None:
     """Return when no worker is heard any more."""
 
     async def gone() -> bool:
-        return {worker.state for worker in await fleet.workers()} == {WorkerState.LEFT}
+        return {worker.state for worker in await fleet.workers.read()} == {WorkerState.LEFT}
 
     await poll(gone, 30, "the goodbye is applied")
 
@@ -342,7 +342,7 @@ async def test_each_missing_command_of_a_router_is_named(model: str) -> None:
     with guarded(model, valkey_binary()) as path:
         admin = redis.Redis.from_url(f"unix://admin:secret-admin@{path}")
         fleet = Fleet(connect(f"unix://router:secret-router@{path}", timeout_s=5), model)
-        look = Inspection(fleet.redis, model)
+        look = Inspection(fleet.scripts)
         for command in sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS} - {"evalsha", "script|load"}):
             admin.execute_command("ACL", "SETUSER", "router", f"-{command}")  # type: ignore[no-untyped-call]
             missing = [right.words[0] for right in await look.refused(router_rights(model))]
@@ -409,8 +409,8 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             fleet = await stack.enter_async_context(applied(valkey_url, tag))
             await stack.enter_async_context(simulated(valkey_url, model, pool=tag))
             await complete(fleet)
-            [worker] = await fleet.workers()
-            assert await fleet.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
+            [worker] = await fleet.workers.read()
+            assert await fleet.probes.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
         told = await doctor(valkey_url, tags[4])
         move = f"warmfleet pools drain {tags[0]} --move"
         told.names("workers", f"no engine has joined {tags[2]}, while {tags[0]}, {tags[1]} have some", move, State.NOTE)
@@ -420,7 +420,7 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             assert [one.check for _, one in told.report.found].count(check) == 1, "four pools have one Redis"
         told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
         assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
-        workers = {tag: await Fleet(fleet.redis, tag).workers() for tag in tags[:2]}
+        workers = {tag: await Fleet(fleet.redis, tag).workers.read() for tag in tags[:2]}
     alone = {tags[0]: workers[tags[0]]}
     for moving, state, remedy in ((False, State.FAULT, "--undo"), (True, State.NOTE, "wait while its workers move")):
         entries = [PoolEntry(tags[0], draining=True, moving=moving), PoolEntry(tags[1])]
@@ -456,7 +456,7 @@ async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: 
                 if fleet is left:
                     continue
                 await silent(left)
-                await left.ask("UNLINK", wire.Keys(model).placement)  # not only because it moved just now
+                await left.scripts.ask("UNLINK", wire.Keys(model).placement)  # not only because it moved just now
                 told = await doctor(valkey_url, model)
                 assert not told.of("worker", State.FAULT), told.printed
                 [moved] = told.of("moved", State.OK)
@@ -464,7 +464,7 @@ async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: 
                 told.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model} they", State.NOTE)
                 told.names("routers", f"the streams of {empty}", f"WARMFLEET_MODELS={model} and this Redis")
         await silent(joined)
-        await left.ask("UNLINK", wire.Keys(model).placement)
+        await left.scripts.ask("UNLINK", wire.Keys(model).placement)
         told = await doctor(valkey_url, model)
         assert not told.of("worker", State.FAULT), "it said goodbye to both"
         told.names("workers", f"no engine of {new} is left: eng.0 said goodbye", "start an engine")
@@ -477,7 +477,7 @@ async def test_engines_that_said_goodbye_are_no_fault_while_others_serve(valkey_
             await complete(fleet, 2)
 
         async def left() -> bool:
-            return WorkerState.LEFT in {worker.state for worker in await fleet.workers()}
+            return WorkerState.LEFT in {worker.state for worker in await fleet.workers.read()}
 
         await poll(left, 30, "the goodbye is applied")
         told = await doctor(valkey_url, model)
@@ -495,7 +495,7 @@ async def test_halves_that_move_one_after_the_other_are_no_fault(
     client = connect(valkey_url, timeout_s=5)
     await PoolRegistry(client, model).write([PoolEntry(old, draining=True, moving=True), PoolEntry(new)])
     async with applied(valkey_url, new) as fleet, simulated(valkey_url, model, pool=new):
-        await poll(lambda: fleet.ask("HGET", wire.Keys(new).servers, "eng"), 30, "the API server has joined")
+        await poll(lambda: fleet.scripts.ask("HGET", wire.Keys(new).servers, "eng"), 30, "the API server has joined")
         for moved_s, count in ((300.0, 1), (5.0, 0)):
             place = Placement(new, moved_ms=int((time.time() - moved_s) * 1000))
             await client.hset(wire.Keys(model).placement, "eng", place.encode())
@@ -587,7 +587,7 @@ async def test_who_may_not_scan_is_told_no_models(model: str) -> None:
 async def test_a_worker_that_is_not_heard_is_not_told_to_wait(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await complete(fleet)
-        [worker] = await fleet.workers()
+        [worker] = await fleet.workers.read()
         assert worker.state is WorkerState.PENDING
         assert fleet_checks.worker_finding(worker, model).state is State.NOTE
         vouched = replace(worker, heartbeat_age_s=40.0)
@@ -599,7 +599,7 @@ async def test_a_worker_that_is_not_heard_is_not_told_to_wait(valkey_url: str, m
 async def test_an_engine_without_tokenizer_is_looked_for_where_its_messenger_logs(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await complete(fleet)
-        [worker] = await fleet.workers()
+        [worker] = await fleet.workers.read()
         assert worker.server is not None
         facts = dict(worker.server["facts"])
         for reports, said in ((True, "vLLM's log"), (False, "the log of `warmfleet bridge`")):
@@ -612,7 +612,7 @@ async def test_an_engine_without_tokenizer_is_looked_for_where_its_messenger_log
 async def test_half_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmfleet_worker.server_publisher.ServerPublisher.start", lambda _self: None)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
-        await poll(fleet.workers, 30, "the core has joined")
+        await poll(fleet.workers.read, 30, "the core has joined")
         told = await doctor(valkey_url, model)
         text = "the engine core eng.0 has joined, its API server eng has not"
         told.names("halves", text, "look for `warmfleet: server ... joined` in vLLM's log")
@@ -623,7 +623,7 @@ async def test_the_other_half_of_a_worker(valkey_url: str, model: str, monkeypat
     monkeypatch.setattr("warmfleet_worker.worker_publisher.WorkerPublisher.start", lambda _self: None)
     keys = wire.Keys(model)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
-        await poll(lambda: fleet.ask("HGET", keys.servers, "eng"), 30, "the API server has joined")
+        await poll(lambda: fleet.scripts.ask("HGET", keys.servers, "eng"), 30, "the API server has joined")
         told = await doctor(valkey_url, model)
         told.names("halves", "the API server eng has joined, its engine core has not", "engine core's process")
 
@@ -718,7 +718,7 @@ def test_a_seed_of_the_operator_is_recognised() -> None:
 async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await complete(fleet)
-        (worker,) = await fleet.workers()
+        (worker,) = await fleet.workers.read()
     partial = replace(worker, load=replace(worker.load, flags=worker.load.flags | Flag.PARTIAL))
     late = WorkerTruth(lag_batches=7, lag_s=31.0, cause="gap", found=3, healed=2)
     found = {one.check: one for one in fleet_checks.index(partial, Truth(workers={"eng.0": late}))}
@@ -863,7 +863,7 @@ async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valk
         with fixed_answers.replica({"/health": (503, "")}) as (ill, _):
             away = f"http://127.0.0.1:{free_port()}"
             for name, url in (("away", away), ("ill", ill)):
-                await fleet.register(name, {"scheme_id": 7, "url": url, "models": [model]}, 50)
+                await fleet.workers.register(name, {"scheme_id": 7, "url": url, "models": [model]}, 50)
             told = await doctor(valkey_url, model, static_workers=(away,))
     told.names(
         "url", f"away is listed as {away}: no connection", "start the engine on this machine, or correct the URL"
@@ -883,7 +883,7 @@ async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: s
             assert listed[1].endswith(f"which is listed as {url}, too")
             assert told.of("address", State.FAULT) == []
             record = {"scheme_id": 7, "url": other, "models": [model], "identity": ""}
-            await router.fleet.register("a-router-of-before", record, 50)
+            await router.fleet.workers.register("a-router-of-before", record, 50)
             told = await doctor(valkey_url, model)
             told.names("address", "are one engine, which gets twice its share", f"take {other} off")
 

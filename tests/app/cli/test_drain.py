@@ -178,9 +178,9 @@ async def test_a_worker_with_the_plugin_is_left_alone(valkey_url: str, model: st
         await fleet.noticed(1)
         assert await fleet.ask() == 503
         await asyncio.sleep(0.3)  # a probe that had begun may end
-        (before,) = await router.fleet.workers()
+        (before,) = await router.fleet.workers.read()
         await asyncio.sleep(0.6)
-        (after,) = await router.fleet.workers()
+        (after,) = await router.fleet.workers.read()
         assert after.state is WorkerState.DRAINING
         assert after.record["probed"] == before.record["probed"], "it is not probed"
         assert await fleet.command("eng.0", "--undo") == 0
@@ -221,7 +221,7 @@ async def test_a_wait_ends_when_somebody_undoes_it(
         waiting = asyncio.create_task(fleet.command(name, "--wait"))
 
         async def drained() -> bool:
-            return (await fleet.router.fleet.workers())[0].draining
+            return (await fleet.router.fleet.workers.read())[0].draining
 
         await poll(drained, 10, "it is drained")
         assert await fleet.command(name, "--undo") == 0

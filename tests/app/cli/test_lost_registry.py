@@ -55,7 +55,7 @@ class Masters:
         async def ask(pool: str) -> str:
             fleet = Fleet(connect(self.url, timeout_s=2), pool)
             try:
-                return await fleet.switched()
+                return await fleet.operator.switched()
             finally:
                 await fleet.close()
 
@@ -76,15 +76,15 @@ def masters(
 async def proved(url: str, pool: str, worker_id: str) -> None:
     """This worker takes requests from now on."""
     fleet = Fleet(connect(url, timeout_s=2), pool)
-    [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
-    assert await fleet.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
+    [worker] = [one for one in await fleet.workers.read() if one.worker_id == worker_id]
+    assert await fleet.probes.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
     await fleet.close()
 
 
 async def switched(url: str, pool: str) -> None:
     """Redis holds something of this pool from now on: its policy."""
     async with connect(url, timeout_s=2) as client:
-        await Fleet(client, pool).switch("sticky")
+        await Fleet(client, pool).operator.switch("sticky")
 
 
 def test_the_pools_of_the_settings_are_used_with_a_warning(masters: Masters) -> None:

@@ -86,10 +86,10 @@ async def _equal(fleets: dict[str, Fleet], expected: dict[str, int]) -> bool:
 
 
 async def _there(fleet: Fleet) -> int:
-    await fleet.step()
+    await fleet.upkeep.step()
     return sum(
         worker.heard and not worker.said_goodbye and worker.server is not None and worker.load.blocks == len(BLOCKS)
-        for worker in await fleet.workers()
+        for worker in await fleet.workers.read()
     )
 
 
@@ -99,10 +99,12 @@ def booked(url: str, tag: str, worker_id: str) -> None:
     async def book() -> None:
         fleet = Fleet(connect(url, timeout_s=2), tag, PATIENT)
         try:
-            [worker] = [one for one in await fleet.workers() if one.worker_id == worker_id]
-            assert await fleet.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
+            [worker] = [one for one in await fleet.workers.read() if one.worker_id == worker_id]
+            assert await fleet.probes.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
             chain = Chain(SCHEME.scheme_id, 16, b"".join(BLOCKS[:8]) + b"\xff" * 64)
-            assert (await fleet.decide(Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))).worker_id == worker_id
+            assert (
+                await fleet.bookings.decide(Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (chain,), 256, 64))
+            ).worker_id == worker_id
         finally:
             await fleet.close()
 
@@ -371,8 +373,8 @@ def switched(url: str, pool: str, policy: str = "") -> str:
         async with connect(url, timeout_s=2) as client:
             fleet = Fleet(client, pool)
             if policy:
-                await fleet.switch(policy)
-            return await fleet.switched()
+                await fleet.operator.switch(policy)
+            return await fleet.operator.switched()
 
     return asyncio.run(switch())
 

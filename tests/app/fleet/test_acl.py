@@ -282,9 +282,9 @@ async def test_a_worker_cannot_drain_anybody(guarded: Guarded) -> None:
         try:
             if name == "worker-w1":
                 with pytest.raises(FleetUnavailable, match="permission"):
-                    await fleet.drain("w1.0", draining=True)
+                    await fleet.workers.drain("w1.0", draining=True)
             else:
-                assert not await fleet.drain("w1.0", draining=True), "allowed, but there is no such worker yet"
+                assert not await fleet.workers.drain("w1.0", draining=True), "allowed, but there is no such worker yet"
         finally:
             await fleet.close()
 
@@ -304,33 +304,33 @@ async def test_the_write_path_and_the_read_path_need_no_more(guarded: Guarded, m
     half.start()
     try:
         slot = await _settled_in(fleet, tracker)
-        assert await fleet.holds(slot, list(tracker.table)[:9]) == [True] * 9
+        assert await fleet.index.holds(slot, list(tracker.table)[:9]) == [True] * 9
         tracker.removed(list(tracker.table)[:100])
         [view] = await poll_workers(fleet, tracker)
         manifest = view.server["artifacts"]["tokenizer.json"]
-        assert await fleet.artifact("w2", manifest) == files["tokenizer.json"]
-        assert await fleet.prove("w2.0", view.record["nonce"], Proof("proven", "")) == "OK"
+        assert await fleet.artifacts.read("w2", manifest) == files["tokenizer.json"]
+        assert await fleet.probes.prove("w2.0", view.record["nonce"], Proof("proven", "")) == "OK"
         await _requests(fleet, next(iter(tracker.table)))
-        assert (await fleet.memory()).used > 0
-        assert await fleet.approved() == frozenset({"0" * 64})
-        assert (await fleet.truth(await fleet.workers())).entries > 0
+        assert (await fleet.index.memory()).used > 0
+        assert await fleet.operator.approved() == frozenset({"0" * 64})
+        assert (await fleet.index.truth(await fleet.workers.read())).entries > 0
         await poll(lambda: _audited(fleet), what="a piece of the index is audited")
         assert core.state.errors == 0
     finally:
         core.stop(5)
         half.stop(5)
-    await fleet.step()
+    await fleet.upkeep.step()
     record = {"scheme_id": 1, "url": "http://127.0.0.1:8", "models": ["m"]}
-    assert (await fleet.register("static-1", record, 99)).slot
+    assert (await fleet.workers.register("static-1", record, 99)).slot
     for worker in ("w2.0", "static-1"):
-        assert await fleet.forget(worker)
+        assert await fleet.upkeep.forget(worker)
     for _ in range(20):
-        await fleet.step()
+        await fleet.upkeep.step()
     await fleet.close()
 
 
 async def _audited(fleet: Fleet) -> int:
-    return (await fleet.audit(0.001)).blocks
+    return (await fleet.upkeep.audit(0.001)).blocks
 
 
 async def _settled_in(fleet: Fleet, tracker: Tracker) -> int:
@@ -342,8 +342,8 @@ async def poll_workers(fleet: Fleet, tracker: Tracker) -> list[Any]:
     """The one worker, once the index has as many blocks as its table and its server half is there."""
 
     async def ready() -> list[Any]:
-        await fleet.step()
-        views = await fleet.workers()
+        await fleet.upkeep.step()
+        views = await fleet.workers.read()
         return [view for view in views if view.load.blocks == len(tracker.table) and view.server]
 
     return cast("list[Any]", await poll(ready))
@@ -351,15 +351,15 @@ async def poll_workers(fleet: Fleet, tracker: Tracker) -> list[Any]:
 
 async def _requests(fleet: Fleet, block: bytes) -> None:
     ask = Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (Chain(SCHEME.scheme_id, 16, block),), 32, 64)
-    decision = await fleet.decide(ask)
+    decision = await fleet.bookings.decide(ask)
     assert decision.matched_tokens == 16
-    assert (await fleet.explain(ask))[0] == "w2.0"
+    assert (await fleet.queue.explain(ask))[0] == "w2.0"
     renewal = Renewal(ask.reservation, "w2.0", decision.prefill_tokens, decision.decode_tokens)
-    assert await fleet.renew([renewal]) == (1, 0, 0)
-    assert await fleet.settle(ask.reservation, "started") == "STARTED"
-    assert await fleet.settle(ask.reservation, "finished") == "SETTLED"
+    assert await fleet.bookings.renew([renewal]) == (1, 0, 0)
+    assert await fleet.bookings.settle(ask.reservation, "started") == "STARTED"
+    assert await fleet.bookings.settle(ask.reservation, "finished") == "SETTLED"
     await fleet.redis.zadd(fleet.keys.leases, {ask.reservation: 1})  # expired
-    assert await fleet.reap() >= 1
+    assert await fleet.bookings.reap() >= 1
 
 
 async def test_a_router_reads_the_registry_of_pools_and_reaches_pools_to_come(guarded: Guarded) -> None:
@@ -382,13 +382,13 @@ async def test_a_router_reads_the_registry_of_pools_and_reaches_pools_to_come(gu
         try:
             if name == "router":
                 with pytest.raises(FleetUnavailable):
-                    await new.workers()
+                    await new.workers.read()
             else:
-                assert await new.workers() == []
-                await new.step()
-                assert (await new.approved(), await new.switched()) == (frozenset(), "")
+                assert await new.workers.read() == []
+                await new.upkeep.step()
+                assert (await new.operator.approved(), await new.operator.switched()) == (frozenset(), "")
                 with pytest.raises(FleetUnavailable):
-                    await new.switch("cost")
+                    await new.operator.switch("cost")
         finally:
             await new.close()
     with guarded.client("admin") as admin:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tests.support.fleet.keyspace import Keyspace
 from tests.support.redis.packed_commands import arguments_of
 
+from warmfleet import fleet as fleet_module
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import (
     SCRIPT_ARGS,
     SCRIPT_KEYS,
     Check,
     ClientLimits,
+    Constants,
     Fleet,
     Proof,
     Question,
@@ -28,11 +30,10 @@ from warmfleet.fleet import (
     Weights,
     constants,
 )
-from warmfleet.fleet.client import argv
+from warmfleet.fleet.bookings import Outcome
+from warmfleet.fleet.client import Scripts, argv
 from warmfleet.fleet.codes import Mode
 from warmfleet.fleet.connection.packing import SMALL
-from warmfleet.fleet.constants import packed
-from warmfleet.fleet.reservations import Outcome
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
@@ -67,11 +68,13 @@ SPANS = Spans(lease_ms=11, worker_ttl_ms=12, tombstone_ms=13, ticket_ms=14, ling
 PACE = Pace(min_gap_ms=21, ttl_ms=22, forget_ms=23, max_streams=24, short_ms=25, max_blocks=26, max_entries=27)
 
 
-class Recorder(Fleet):
+class Recorder(Scripts):
     """Calls no script: notes what it would be given, by name, and the list behind that.
 
     The arguments of a packed call are noted as the bytes that Redis would get.
     """
+
+    calls: list[tuple[str, dict[str, Any], tuple[Any, ...]]]
 
     def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer, *, patient: bool = False) -> None:
         self._note(name, arguments_of(command))
@@ -79,8 +82,7 @@ class Recorder(Fleet):
 
     def _note(self, name: str, args: Sequence[Any]) -> None:
         names = SCRIPT_ARGS[name]
-        noted = (name, dict(zip(names, args, strict=False)), tuple(args[len(names) :]))
-        self.calls = [*getattr(self, "calls", []), noted]
+        self.calls.append((name, dict(zip(names, args, strict=False)), tuple(args[len(names) :])))
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         self._note(name, args)
@@ -88,10 +90,12 @@ class Recorder(Fleet):
 
 
 @pytest.fixture
-def recorder(store: aioredis.Redis, model: str) -> Recorder:
-    recorder = Recorder(store, model, spans=SPANS)
-    recorder.pace, recorder.used_permille = replace(PACE, share_permille=28, audit_blocks=29, audit_gap_ms=30), 31
-    return recorder
+def recorded(store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    monkeypatch.setattr(fleet_module, "Scripts", Recorder)
+    recorded = Fleet(store, model, constants=Constants(spans=SPANS))
+    recorded.upkeep.pace = replace(PACE, share_permille=28, audit_blocks=29, audit_gap_ms=30)
+    cast("Recorder", recorded.scripts).calls = []
+    return recorded
 
 
 def test_what_decide_is_asked(fleet: Fleet) -> None:
@@ -103,7 +107,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
     asked: dict[str, Any] = {
         "prefix": fleet.keys.prefix.encode(),
         "id": "wf-1",
-        "constants": fleet.constants(),
+        "constants": fleet.constants.packed,
         "policy": "chwbl",
         "prompt_tokens": 41,
         "decode_tokens": 42,
@@ -120,7 +124,9 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "barred": "e",
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
     }
-    assert fleet.decide_command(question, Mode.TELL) == sent_by_redis_py(fleet, "decide", argv("decide", rest, **asked))
+    assert fleet.bookings.decide_command(question, Mode.TELL) == sent_by_redis_py(
+        fleet, "decide", argv("decide", rest, **asked)
+    )
 
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 2 * SMALL)
@@ -147,7 +153,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         rest,
         prefix=fleet.keys.prefix,
         id=question.reservation,
-        constants=fleet.constants(),
+        constants=fleet.constants.packed,
         policy=question.policy,
         prompt_tokens=question.prompt_tokens,
         decode_tokens=question.decode_tokens,
@@ -164,18 +170,22 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         barred=",".join(question.barred),
         limits=b"",
     )
-    assert fleet.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
+    assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 
 
 @pytest.mark.parametrize("outcome", get_args(Outcome))
 def test_a_packed_outcome_is_what_redis_py_would_send(fleet: Fleet, outcome: Outcome) -> None:
-    fleet.spans = SPANS
+    fleet.use(spans=SPANS)
     told = argv("settle", prefix=fleet.keys.prefix, id="wf-é", outcome=outcome, tombstone_ms=13, linger_ms=15)
-    assert fleet.settle_command("wf-é", outcome) == sent_by_redis_py(fleet, "settle", told)
-    assert fleet.settle_command("wf-é", outcome, 16) == sent_by_redis_py(fleet, "settle", [*told, 16])
+    assert fleet.bookings.settle_command("wf-é", outcome) == sent_by_redis_py(fleet, "settle", told)
+    assert fleet.bookings.settle_command("wf-é", outcome, 16) == sent_by_redis_py(fleet, "settle", [*told, 16])
     short = Shortfall(17, 0.018)
-    assert fleet.settle_command("wf-é", outcome, 0, short) == sent_by_redis_py(fleet, "settle", [*told, "", 17, 18])
-    assert fleet.settle_command("wf-é", outcome, 16, short) == sent_by_redis_py(fleet, "settle", [*told, 16, 17, 18])
+    assert fleet.bookings.settle_command("wf-é", outcome, 0, short) == sent_by_redis_py(
+        fleet, "settle", [*told, "", 17, 18]
+    )
+    assert fleet.bookings.settle_command("wf-é", outcome, 16, short) == sent_by_redis_py(
+        fleet, "settle", [*told, 16, 17, 18]
+    )
 
 
 def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
@@ -186,36 +196,36 @@ def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
     return b"".join(connection.pack_command("EVALSHA", registered.sha, len(keys), *keys, *args))
 
 
-async def call_the_other_scripts(recorder: Recorder) -> None:
+async def call_the_other_scripts(fleet: Fleet) -> None:
     """Each call of a script besides decide, with a number of its own in every place."""
-    await recorder.poll(["w1", "w2"], ["l1"])
-    await recorder.settle("wf-1", "failed")
-    await recorder.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])
-    recorder.admit("wf-3", ClientLimits("team-a", 47, 48, admitted=True), 58, lambda *_: None)
-    await recorder.keep_counted(["wf-3", "wf-4"])
-    recorder.end_counted("wf-3", -59, lambda *_: None)
-    await recorder.tick()
-    await recorder.apply("w.0")
-    await recorder.apply_server("w")
-    await recorder.prove("w.0", "n1", Proof("url", "no answer", "away", 53, "o1"))
-    await recorder.warming("w.0", "n2", "o2", 54)
-    await recorder.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9, True, 6.1, "away", "so"))
-    await recorder.drain("w.0", draining=True)
-    await recorder.vouch("w.0", "n3")
-    await recorder.eject("w.0", good=True)
-    await recorder.forget("w.0", 56)
-    await recorder.collect(57)
-    await recorder.truth([])
-    await recorder.audit(5.8)
+    await fleet.queue.poll(["w1", "w2"], ["l1"])
+    await fleet.bookings.settle("wf-1", "failed")
+    await fleet.bookings.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])
+    fleet.clients.admit("wf-3", ClientLimits("team-a", 47, 48, admitted=True), 58, lambda *_: None)
+    await fleet.clients.keep(["wf-3", "wf-4"])
+    fleet.clients.end("wf-3", -59, lambda *_: None)
+    await fleet.upkeep.tick(used_permille=31)
+    await fleet.upkeep.apply("w.0")
+    await fleet.upkeep.apply_server("w")
+    await fleet.probes.prove("w.0", "n1", Proof("url", "no answer", "away", 53, "o1"))
+    await fleet.probes.warming("w.0", "n2", "o2", 54)
+    await fleet.workers.register("plain", {"a": 1}, 55, Check("FAILED", "r1", 5.9, True, 6.1, "away", "so"))
+    await fleet.workers.drain("w.0", draining=True)
+    await fleet.workers.vouch("w.0", "n3")
+    await fleet.workers.eject("w.0", good=True)
+    await fleet.upkeep.forget("w.0", 56)
+    await fleet.upkeep.collect(57)
+    await fleet.index.truth([])
+    await fleet.upkeep.audit(5.8)
 
 
-async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
-    prefix = recorder.keys.prefix.encode()
-    await call_the_other_scripts(recorder)
+async def test_what_the_other_scripts_are_told(recorded: Fleet) -> None:
+    prefix = recorded.keys.prefix.encode()
+    await call_the_other_scripts(recorded)
     prove = {"worker_id": "w.0", "reason": "", "cause": "", "probed": ""}
     client = {"prefix": prefix, "lease_ms": b"11"}
-    assert recorder.calls == [
-        ("queue", {"prefix": prefix, "constants": recorder.constants(), "leaving": b"1"}, (b"l1", b"w1", b"w2")),
+    assert cast("Recorder", recorded.scripts).calls == [
+        ("queue", {"prefix": prefix, "constants": recorded.constants.packed, "leaving": b"1"}, (b"l1", b"w1", b"w2")),
         (
             "settle",
             {"prefix": prefix, "id": b"wf-1", "outcome": b"failed", "tombstone_ms": b"13", "linger_ms": b"15"},
@@ -223,7 +233,7 @@ async def test_what_the_other_scripts_are_told(recorder: Recorder) -> None:
         ),
         ("renew", {"prefix": prefix, "lease_ms": 11}, ("wf-2", "w.0", 51, 52, 1)),
         ("client", client | {"verb": b"admit"}, (b"wf-3", struct.pack(">II", 47, 48) + b"+", b"58")),
-        ("client", {"prefix": prefix, "verb": "keep", "lease_ms": 11}, ("wf-3", "wf-4")),
+        ("client", client | {"verb": b"keep"}, (b"wf-3", b"wf-4")),
         ("client", client | {"verb": b"end"}, (b"wf-3", b"-59")),
         (
             "tick",
@@ -266,16 +276,16 @@ def test_a_name_that_a_script_does_not_have_is_refused() -> None:
 
 
 def test_the_constants_are_packed_anew_when_one_of_them_is_replaced(fleet: Fleet) -> None:
-    seen = {first := fleet.constants()}
-    assert fleet.constants() is first, "packed once"
-    fleet.weights = Weights(kappa=9.0)
-    seen.add(fleet.constants())
-    fleet.spans = SPANS
-    seen.add(fleet.constants())
-    fleet.limits = QueueLimits(9.0)
-    seen.add(fleet.constants())
-    fleet.block_tokens = {7: 16}
-    seen.add(fleet.constants())
+    seen = {first := fleet.constants.packed}
+    assert fleet.constants.packed is first, "packed once"
+    fleet.use(weights=Weights(kappa=9.0))
+    seen.add(fleet.constants.packed)
+    fleet.use(spans=SPANS)
+    seen.add(fleet.constants.packed)
+    fleet.use(limits=QueueLimits(9.0))
+    seen.add(fleet.constants.packed)
+    fleet.use(block_tokens={7: 16})
+    seen.add(fleet.constants.packed)
     assert len(seen) == 5
 
 
@@ -286,13 +296,13 @@ async def test_constants_of_another_version_are_refused(
     keyspace = Keyspace(store, fleet)
     await keyspace.workers(1)
     before = await keyspace.rows()
-    cut_short = packed(Weights(), Spans(), QueueLimits(), {})[:-1]
+    cut_short = Constants().packed[:-1]
     monkeypatch.setattr(constants, "VERSION", constants.VERSION + 1)
-    other = packed(Weights(), Spans(), QueueLimits(), {})
+    other = Constants().packed
     good: dict[str, Any] = dict.fromkeys(SCRIPT_ARGS[script], "1")
     if script == "decide":
         good |= {"policy": "cost", "tenant": "", "limits": ""}
     for record in (other, cut_short, b""):
         with pytest.raises(BadArgument, match="not of version 3"):
-            await fleet.run(script, *argv(script, **good | {"constants": record}))
+            await fleet.scripts.run(script, *argv(script, **good | {"constants": record}))
     assert await keyspace.rows() == before, "nothing is booked"

@@ -39,24 +39,24 @@ async def fleet(redis_url: str, model: str) -> AsyncIterator[Fleet]:
     """A fleet that ticks at every call, and whose connections wait for as long as a test says."""
     async with connect(redis_url, timeout_s=2 * LONG_S) as client:
         fleet = Fleet(client, model, timeouts=PATIENT)
-        fleet.pace = Pace(min_gap_ms=0)
+        fleet.upkeep.pace = Pace(min_gap_ms=0)
         yield fleet
 
 
 async def test_an_event_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = ReportingWorker(store, fleet)
     await reporter.join()
-    await fleet.step()
-    waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
+    await fleet.upkeep.step()
+    waiting = asyncio.create_task(fleet.upkeep.await_events(STREAMS, LONG_S))
     await poll(lambda: _blocked(store), what="the call waits")
     await reporter.send("stored", blocks(1))
     async with asyncio.timeout(LONG_S / 2):
         await waiting
-    assert await fleet.step() == 1
+    assert (await fleet.upkeep.step()).blocks == 1
 
 
 async def test_a_new_worker_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
-    waiting = asyncio.create_task(fleet.await_events(STREAMS, LONG_S))
+    waiting = asyncio.create_task(fleet.upkeep.await_events(STREAMS, LONG_S))
     await poll(lambda: _blocked(store), what="the call waits")
     await ReportingWorker(store, fleet, "another").join()
     async with asyncio.timeout(LONG_S / 2):
@@ -67,49 +67,45 @@ async def test_an_event_that_came_before_the_wait_ends_it(store: aioredis.Redis,
     """Between the step and the wait a worker may write."""
     reporter = ReportingWorker(store, fleet)
     await reporter.join()
-    await fleet.step()
+    await fleet.upkeep.step()
     await reporter.send("stored", blocks(1))
     async with asyncio.timeout(LONG_S / 2):
-        await fleet.await_events(STREAMS, LONG_S)
+        await fleet.upkeep.await_events(STREAMS, LONG_S)
 
 
 async def test_a_key_of_another_type_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -> None:
     await store.set(fleet.keys.events("s.0"), "not a stream")
     async with asyncio.timeout(LONG_S / 2):
-        await fleet.await_events(STREAMS, LONG_S)
+        await fleet.upkeep.await_events(STREAMS, LONG_S)
 
 
 async def test_a_large_fleet_is_polled(fleet: Fleet) -> None:
     """Its heartbeats leave no time to wait, and a wait for many keys would be a long call."""
     names = [f"events:w{number}.0" for number in range(AWAITED_STREAMS + 1)]
     async with asyncio.timeout(LONG_S / 2):
-        await fleet.await_events(names, LONG_S)
+        await fleet.upkeep.await_events(names, LONG_S)
 
 
 async def test_a_wait_ends_after_its_time(fleet: Fleet) -> None:
     """The clock of the fleet must tick once a second, whatever the workers write."""
     began = time.monotonic()
     async with asyncio.timeout(LONG_S / 2):
-        await fleet.await_events(STREAMS, 0.05)
+        await fleet.upkeep.await_events(STREAMS, 0.05)
     assert time.monotonic() - began > 0.04, "it did wait"
 
 
 async def test_a_heartbeat_leaves_nothing_to_do_but_blocks_announce_more(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = ReportingWorker(store, fleet)
-    assert fleet.busy, "before its first step a replica knows of nothing"
     await reporter.join()
-    await fleet.step()
+    await fleet.upkeep.step()
     await reporter.heartbeat(digest_of())
-    await fleet.step()
-    assert not fleet.busy
+    assert not (await fleet.upkeep.step()).busy
     await reporter.send("stored", blocks(1, 2))
-    await fleet.step()
-    assert fleet.busy
+    assert (await fleet.upkeep.step()).busy
     await reporter.send("cleared")
-    fleet.pace = Pace(min_gap_ms=0, collects=1, max_blocks=1)
-    await fleet.step()
-    await fleet.step()
-    assert fleet.busy, "a slot is left to collect"
+    fleet.upkeep.pace = Pace(min_gap_ms=0, collects=1, max_blocks=1)
+    await fleet.upkeep.step()
+    assert (await fleet.upkeep.step()).busy, "a slot is left to collect"
 
 
 async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: Fleet, monkeypatch: Any) -> None:
@@ -117,7 +113,7 @@ async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: F
     pool, reporter = Pool(fleet.keys.tag, fleet, DegradedMode(1.0)), ReportingWorker(store, fleet)
     pool.show(View(streams=STREAMS))
     await reporter.join()
-    await fleet.step()
+    await fleet.upkeep.step()
     rounds = asyncio.create_task(_rounds(pool))
     try:
         await poll(lambda: _blocked(store), what="a round waits")

@@ -27,9 +27,9 @@ ASK = Question("wf-1", (), 10, 20)
 async def test_nobody_listens(tmp_path: Path, model: str) -> None:
     fleet = Fleet(connect(f"unix://{tmp_path}/nothing"), model)
     with pytest.raises(FleetUnavailable, match="away"):
-        await fleet.decide(ASK)
+        await fleet.bookings.decide(ASK)
     with pytest.raises(FleetUnavailable):
-        await fleet.workers()
+        await fleet.workers.read()
     await fleet.close()
 
 
@@ -42,7 +42,7 @@ async def test_a_redis_that_hangs_is_given_up_in_time(tmp_path: Path, model: str
     fleet = Fleet(connect(f"unix://{tmp_path}/s"), model, timeouts=Timeouts(request_s=0.05))
     started = time.monotonic()
     with pytest.raises(FleetUnavailable, match="slow"):
-        await fleet.decide(ASK)
+        await fleet.bookings.decide(ASK)
     assert time.monotonic() - started < 10
     await fleet.close()
     server.close()
@@ -52,21 +52,21 @@ async def test_a_call_that_was_given_up_does_not_answer_the_next_one(valkey_url:
     client = connect(valkey_url, max_connections=1)
     fleet = Fleet(client, model, timeouts=Timeouts(request_s=5))
     other = aioredis.Redis.from_url(valkey_url)
-    await fleet.settle("wf-warm", "finished")
+    await fleet.bookings.settle("wf-warm", "finished")
     await other.client_pause(60_000, all=False)  # every script waits
     with pytest.raises(FleetUnavailable):
-        await fleet.run("settle", fleet.keys.prefix, "wf-a", "failed", 60_000, 0, timeout_s=0.05)
+        await fleet.scripts.run("settle", fleet.keys.prefix, "wf-a", "failed", 60_000, 0, timeout_s=0.05)
     await other.client_unpause()
-    assert await fleet.settle("wf-b", "finished") == "UNKNOWN"
-    assert await fleet.counts() == {}
+    assert await fleet.bookings.settle("wf-b", "finished") == "UNKNOWN"
+    assert await fleet.index.counts() == {}
     await other.aclose()
     await fleet.close()
 
 
 async def test_a_script_that_redis_lost_is_loaded_again(fleet: Fleet, store: aioredis.Redis) -> None:
-    assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+    assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
     await store.script_flush()
-    assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+    assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
 
 
 @pytest.mark.parametrize(

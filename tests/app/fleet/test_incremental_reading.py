@@ -11,7 +11,7 @@ import pytest
 from tests.support.fleet.reporting_server import ReportingServer
 from tests.support.fleet.reporting_worker import ReportingWorker, digest_of
 
-from warmfleet.fleet import Fleet, Proof, connect, views
+from warmfleet.fleet import Fleet, Proof, connect, workers
 from warmfleet.fleet.upkeep import Pace
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Story:
         self.servers = {name: Named(store, fleet, name) for name in NAMES}
         self.dump: dict[str, bytes] = {}
         self.joins = 0
-        fleet.pace = Pace(min_gap_ms=0)
+        fleet.upkeep.pace = Pace(min_gap_ms=0)
 
     async def go_on(self) -> str:
         """One event, applied. Returns its name."""
@@ -88,7 +88,7 @@ class Story:
         name, event = self.rng.choice(NAMES), self.rng.choice(events)
         await event(name)
         for _ in range(3):
-            await self.fleet.step()
+            await self.fleet.upkeep.step()
         return f"{event.__name__} {name}"
 
     async def joined(self, name: str) -> None:
@@ -105,15 +105,15 @@ class Story:
 
     async def proved(self, name: str) -> None:
         nonce = (await self.cores[name].record()).get("nonce", "")
-        await self.fleet.prove(
+        await self.fleet.probes.prove(
             f"{name}.0", nonce, Proof(self.rng.choice(["proven", "identity", "url"]), "as it is told")
         )
 
     async def drained(self, name: str) -> None:
-        await self.fleet.drain(f"{name}.0", draining=True)
+        await self.fleet.workers.drain(f"{name}.0", draining=True)
 
     async def undrained(self, name: str) -> None:
-        await self.fleet.drain(f"{name}.0", draining=False)
+        await self.fleet.workers.drain(f"{name}.0", draining=False)
 
     async def left(self, name: str) -> None:
         await self.servers[name].send("leave")
@@ -122,10 +122,10 @@ class Story:
         await self.store.zadd(self.keys.alive, {f"{name}.0": 1.0}, xx=True)
 
     async def vouched(self, name: str) -> None:
-        await self.fleet.vouch(f"{name}.0", (await self.cores[name].record()).get("nonce", ""))
+        await self.fleet.workers.vouch(f"{name}.0", (await self.cores[name].record()).get("nonce", ""))
 
     async def forgotten(self, name: str) -> None:
-        await self.fleet.forget(f"{name}.0")
+        await self.fleet.upkeep.forget(f"{name}.0")
 
     async def damaged(self, name: str) -> None:
         """The record is one that the scripts take, and no reader."""
@@ -162,7 +162,10 @@ async def test_every_look_equals_a_whole_reading(
     story, told, most = Story(store, fleet, seed), list[str](), 0
     for _ in range(STEPS):
         told.append(await story.go_on())
-        looked, whole = await reader.look(await reader.reading()), await Fleet(fleet.redis, model).workers()
+        looked, whole = (
+            await reader.workers.look(await reader.workers.reading()),
+            await Fleet(fleet.redis, model).workers.read(),
+        )
         assert ageless(looked) == ageless(whole), told[-8:]
         most = max(most, len(whole))
     assert most >= len(NAMES) - 1, "the story is about some engines"
@@ -175,23 +178,23 @@ async def test_a_server_that_joins_again_is_seen_at_once_though_no_row_changes(
     story = Story(store, fleet, 0)
     await story.joined("a")
     for _ in range(3):
-        await fleet.step()
-    await reader.look(await reader.reading())
+        await fleet.upkeep.step()
+    await reader.workers.look(await reader.workers.reading())
     await story.servers["a"].join("s-other", url="http://10.0.0.1:9999")
     for _ in range(3):
-        await fleet.step()
-    [after] = await reader.look(await reader.reading())
+        await fleet.upkeep.step()
+    [after] = await reader.workers.look(await reader.workers.reading())
     assert after.url == "http://10.0.0.1:9999"
     record = json.loads(await cast("Any", store.hget(fleet.keys.servers, "a")))
     await cast("Any", store.hset(fleet.keys.servers, "a", json.dumps(record | {"url": "http://10.0.0.1:7777"})))
-    [same] = await reader.look(await reader.reading())
+    [same] = await reader.workers.look(await reader.workers.reading())
     assert same.url == after.url, "or this test shows nothing"
-    [asked] = await reader.workers()
+    [asked] = await reader.workers.read()
     assert asked.url == "http://10.0.0.1:7777", "who asks once gets all"
-    monkeypatch.setattr(views, "SERVERS_S", 0.0)
-    reader._servers_until = 0.0
+    monkeypatch.setattr(workers, "SERVERS_S", 0.0)
+    reader.workers._servers_until = 0.0
     await cast("Any", store.hset(fleet.keys.servers, "a", json.dumps(record | {"url": "http://10.0.0.1:6666"})))
-    [last] = await reader.look(await reader.reading())
+    [last] = await reader.workers.look(await reader.workers.reading())
     assert last.url == "http://10.0.0.1:6666"
 
 
@@ -201,19 +204,19 @@ async def test_a_look_reads_servers_seldom_while_nothing_changes(
     story, asked = Story(store, fleet, 0), list[tuple[Any, ...]]()
     await story.joined("a")
     for _ in range(3):
-        await fleet.step()
-    ask = reader.ask
+        await fleet.upkeep.step()
+    ask = reader.scripts.ask
 
     async def counted(*words: Any) -> Any:
         asked.append(words)
         return await ask(*words)
 
-    monkeypatch.setattr(reader, "ask", counted)
+    monkeypatch.setattr(reader.scripts, "ask", counted)
     for _ in range(5):
         await story.beat("a")
-        await fleet.step()
-        await reader.look(await reader.reading())
+        await fleet.upkeep.step()
+        await reader.workers.look(await reader.workers.reading())
     assert asked == [("HGETALL", reader.keys.servers)]
-    await fleet.drain("a.0", draining=True)
-    await reader.look(await reader.reading())
+    await fleet.workers.drain("a.0", draining=True)
+    await reader.workers.look(await reader.workers.reading())
     assert len(asked) == 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.reporting_worker import ReportingWorker, block, blocks, digest_of
 
-from warmfleet.fleet.index_health import LAGS_AT_ONCE
+from warmfleet.fleet.index import LAGS_AT_ONCE
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -26,7 +26,7 @@ NAME = "5ea50009"
 @pytest.fixture
 async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
     """A worker that holds blocks 1 to 3, as it and the index agree."""
-    fleet.pace = replace(Pace(), min_gap_ms=0)
+    fleet.upkeep.pace = replace(Pace(), min_gap_ms=0)
     one = ReportingWorker(store, fleet)
     await one.join()
     await one.send("stored", blocks(1, 2, 3))
@@ -36,7 +36,7 @@ async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
 
 
 async def truth(reporter: ReportingWorker) -> WorkerTruth:
-    return (await reporter.fleet.truth(await reporter.fleet.workers())).workers["s.0"]
+    return (await reporter.fleet.index.truth(await reporter.fleet.workers.read())).workers["s.0"]
 
 
 async def digest(reporter: ReportingWorker) -> None:
@@ -51,7 +51,7 @@ async def gap(reporter: ReportingWorker) -> None:
 async def audit(reporter: ReportingWorker) -> None:
     await cast("Any", reporter.store.srem(reporter.keys.block(block(2)), (await reporter.row()).slot))
     await reporter.store.zadd(reporter.keys.audit, {"s.0": 1})
-    while not (await reporter.fleet.audit(3600)).differs:
+    while not (await reporter.fleet.upkeep.audit(3600)).differs:
         pass
 
 
@@ -72,12 +72,11 @@ async def overflow(reporter: ReportingWorker) -> None:
 
 
 async def partial(reporter: ReportingWorker) -> None:
-    reporter.fleet.used_permille = 900
-    await reporter.fleet.tick()
+    await reporter.fleet.upkeep.tick(used_permille=900)
     await reporter.send("stored", blocks(4))
     await reporter.applied()
-    reporter.fleet.used_permille, reporter.fleet.pace = 0, replace(reporter.fleet.pace, short_ms=0)
-    await reporter.fleet.tick()
+    reporter.fleet.upkeep.pace = replace(reporter.fleet.upkeep.pace, short_ms=0)
+    await reporter.fleet.upkeep.tick(used_permille=0)
 
 
 async def rejoin(reporter: ReportingWorker) -> None:
@@ -110,7 +109,7 @@ async def test_a_divergence_is_named_and_its_snapshot_counted(
     await reporter.applied()
     healed = await truth(reporter)
     assert (healed.cause, healed.found, healed.healed, healed.resyncs) == ("", 1, 1, {cause: 1})
-    assert (await fleet.counts())[f"resync_{cause}"] == 1
+    assert (await fleet.index.counts())[f"resync_{cause}"] == 1
     assert (await reporter.holds()) == {block(number) for number in (1, 2, 3)}
 
 
@@ -140,7 +139,7 @@ async def test_a_digest_that_agrees_heals_without_a_snapshot(reporter: Reporting
     await reporter.heartbeat(digest_of())
     await reporter.applied()
     assert (await truth(reporter)).cause == ""
-    assert not {name for name in await fleet.counts() if name.startswith("resync")}
+    assert not {name for name in await fleet.index.counts() if name.startswith("resync")}
 
 
 async def test_the_age_of_a_digest(reporter: ReportingWorker) -> None:
@@ -170,8 +169,8 @@ async def test_the_lag_of_many_streams(store: aioredis.Redis, fleet: Fleet) -> N
     for reporter in cores:
         await reporter.join()
     while await fleet.redis.xlen(fleet.keys.hello):
-        fleet.pace = replace(Pace(), min_gap_ms=0)
-        await fleet.tick()
+        fleet.upkeep.pace = replace(Pace(), min_gap_ms=0)
+        await fleet.upkeep.tick()
     for reporter in cores:
         await reporter.applied()
     at = int(time.time() * 1000) - 5_000
@@ -183,7 +182,7 @@ async def test_the_lag_of_many_streams(store: aioredis.Redis, fleet: Fleet) -> N
         await store.xadd(stream, fields, id=f"{at}-0")
         await reporter.heartbeat()
     await store.set(cores[1].stream, "no stream")  # for apply to judge
-    found = (await fleet.truth(await fleet.workers())).workers
+    found = (await fleet.index.truth(await fleet.workers.read())).workers
     for number, reporter in enumerate(cores):
         one = found[reporter.worker_id]
         assert one.lag_batches == (0 if number % 2 else 2)
@@ -194,11 +193,11 @@ async def test_entries_and_retired_slots(reporter: ReportingWorker, fleet: Fleet
     await reporter.send("begin", wire.dumps({"snapshot": NAME, "command": None}))
     await reporter.send("chunk", NAME.encode() + blocks(1, 2))
     await reporter.applied()
-    seen = await fleet.truth(await fleet.workers())
+    seen = await fleet.index.truth(await fleet.workers.read())
     assert (seen.entries, seen.retired_slots) == (5, 0), "live and shadow slot"
     await reporter.end(digest_of(1, 2), NAME)
     await reporter.applied()
-    seen = await fleet.truth(await fleet.workers())
+    seen = await fleet.index.truth(await fleet.workers.read())
     assert (seen.entries, seen.retired_slots) == (2, 1)
-    await fleet.collect()
-    assert (await fleet.truth([])).retired_slots == 0
+    await fleet.upkeep.collect()
+    assert (await fleet.index.truth([])).retired_slots == 0

@@ -92,14 +92,14 @@ class Living:
         self.load = asyncio.create_task(asyncio.sleep(0))
 
     async def _step(self) -> None:
-        await self.fleet.step()
-        for view in await self.fleet.workers():
+        await self.fleet.upkeep.step()
+        for view in await self.fleet.workers.read():
             if view.server and view.proof == "pending":
-                await self.fleet.prove(view.worker_id, view.record["nonce"], Proof("proven", ""))
+                await self.fleet.probes.prove(view.worker_id, view.record["nonce"], Proof("proven", ""))
 
     async def routable(self) -> bool:
         with suppress(FleetUnavailable):
-            return [view.routable for view in await self.fleet.workers()] == [True] * WORKERS
+            return [view.routable for view in await self.fleet.workers.read()] == [True] * WORKERS
         return False
 
     async def ask(self, one: LossyReplica) -> None:
@@ -143,7 +143,7 @@ class Living:
             len(renewals),
         )
         with suppress(FleetUnavailable):
-            rows = [view.load for view in await self.fleet.workers()]
+            rows = [view.load for view in await self.fleet.workers.read()]
             prefill, decode = sum(row.prefill_tokens for row in rows), sum(row.decode_tokens for row in rows)
             return (prefill, decode, sum(row.in_flight for row in rows)) == live
         return False

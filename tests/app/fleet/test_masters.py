@@ -118,7 +118,7 @@ class Router:
         return {port: line for (_, port), line in self.masters._lines.items()}
 
     async def settle(self, tag: str) -> str:
-        return await self.fleets[tag].settle("wf-1", "finished")
+        return await self.fleets[tag].bookings.settle("wf-1", "finished")
 
     async def learned(self) -> None:
         """Every tag was called once, and no call is moved any more."""
@@ -234,7 +234,7 @@ async def test_a_call_before_the_owners_are_known_waits_for_them_within_its_limi
             node.answers.clear()
         fleet = Fleet(router.redis.of("beta"), "beta", timeouts=Timeouts(upkeep_s=0.05))
         with pytest.raises(FleetUnavailable, match="owns the slot"):
-            await fleet.settle("wf-1", "finished")
+            await fleet.bookings.settle("wf-1", "finished")
         for node in router.nodes.all:
             node.answers.set()
         assert await router.settle("beta") == "UNKNOWN"
@@ -266,7 +266,7 @@ async def test_a_closed_pool_leaves_another_client_of_its_tag_its_slot() -> None
         await router.learned()
         await router.fleets["alpha"].close()
         await router.fleets["alpha"].close()  # twice closed is left once
-        assert await registry.settle("wf-1", "finished") == "UNKNOWN"
+        assert await registry.bookings.settle("wf-1", "finished") == "UNKNOWN"
         await registry.close()
         assert slot_of("alpha") not in router.masters._owners
 
@@ -285,9 +285,11 @@ async def test_a_call_of_a_pool_that_was_let_go_fails_and_no_node_is_asked_again
 async def test_pools_on_a_single_server_share_its_connection(valkey_url: str, model: str) -> None:
     redis = RedisConnections(valkey_url)
     fleets = [Fleet(redis.of(tag), tag, timeouts=PATIENT) for tag in (model, f"{model}#2")]
-    assert await asyncio.gather(*(fleet.settle("wf-1", "finished") for fleet in fleets)) == ["UNKNOWN"] * 2
+    assert await asyncio.gather(*(fleet.bookings.settle("wf-1", "finished") for fleet in fleets)) == ["UNKNOWN"] * 2
     assert cast("Any", fleets[0].redis).multiplexed is cast("Any", fleets[1].redis).multiplexed
     await fleets[0].close()
-    assert await fleets[1].settle("wf-2", "finished") == "UNKNOWN", "closing a pool leaves the others' connection open"
+    assert await fleets[1].bookings.settle("wf-2", "finished") == "UNKNOWN", (
+        "closing a pool leaves the others' connection open"
+    )
     await fleets[1].close()
     await redis.aclose()

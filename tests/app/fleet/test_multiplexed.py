@@ -47,7 +47,7 @@ async def fleet_at(url: str, model: str, timeouts: Timeouts = PATIENT) -> AsyncI
 async def told(valkey_url: str, model: str) -> AsyncIterator[Fleet]:
     """A fleet whose connection is open, and whose script Redis knows."""
     async with fleet_at(valkey_url, model) as fleet:
-        await fleet.settle("wf-warm", "finished")
+        await fleet.bookings.settle("wf-warm", "finished")
         yield fleet
 
 
@@ -59,7 +59,7 @@ def channel_of(fleet: Fleet) -> multiplexed.Channel | None:
 def tell_all(fleet: Fleet, names: list[str]) -> Answers:
     answers: Answers = []
     for name in names:
-        fleet.tell(name, "failed", lambda answer, error: answers.append((answer, error)))
+        fleet.bookings.settle_later(name, "failed", lambda answer, error: answers.append((answer, error)))
     return answers
 
 
@@ -120,11 +120,11 @@ async def test_calls_of_one_turn_leave_in_one_write_and_are_answered_in_order(to
             real.write(data)
 
     real, channel._transport = cast("Any", channel._transport), cast("Any", Transport())
-    assert await asyncio.gather(*(told.settle(f"wf-{n}", "finished") for n in range(50))) == ["UNKNOWN"] * 50
+    assert await asyncio.gather(*(told.bookings.settle(f"wf-{n}", "finished") for n in range(50))) == ["UNKNOWN"] * 50
     with pytest.raises(BadArgument, match="unknown outcome gone"):
-        await told.settle("wf-1", cast("Any", "gone"))
-    assert await told.settle("wf-1", "failed") == "UNKNOWN"
-    assert await told.settle("wf-1", "failed") == "SAME"
+        await told.bookings.settle("wf-1", cast("Any", "gone"))
+    assert await told.bookings.settle("wf-1", "failed") == "UNKNOWN"
+    assert await told.bookings.settle("wf-1", "failed") == "SAME"
     assert len(written) == 4
     channel._transport = real
 
@@ -150,7 +150,7 @@ async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
         await asyncio.sleep(0)
         assert not written, "it waits for others"
         async with asyncio.timeout(10):
-            assert await told.settle("wf-2", "finished") == "UNKNOWN"
+            assert await told.bookings.settle("wf-2", "finished") == "UNKNOWN"
     assert len(answers) == 1, "it was answered first, for it was sent first"
     assert len(written) == 1
     assert written[0].index(b"wf-1") < written[0].index(b"wf-2")
@@ -163,7 +163,7 @@ async def test_a_timer_runs_while_calls_wait_and_no_longer(told: Fleet) -> None:
     """A replica at rest asks a few calls a second: a timer after each of them would wake it once more."""
     line = cast("Any", told.redis).multiplexed
     assert line._timer is None, "the first call is answered"
-    first, second = asyncio.ensure_future(told.settle("wf-1", "failed")), tell_all(told, ["wf-2"])
+    first, second = asyncio.ensure_future(told.bookings.settle("wf-1", "failed")), tell_all(told, ["wf-2"])
     await asyncio.sleep(0)
     assert line._timer is not None
     await first
@@ -193,7 +193,7 @@ async def test_the_connection_is_redis_pys_with_user_database_and_name(valkey_ur
 
 async def test_many_models_fill_no_pool(told: Fleet) -> None:
     before = await cast("Any", told.redis).info("clients")
-    await asyncio.gather(*(told.settle(f"wf-{n}", "finished") for n in range(1_000)))
+    await asyncio.gather(*(told.bookings.settle(f"wf-{n}", "finished") for n in range(1_000)))
     after = await cast("Any", told.redis).info("clients")
     assert after["connected_clients"] <= before["connected_clients"] + 1
 
@@ -208,10 +208,12 @@ async def test_scripts_that_redis_lost_are_loaded_once_for_all_calls(model: str)
         return UNKNOWN if known else b"-NOSCRIPT No matching script.\r\n"
 
     async with server(answer) as redis, fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet:
-        assert await asyncio.gather(*(fleet.settle(f"wf-{n}", "failed") for n in range(20))) == ["UNKNOWN"] * 20
+        assert (
+            await asyncio.gather(*(fleet.bookings.settle(f"wf-{n}", "failed") for n in range(20))) == ["UNKNOWN"] * 20
+        )
         assert redis.called.count(b"SCRIPT") == 1
         known.clear()
-        assert await fleet.settle("wf-1", "failed") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "failed") == "UNKNOWN"
         assert redis.called.count(b"SCRIPT") == 2
 
 
@@ -221,7 +223,7 @@ async def test_a_script_that_redis_will_not_take_fails_the_call(model: str) -> N
         fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
     ):
         with pytest.raises(FleetUnavailable, match="NOSCRIPT"):
-            await fleet.settle("wf-1", "failed")
+            await fleet.bookings.settle("wf-1", "failed")
         assert redis.called == [b"EVALSHA", b"SCRIPT", b"EVALSHA"]
 
 
@@ -229,13 +231,13 @@ async def test_a_script_that_redis_will_not_take_fails_the_call(model: str) -> N
 
 
 async def test_a_caller_that_is_cancelled_takes_no_answer_from_another(told: Fleet) -> None:
-    calls = [asyncio.ensure_future(told.settle(f"wf-{n}", "failed")) for n in range(9)]
+    calls = [asyncio.ensure_future(told.bookings.settle(f"wf-{n}", "failed")) for n in range(9)]
     await asyncio.sleep(0)
     for call in calls[::2]:
         call.cancel()
     await asyncio.wait(calls)
     assert [call.result() for call in calls[1::2]] == ["UNKNOWN"] * 4
-    assert await told.settle("wf-0", "failed") == "SAME", "it was sent, and Redis took it"
+    assert await told.bookings.settle("wf-0", "failed") == "SAME", "it was sent, and Redis took it"
 
 
 async def test_the_late_answer_to_a_call_that_was_given_up_is_dropped(
@@ -243,22 +245,22 @@ async def test_the_late_answer_to_a_call_that_was_given_up_is_dropped(
 ) -> None:
     timeouts = Timeouts(request_s=0.2, upkeep_s=10)
     async with fleet_at(valkey_url, model, timeouts) as fleet, fleet_at(valkey_url, model) as other:
-        await fleet.settle("wf-warm", "finished")
-        await fleet.poll()
+        await fleet.bookings.settle("wf-warm", "finished")
+        await fleet.queue.poll()
         channel = channel_of(fleet)
         await other.redis.client_pause(800)
-        settled = asyncio.ensure_future(fleet.settle("wf-1", "failed"))
+        settled = asyncio.ensure_future(fleet.bookings.settle("wf-1", "failed"))
         with pytest.raises(FleetUnavailable, match="no answer within the time limit"):
-            await fleet.poll(["wf-2"])
+            await fleet.queue.poll(["wf-2"])
         assert not settled.done()
         assert await settled == "UNKNOWN"
-        assert (await fleet.poll(["wf-2", "wf-3"])).standings.keys() == {"wf-2", "wf-3"}
+        assert (await fleet.queue.poll(["wf-2", "wf-3"])).standings.keys() == {"wf-2", "wf-3"}
         assert channel_of(fleet) is channel, "a slow Redis keeps its connection"
 
 
 async def test_time_in_which_the_loop_was_late_does_not_count(valkey_url: str, model: str) -> None:
     async with fleet_at(valkey_url, model, Timeouts(request_s=0.4, upkeep_s=0.4)) as fleet:
-        await fleet.settle("wf-warm", "finished")
+        await fleet.bookings.settle("wf-warm", "finished")
         for _ in range(3):
             answers = tell_all(fleet, ["wf-1"])
             time.sleep(0.6)  # noqa: ASYNC251  a large prompt, say: what was told in this turn leaves only after it
@@ -271,7 +273,7 @@ async def test_a_loop_that_is_always_late_ends_the_wait_all_the_same(model: str)
         server(lambda _: None) as redis,
         fleet_at(f"redis://127.0.0.1:{redis.port}", model, Timeouts(upkeep_s=0.1)) as fleet,
     ):
-        settled = asyncio.ensure_future(fleet.settle("wf-1", "finished"))
+        settled = asyncio.ensure_future(fleet.bookings.settle("wf-1", "finished"))
         began = time.monotonic()
         while not settled.done() and time.monotonic() - began < 10:
             time.sleep(0.05)  # noqa: ASYNC251  the loop is to be late
@@ -283,7 +285,7 @@ async def test_a_loop_that_is_always_late_ends_the_wait_all_the_same(model: str)
 
 async def test_what_waits_is_bounded(valkey_url: str, model: str) -> None:
     async with gate(valkey_url) as door, fleet_at(f"redis://127.0.0.1:{door.port}", model) as fleet:
-        await fleet.settle("wf-warm", "finished")
+        await fleet.bookings.settle("wf-warm", "finished")
         door.swallow = True
         answers = tell_all(fleet, [f"wf-{number}" for number in range(10_000)])
         assert len(answers) == 10_000 - multiplexed.MOST_WAITING
@@ -298,7 +300,7 @@ async def test_the_bytes_that_wait_are_bounded_and_given_back(told: Fleet, monke
     await poll(lambda: len(answers) == 100)
     assert sum(error is None for _, error in answers) == 100 - len([e for _, e in answers if e])
     assert cast("Any", told.redis).multiplexed._bytes == 0
-    assert await told.settle("wf-1", "finished") == "UNKNOWN"
+    assert await told.bookings.settle("wf-1", "finished") == "UNKNOWN"
 
 
 # ------------------------------------------------ connections that end
@@ -317,12 +319,16 @@ async def test_a_connection_cut_in_the_middle_of_a_reply_fails_its_calls_and_no_
         return replies.pop()
 
     async with server(answer) as redis, fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet:
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         replies += [None, None, UNKNOWN[:9]]
-        calls = await asyncio.gather(*(fleet.settle(f"wf-{n}", "finished") for n in range(3)), return_exceptions=True)
+        calls = await asyncio.gather(
+            *(fleet.bookings.settle(f"wf-{n}", "finished") for n in range(3)), return_exceptions=True
+        )
         assert [type(call) for call in calls] == [FleetUnavailable] * 3
         assert "the connection ended: closed by Redis" in caplog.text
-        assert await asyncio.gather(*(fleet.settle(f"wf-{n}", "finished") for n in range(3))) == ["UNKNOWN"] * 3
+        assert (
+            await asyncio.gather(*(fleet.bookings.settle(f"wf-{n}", "finished") for n in range(3))) == ["UNKNOWN"] * 3
+        )
         assert len(redis.writers) == 2
 
 
@@ -337,11 +343,11 @@ async def test_a_server_that_cannot_serve_is_left(model: str, refusal: str) -> N
         return f"-{refusal}\r\n".encode() if refuses else UNKNOWN
 
     async with server(answer) as redis, fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet:
-        calls = [asyncio.ensure_future(fleet.settle(f"wf-{n}", "finished")) for n in range(3)]
+        calls = [asyncio.ensure_future(fleet.bookings.settle(f"wf-{n}", "finished")) for n in range(3)]
         await asyncio.wait(calls)
         assert all(isinstance(call.exception(), FleetUnavailable) for call in calls)
         refuses.clear()
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         assert len(redis.writers) == 2
 
 
@@ -350,9 +356,9 @@ async def test_a_reply_that_nobody_asked_for_ends_the_connection(model: str) -> 
         server(lambda _: UNKNOWN + UNKNOWN) as redis,
         fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
     ):
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         await poll(lambda: channel_of(fleet) is None)
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
 
 
 async def test_a_push_message_is_no_answer(model: str) -> None:
@@ -360,7 +366,7 @@ async def test_a_push_message_is_no_answer(model: str) -> None:
         server(lambda _: b">2\r\n+message\r\n+hello\r\n" + UNKNOWN) as redis,
         fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
     ):
-        assert [await fleet.settle("wf-1", "finished") for _ in range(2)] == ["UNKNOWN"] * 2
+        assert [await fleet.bookings.settle("wf-1", "finished") for _ in range(2)] == ["UNKNOWN"] * 2
 
 
 async def test_a_silent_connection_is_replaced(model: str) -> None:
@@ -371,9 +377,9 @@ async def test_a_silent_connection_is_replaced(model: str) -> None:
         fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
     ):
         with pytest.raises(FleetUnavailable, match="not a byte for 1 s"):
-            await fleet.settle("wf-1", "finished")
+            await fleet.bookings.settle("wf-1", "finished")
         silent.clear()
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         assert len(redis.writers) == 2
 
 
@@ -382,7 +388,7 @@ async def test_a_wait_for_events_notices_a_frozen_server(model: str) -> None:
         fleet = Fleet(connect(f"redis://127.0.0.1:{redis.port}"), model, timeouts=PATIENT)
         try:
             with pytest.raises(FleetUnavailable, match="not a byte for 2 s"):
-                await fleet.await_events(("events:s.0",), 0.4)
+                await fleet.upkeep.await_events(("events:s.0",), 0.4)
         finally:
             await fleet.close()
 
@@ -393,16 +399,16 @@ async def test_a_user_that_may_not_wait_is_told_once_and_polls(model: str, caplo
         fleet_at(f"redis://127.0.0.1:{redis.port}", model) as fleet,
     ):
         for _ in range(2):
-            await fleet.await_events(("events:s.0",), 60)
+            await fleet.upkeep.await_events(("events:s.0",), 60)
         assert redis.called == [b"XREAD"]
     assert len([line for line in caplog.messages if "see warmfleet acl" in line]) == 1
 
 
 async def test_a_wait_for_events_delays_no_other_call_and_ends_with_the_client(valkey_url: str, model: str) -> None:
     async with fleet_at(valkey_url, model) as fleet:
-        waiting = asyncio.create_task(fleet.await_events(("events:s.0",), 60))
+        waiting = asyncio.create_task(fleet.upkeep.await_events(("events:s.0",), 60))
         await poll(lambda: _blocked(fleet), what="the call waits")
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         assert not waiting.done()
     with pytest.raises(FleetUnavailable, match="closed"):
         await waiting
@@ -414,8 +420,8 @@ async def _blocked(fleet: Fleet) -> bool:
 
 async def test_a_command_of_redis_that_it_refuses_fails_and_no_other(told: Fleet) -> None:
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
-        await told.ask("GET", await _set_of(told))
-    assert await told.switched() == ""
+        await told.scripts.ask("GET", await _set_of(told))
+    assert await told.operator.switched() == ""
 
 
 async def _set_of(fleet: Fleet) -> str:
@@ -430,21 +436,21 @@ async def test_while_nobody_listens_calls_fail_at_once_and_it_is_tried_again(tmp
 
     async with fleet_at(f"unix://{tmp_path}/s", model) as fleet:
         with pytest.raises(FleetUnavailable, match="away"):
-            await fleet.settle("wf-1", "finished")
+            await fleet.bookings.settle("wf-1", "finished")
         answers = tell_all(fleet, ["wf-2"])
         assert isinstance(answers[0][1], FleetUnavailable), "no call waits for the next attempt"
         listening = await asyncio.start_unix_server(serve, tmp_path / "s")
         await poll(lambda: channel_of(fleet) is not None, 10, "it is tried again without a call")
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         listening.close()
     with pytest.raises(FleetUnavailable, match="closed"):
-        await fleet.settle("wf-1", "finished")
+        await fleet.bookings.settle("wf-1", "finished")
 
 
 async def test_closing_fails_what_waits(model: str) -> None:
     async with server(lambda _: None) as redis:
         fleet = Fleet(connect(f"redis://127.0.0.1:{redis.port}"), model, timeouts=PATIENT)
-        early = asyncio.ensure_future(fleet.settle("wf-1", "finished"))
+        early = asyncio.ensure_future(fleet.bookings.settle("wf-1", "finished"))
         await poll(lambda: redis.called)
         await fleet.close()
         with pytest.raises(FleetUnavailable, match="closed"):
@@ -455,7 +461,7 @@ async def test_a_new_master_is_noticed_while_calls_go_on(model: str) -> None:
     """A planned failover: the old master lives on as a replica, and a killed Sentinel loses nothing."""
     with sentinels() as watched:
         async with fleet_at(watched.url, model, Timeouts(request_s=1.0)) as fleet:
-            await fleet.settle("wf-1", "finished")
+            await fleet.bookings.settle("wf-1", "finished")
             before = channel_of(fleet)
             assert before is not None
             assert before.address == ("127.0.0.1", watched.master.port)
@@ -463,26 +469,26 @@ async def test_a_new_master_is_noticed_while_calls_go_on(model: str) -> None:
 
             async def at_the_new_one() -> bool:
                 with suppress(FleetUnavailable):
-                    await fleet.settle("wf-1", "finished")
+                    await fleet.bookings.settle("wf-1", "finished")
                 channel = channel_of(fleet)
                 return channel is not None and channel.address == ("127.0.0.1", watched.replica.port)
 
             await poll(at_the_new_one, 20)
             assert watched.promoted()
-            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
 
 
 async def test_a_former_master_that_answers_quickly_is_left_all_the_same(model: str) -> None:
     """No call waits for long enough that a timer would look for the master."""
     with sentinels() as watched:
         async with fleet_at(watched.url, model) as fleet:
-            await fleet.settle("wf-1", "finished")
+            await fleet.bookings.settle("wf-1", "finished")
             before, line = channel_of(fleet), cast("Any", fleet.redis).multiplexed
-            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
             assert channel_of(fleet) is before
             line._pool.look = lambda: None
             line._pool.master_address = ("127.0.0.1", watched.replica.port)  # as a look would have found
-            assert await fleet.settle("wf-1", "finished") == "UNKNOWN", "the call waits for the new connection"
+            assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN", "the call waits for the new connection"
             assert channel_of(fleet) not in (before, None)
 
 
@@ -500,7 +506,7 @@ async def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, model: str
 
     process = await asyncio.to_thread(started)
     async with fleet_at(url, model) as fleet:
-        assert await fleet.settle("wf-1", "failed") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "failed") == "UNKNOWN"
         process.send_signal(signal.SIGSTOP)
         answers = tell_all(fleet, ["wf-2", "wf-3"])
         process.kill()
@@ -511,7 +517,7 @@ async def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, model: str
 
         async def settled() -> bool:
             with suppress(FleetUnavailable):
-                return await fleet.settle("wf-4", "failed") == "UNKNOWN"
+                return await fleet.bookings.settle("wf-4", "failed") == "UNKNOWN"
             return False
 
         await poll(settled, 15, "without its scripts")
@@ -520,5 +526,5 @@ async def test_a_server_that_is_killed_and_comes_back(tmp_path: Path, model: str
 
 
 def test_a_packed_call_is_one_command(fleet: Fleet) -> None:
-    command = fleet.settle_command("wf-1", "finished")
+    command = fleet.bookings.settle_command("wf-1", "finished")
     assert words_of(command)[0] == b"EVALSHA"

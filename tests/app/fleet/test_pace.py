@@ -33,7 +33,7 @@ NAME = "5ea50001"
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
     """A fleet that ticks at every call."""
     fleet = Fleet(store, model, timeouts=PATIENT)
-    fleet.pace = Pace(min_gap_ms=0)
+    fleet.upkeep.pace = Pace(min_gap_ms=0)
     return fleet
 
 
@@ -60,19 +60,19 @@ async def test_a_tick_grants_a_share_of_the_time_since_the_last_one(fleet: Fleet
     for ago_ms in (100, 0, 5_000):
         began = time.time()
         await ticked_ago(fleet, ago_ms)
-        granted_us = (await fleet.tick()).granted_us
+        granted_us = (await fleet.upkeep.tick()).granted_us
         most_ms = ago_ms + 1_000 * (time.time() - began) + 2  # each clock is read in whole milliseconds
         assert 300 * min(max(ago_ms, 16), 200) <= granted_us <= 300 * min(max(most_ms, 16), 200)
-    fleet.pace = replace(fleet.pace, min_gap_ms=60_000)
-    assert (await fleet.tick()).granted_us == 0
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, min_gap_ms=60_000)
+    assert (await fleet.upkeep.tick()).granted_us == 0
 
 
 async def test_many_replicas_are_granted_no_more_than_one(fleet: Fleet) -> None:
-    fleet.pace = replace(fleet.pace, min_gap_ms=20)
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, min_gap_ms=20)
     granted, ran, start = 0, 0, time.time()
     await ticked_ago(fleet, 0)
     while time.time() - start < 0.5:
-        ticks = await asyncio.gather(*(fleet.tick() for _ in range(8)))
+        ticks = await asyncio.gather(*(fleet.upkeep.tick() for _ in range(8)))
         granted += sum(tick.granted_us for tick in ticks)
         ran += sum(tick.ran for tick in ticks)
     assert ran > 1
@@ -84,7 +84,7 @@ async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(f
     for batches, granted_us in ((4_000, 60_000), (200, 120_000)):
         await write(reporter, batches, each=1)
         await ticked_ago(fleet, 5_000)
-        assert (await fleet.tick()).granted_us == granted_us
+        assert (await fleet.upkeep.tick()).granted_us == granted_us
 
 
 # ---------------------------------------------------------------- what a step does with it
@@ -93,13 +93,13 @@ async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(f
 async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = ReportingWorker(store, fleet)
     await write(reporter, 100)
-    await fleet.tick()
-    fleet.pace = replace(fleet.pace, block_us=50.0)
+    await fleet.upkeep.tick()
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, block_us=50.0)
     await ticked_ago(fleet, 100)
-    applied = await fleet.step()
+    applied = (await fleet.upkeep.step()).blocks
     assert 5 * 128 <= applied <= 10 * 128  # 30 ms of 6.5 ms each; 60 if the machine is slow
-    fleet.pace = replace(fleet.pace, block_us=1_000.0)
-    assert await fleet.step() == 128, "there is always something done"
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, block_us=1_000.0)
+    assert (await fleet.upkeep.step()).blocks == 128, "there is always something done"
 
 
 async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -110,20 +110,20 @@ async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, f
     for number in range(120):
         await filling.send("chunk", NAME.encode() + block(number))
     await write(live, 40)
-    await fleet.tick()
-    tick = await fleet.tick()
+    await fleet.upkeep.tick()
+    tick = await fleet.upkeep.tick()
     assert (tick.backlog, tick.snapshots) == (("events:b.0",), ("events:a.0",))
-    fleet.pace = replace(fleet.pace, max_blocks=4, call_us=1_000, entry_us=0, block_us=0.0)
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, max_blocks=4, call_us=1_000, entry_us=0, block_us=0.0)
     await live.applied()
     await write(live, 40, each=4)
     await ticked_ago(fleet, 100)
     before = await store.xlen(live.stream), await store.xlen(filling.stream)
-    await fleet.step()
+    await fleet.upkeep.step()
     done = before[0] - await store.xlen(live.stream), before[1] - await store.xlen(filling.stream)
     assert done[0] >= 2 * done[1] > 0, "three quarters and one"
     await live.applied()
     await ticked_ago(fleet, 100)
-    await fleet.step()
+    await fleet.upkeep.step()
     assert before[1] - done[1] - await store.xlen(filling.stream) >= 25, "alone it gets everything"
 
 
@@ -145,9 +145,9 @@ def decide_all_the_time(url: str, model: str, done: Event, taken: Queue[tuple[fl
                     return
                 ask = replace(keyspace.ask(keyspace.chain(100)), reservation=f"wf-{number}")
                 start = time.monotonic()
-                await fleet.decide(ask)
+                await fleet.bookings.decide(ask)
                 taken.put((start, time.monotonic() - start))
-                await fleet.settle(ask.reservation, "cancelled")
+                await fleet.bookings.settle(ask.reservation, "cancelled")
                 await asyncio.sleep(0.002)
 
     asyncio.run(run())
@@ -162,7 +162,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
     cores = [ReportingWorker(store, fleet, f"c{number}") for number in range(64)]
     for reporter in cores:
         await write(reporter, 16)
-    fleet.pace, processes = Pace(), multiprocessing.get_context("spawn")
+    fleet.upkeep.pace, processes = Pace(), multiprocessing.get_context("spawn")
     done, taken = processes.Event(), processes.Queue()
     requests = processes.Process(target=decide_all_the_time, args=(redis_url, model, done, taken))
     requests.start()
@@ -178,7 +178,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
 
     async def empty() -> bool:
         nonlocal applied
-        applied += await fleet.step()
+        applied += (await fleet.upkeep.step()).blocks
         seen()
         await asyncio.sleep(0.02)
         return applied == 64 * 16 * 128
@@ -191,7 +191,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
         while requests.is_alive() or not taken.empty():  # a process that has something to tell does not end
             seen()
             requests.join(0.01)
-    spent_us = fleet._cost_us(64 * 16, 64 * 16, applied)
+    spent_us = fleet.upkeep._cost_us(64 * 16, 64 * 16, applied)
     assert spent_us / 1e6 / (ended - started) < 0.4, "no more than its share, by estimate"
     before = [seconds for began, seconds in decisions if began < started]
     meanwhile = [seconds for began, seconds in decisions if started <= began < ended]

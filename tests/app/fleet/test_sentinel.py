@@ -58,7 +58,7 @@ async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatc
             decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
             assert decided_s < 10
             assert indexed_s < 20
-            assert {"gap", "resync_gap"} <= (await fleet.fleet.counts()).keys()
+            assert {"gap", "resync_gap"} <= (await fleet.fleet.index.counts()).keys()
             await fleet.consistent()
 
 
@@ -108,25 +108,25 @@ async def test_sentinels_that_are_away_or_know_nothing(model: str) -> None:
             sentinel.kill()
         one = watched.sentinels[2].port
         fleet = Fleet(connect(watched.url.replace("//", f"//127.0.0.1:{nobody},"), timeout_s=2), model)
-        assert await fleet.counts() == {}  # the last of four knows
+        assert await fleet.index.counts() == {}  # the last of four knows
         await fleet.close()
         for url, why in ((f"127.0.0.1:{one}/other", "no node knows it"), (f"127.0.0.1:{nobody}/kv", str(nobody))):
             fleet = Fleet(connect(f"redis+sentinel://{url}"), model)
             with pytest.raises(FleetUnavailable, match=why):
-                await fleet.counts()
+                await fleet.index.counts()
             await fleet.close()
 
 
 async def test_scripts_that_the_new_master_does_not_know_are_loaded(model: str) -> None:
     with sentinels() as watched:
         fleet = Fleet(connect(watched.url, timeout_s=2), model)
-        assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+        assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
         watched.replica.client().script_flush()  # a replica has no scripts, but a promoted one may be older
         watched.master.kill()
 
         async def settled() -> bool:
             try:
-                return await fleet.settle("wf-2", "finished") == "UNKNOWN"
+                return await fleet.bookings.settle("wf-2", "finished") == "UNKNOWN"
             except FleetUnavailable:
                 return False
 
@@ -161,16 +161,16 @@ async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
 async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(model: str) -> None:
     with sentinels() as watched:
         fleet = Fleet(connect(watched.url), model, Timeouts(request_s=1.0))
-        await asyncio.gather(fleet.settle("wf-before", "finished"), *(fleet.counts() for _ in range(30)))
+        await asyncio.gather(fleet.bookings.settle("wf-before", "finished"), *(fleet.index.counts() for _ in range(30)))
         idle = len(cast("Any", fleet.redis.connection_pool)._available_connections)
         assert idle > 5
         watched.master.kill(signal.SIGSTOP)
         await poll(watched.agreed, 90, "there is another master")
 
         async def settle() -> object:
-            return await fleet.settle("wf-after", "finished")
+            return await fleet.bookings.settle("wf-after", "finished")
 
-        for call in (settle, fleet.counts):
+        for call in (settle, fleet.index.counts):
             failed = 0
             while True:
                 try:
@@ -187,13 +187,13 @@ async def test_without_sentinels_the_last_master_is_still_the_master(model: str)
         fleet = Fleet(connect(watched.url, timeout_s=2), model, Timeouts(request_s=2))
         client = stream.connect(watched.url)
         assert client.ping()
-        await fleet.settle("wf-1", "finished")
+        await fleet.bookings.settle("wf-1", "finished")
         for sentinel in watched.sentinels:
             sentinel.kill()
         for _ in range(3):
             await fleet.redis.connection_pool.disconnect()
             client.connection_pool.disconnect()
-            assert await fleet.settle("wf-1", "finished") == "UNKNOWN"
+            assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
             assert client.ping()
         client.close()
         await fleet.close()

@@ -41,7 +41,7 @@ async def several(url: str, policy: str = "cost") -> AsyncIterator[SeveralReplic
     try:
         await replicas.emptied(0, 0, 3)
         await replicas.join(3, 0, 0)
-        await replicas.plain.explain(
+        await replicas.plain.queue.explain(
             replicas._ask(0, 1)
         )  # now the server knows the script: a burst's calls are one each
         yield replicas
@@ -96,13 +96,13 @@ async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypa
         [one, *_] = replicas.replicas
         await replicas.emptied(0, 0, 3)
         await replicas.join(3, 0, 0)
-        renew = one.fleet.renew
+        renew = one.fleet.bookings.renew
 
         async def late(renewals: Any) -> Any:
             await one.end(0, "finished")
             return await renew(renewals)
 
-        monkeypatch.setattr(one.fleet, "renew", late)
+        monkeypatch.setattr(one.fleet.bookings, "renew", late)
         await one.renew()
         assert await replicas._leases() == []
         monkeypatch.undo()

@@ -55,9 +55,9 @@ async def test_both_ways_over_tls(secured: Secured, model: str, by: str) -> None
     core.start()
 
     async def indexed() -> bool:
-        await fleet.step()
-        [*views] = await fleet.workers()
-        return bool(views) and await fleet.holds(views[0].record["slot"], list(tracker.table)) == [True] * 300
+        await fleet.upkeep.step()
+        [*views] = await fleet.workers.read()
+        return bool(views) and await fleet.index.holds(views[0].record["slot"], list(tracker.table)) == [True] * 300
 
     await poll(indexed)
     await asyncio.to_thread(core.stop, 5)
@@ -67,7 +67,7 @@ async def test_both_ways_over_tls(secured: Secured, model: str, by: str) -> None
 async def test_a_wrong_authority_is_named_to_the_router(secured: Secured, model: str) -> None:
     fleet = Fleet(connect(with_ca(secured.url, str(secured.other_ca)), timeout_s=5), model, timeouts=PATIENT)
     with pytest.raises(FleetUnavailable, match=r"WARMFLEET_REDIS_CA.*certificate verify failed"):
-        await fleet.counts()
+        await fleet.index.counts()
     await fleet.close()
 
 
@@ -87,7 +87,7 @@ async def test_who_has_no_certificate_stays_out(secured: Secured, model: str) ->
     for url in (f"rediss://127.0.0.1:{secured.port}?ssl_ca_certs={secured.ca}", f"redis://127.0.0.1:{secured.port}"):
         fleet = Fleet(connect(url, timeout_s=5), model, timeouts=PATIENT)
         with pytest.raises(FleetUnavailable):
-            await fleet.counts()
+            await fleet.index.counts()
         await fleet.close()
 
 

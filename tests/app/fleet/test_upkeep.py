@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 async def fleet(store: aioredis.Redis, model: str) -> Fleet:
     """A fleet that ticks at every call."""
     fleet = Fleet(store, model)
-    fleet.pace = Pace(min_gap_ms=0)
+    fleet.upkeep.pace = Pace(min_gap_ms=0)
     return fleet
 
 
@@ -33,25 +33,25 @@ async def test_a_step_finds_a_worker_and_applies_what_it_wrote(store: aioredis.R
     reporter = ReportingWorker(store, fleet)
     await reporter.join()
     await reporter.send("stored", blocks(1, 2, 3))
-    assert await fleet.step() == 3
-    assert await fleet.step() == 0
+    assert (await fleet.upkeep.step()).blocks == 3
+    assert (await fleet.upkeep.step()).blocks == 0
     assert await reporter.holds() == held(1, 2, 3)
 
 
 async def test_a_step_is_bounded_and_fair(store: aioredis.Redis, fleet: Fleet) -> None:
-    fleet.pace = Pace(min_gap_ms=0, applies=6, max_blocks=10)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, applies=6, max_blocks=10)
     busy, quiet = ReportingWorker(store, fleet, "busy"), ReportingWorker(store, fleet, "quiet")
     for reporter, batches in ((busy, 40), (quiet, 1)):
         await reporter.join()
         await reporter.applied()
         for number in range(batches):
             await reporter.send("stored", blocks(*range(10 * number, 10 * number + 10)))
-    assert await fleet.step() == 60
+    assert (await fleet.upkeep.step()).blocks == 60
     assert len(await quiet.holds()) == 10
     assert len(await busy.holds()) == 50
     total = 60
     for _ in range(20):
-        total += await fleet.step()
+        total += (await fleet.upkeep.step()).blocks
     assert total == 410
 
 
@@ -67,11 +67,11 @@ async def test_several_replicas_share_the_work_and_apply_it_once(
             await reporter.send("stored", blocks(*range(20 * number, 20 * number + 20)))
 
     async def work(replica: Fleet) -> int:
-        replica.pace, blocks_applied = Pace(min_gap_ms=1, applies=8), 0
+        replica.upkeep.pace, blocks_applied = Pace(min_gap_ms=1, applies=8), 0
 
         async def empty() -> bool:
             nonlocal blocks_applied
-            blocks_applied += await replica.step()
+            blocks_applied += (await replica.upkeep.step()).blocks
             return not any([await store.xlen(reporter.stream) for reporter in cores])
 
         await poll(empty, what="all streams applied")
@@ -80,7 +80,7 @@ async def test_several_replicas_share_the_work_and_apply_it_once(
     assert sum(await asyncio.gather(*(work(replica) for replica in replicas))) == 6 * 600
     for reporter in cores:
         assert await reporter.holds() == held(*range(600))
-    assert await replicas[0].counts() == {}
+    assert await replicas[0].index.counts() == {}
     for client in clients:
         await client.aclose()
 
@@ -91,10 +91,10 @@ async def test_steps_collect_what_was_retired(store: aioredis.Redis, fleet: Flee
     await reporter.send("stored", blocks(*range(100)))
     await reporter.send("cleared")
     await reporter.send("stored", blocks(7))
-    fleet.pace = Pace(min_gap_ms=0, max_blocks=16)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, max_blocks=16)
 
     async def clean() -> bool:
-        await fleet.step()
+        await fleet.upkeep.step()
         return not await reporter.retired()
 
     await poll(clean, what="collection")
@@ -108,27 +108,27 @@ async def test_steps_heal_a_worker_that_lost_events(store: aioredis.Redis, fleet
     await reporter.join()
     await reporter.send("stored", blocks(1))
     await reporter.heartbeat(digest_of(1, 2))
-    await fleet.step()
-    await fleet.step()
+    await fleet.upkeep.step()
+    await fleet.upkeep.step()
     command = await reporter.command()
     assert command["do"] == "resync"
     await reporter.snapshot([1, 2], command=command["id"])
     await reporter.heartbeat(digest_of(1, 2))
-    await fleet.step()
-    await fleet.step()
+    await fleet.upkeep.step()
+    await fleet.upkeep.step()
     assert await reporter.holds() == held(1, 2)
     assert await reporter.waiting() is None
-    assert await fleet.counts() == {"mismatch": 1, "resync_digest": 1}
+    assert await fleet.index.counts() == {"mismatch": 1, "resync_digest": 1}
 
 
 async def test_a_step_forgets_who_is_long_gone(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter = ReportingWorker(store, fleet)
     await reporter.join(at=f"{int(time.time() * 1000) - 3_600_000}-0")
     await reporter.send("stored", blocks(1))
-    fleet.pace = replace(fleet.pace, ttl_ms=0, forget_ms=100)  # no grace
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, ttl_ms=0, forget_ms=100)  # no grace
 
     async def gone() -> bool:
-        await fleet.step()
+        await fleet.upkeep.step()
         return not await store.exists(fleet.keys.workers, fleet.keys.load, fleet.keys.block(blocks(1)))
 
     await poll(gone, what="forgetting and collection")
@@ -143,9 +143,9 @@ async def test_a_server_and_its_workers_come_up_by_steps(store: aioredis.Redis, 
     entry = wire.entry("m1", 1, "join", wire.dumps(announced | {"version": "1"}))
     await store.xadd(fleet.keys.server("s"), entry)  # type: ignore[arg-type]
     await store.xadd(fleet.keys.hello, {"s": "server:s"})
-    await fleet.step()
-    assert await fleet.prove("s.0", reporter.nonce, Proof("proven", "")) == "OK"
-    (view,) = await fleet.workers()
+    await fleet.upkeep.step()
+    assert await fleet.probes.prove("s.0", reporter.nonce, Proof("proven", "")) == "OK"
+    (view,) = await fleet.workers.read()
     assert view.routable
     assert view.url == "http://h:1"
 
@@ -154,7 +154,7 @@ async def test_a_full_store_is_still_collected(model: str) -> None:
     with server(valkey_binary()) as url:
         async with connect(url, timeout_s=5) as store:
             fleet = Fleet(store, model)
-            fleet.pace = Pace(min_gap_ms=0)
+            fleet.upkeep.pace = Pace(min_gap_ms=0)
             reporter = ReportingWorker(store, fleet)
             await reporter.join()
             await reporter.send("stored", blocks(*range(120)))
@@ -162,21 +162,23 @@ async def test_a_full_store_is_still_collected(model: str) -> None:
             await reporter.applied()
             await reporter.send("stored", blocks(1))
             await store.config_set("maxmemory", 1)
-            await fleet.step()
+            await fleet.upkeep.step()
             assert await store.dbsize() < 30
             assert await reporter.holds() == set()
             await store.config_set("maxmemory", 0)
             await reporter.send("stored", blocks(2))
-            fleet.pace = replace(fleet.pace, short_ms=0)
-            await fleet.step()
+            fleet.upkeep.pace = replace(fleet.upkeep.pace, short_ms=0)
+            await fleet.upkeep.step()
             assert await reporter.holds() == held(2)
 
 
 async def test_without_redis_every_call_says_so(model: str) -> None:
     async with connect("unix:///nowhere/s") as client:
         fleet = Fleet(client, model)
-        for call in (fleet.step(), fleet.tick(), fleet.apply("s.0"), fleet.apply_server("s"), fleet.collect()):
+        upkeep = fleet.upkeep
+        calls = (upkeep.step(), upkeep.tick(), upkeep.apply("s.0"), upkeep.apply_server("s"), upkeep.collect())
+        for call in calls:
             with pytest.raises(FleetUnavailable):
                 await call
         with pytest.raises(FleetUnavailable):
-            await fleet.forget("s.0")
+            await fleet.upkeep.forget("s.0")

@@ -11,7 +11,7 @@ from tests.support.fleet.keyspace import READY, Keyspace
 
 from warmfleet.errors import NotFound
 from warmfleet.fleet import Flag, Fleet
-from warmfleet.fleet.views import BadArtifact
+from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet_worker.protocol import artifacts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ async def test_workers(keyspace: Keyspace) -> None:
     await keyspace.worker(3, age_ms=60_000)
     await cast("Any", keyspace.store.hdel(keyspace.keys.servers, "w3"))
     await cast("Any", keyspace.store.hset(keyspace.keys.workers, "halfway.0", "{}"))  # a record without a row yet
-    one, two, three = await keyspace.fleet.workers()
+    one, two, three = await keyspace.fleet.workers.read()
     assert (one.worker_id, one.url, one.models, one.proof) == ("w1.0", "http://10.0.0.1:8000", ["m"], "pending")
     assert [view.routable for view in (one, two, three)] == [True, False, False]
     assert one.heartbeat_age_s is not None
@@ -49,17 +49,17 @@ async def test_holds(keyspace: Keyspace) -> None:
     chain = keyspace.chain(1_100)
     await keyspace.hold(4, chain, 1_050)
     blocks = [chain[at : at + 8] for at in range(0, len(chain), 8)]
-    assert await keyspace.fleet.holds(4, blocks) == [True] * 1_050 + [False] * 50
-    assert await keyspace.fleet.holds(5, blocks[:2]) == [False, False]
-    assert await keyspace.fleet.holds(4, []) == []
+    assert await keyspace.fleet.index.holds(4, blocks) == [True] * 1_050 + [False] * 50
+    assert await keyspace.fleet.index.holds(5, blocks[:2]) == [False, False]
+    assert await keyspace.fleet.index.holds(4, []) == []
 
 
 async def test_counts_and_memory(keyspace: Keyspace) -> None:
-    assert await keyspace.fleet.counts() == {}
+    assert await keyspace.fleet.index.counts() == {}
     await keyspace.workers(1)
-    await keyspace.fleet.decide(keyspace.ask(policy="round_robin"))
-    assert await keyspace.fleet.counts() == {"round_robin": 1}
-    memory = await keyspace.fleet.memory()
+    await keyspace.fleet.bookings.decide(keyspace.ask(policy="round_robin"))
+    assert await keyspace.fleet.index.counts() == {"round_robin": 1}
+    memory = await keyspace.fleet.index.memory()
     assert memory.used > 100_000
     assert (memory.limit, memory.policy, memory.used_permille) == (0, "noeviction", 0)
 
@@ -78,13 +78,13 @@ async def test_an_artifact_comes_back_whole(fleet: Fleet) -> None:
     content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # it does not compress
     entry = await bring(fleet, content)
     assert len(entry["chunks"]) == 5
-    assert await fleet.artifact("s", entry) == content
+    assert await fleet.artifacts.read("s", entry) == content
 
 
 async def test_an_artifact_with_a_piece_missing(fleet: Fleet) -> None:
     entry = await bring(fleet, b"content")
     with pytest.raises(NotFound):
-        await fleet.artifact("another server", entry)
+        await fleet.artifacts.read("another server", entry)
 
 
 async def test_a_piece_that_a_server_lacks_is_taken_from_one_that_has_it_right(keyspace: Keyspace) -> None:
@@ -97,32 +97,32 @@ async def test_a_piece_that_a_server_lacks_is_taken_from_one_that_has_it_right(k
         for sha256, piece in pieces.items():
             await keyspace.store.set(keyspace.keys.artifact(name, sha256), piece if stored is None else stored)
     with pytest.raises(NotFound):
-        await fleet.artifact("w1", entry)
-    await fleet.workers()
-    assert await fleet.artifact("w1", entry) == content
+        await fleet.artifacts.read("w1", entry)
+    await fleet.workers.read()
+    assert await fleet.artifacts.read("w1", entry) == content
     with pytest.raises(BadArtifact):
-        await fleet.artifact("w2", entry)
+        await fleet.artifacts.read("w2", entry)
 
 
 async def test_an_artifact_that_was_tampered_with(fleet: Fleet) -> None:
     entry = await bring(fleet, b"content")
     await fleet.redis.set(fleet.keys.artifact("s", entry["chunks"][0]), b"something else")
     with pytest.raises(BadArtifact):
-        await fleet.artifact("s", entry)
+        await fleet.artifacts.read("s", entry)
 
 
 @pytest.mark.parametrize("bytes_announced", [10, 200 * 2**20, -1], ids=["bomb", "too large", "negative"])
 async def test_an_artifact_that_lies_about_its_size(fleet: Fleet, bytes_announced: int) -> None:
     entry = await bring(fleet, bytes(50 * 2**20))  # 50 MB of zeros are 50 kB
     with pytest.raises(BadArtifact):
-        await fleet.artifact("s", entry | {"bytes": bytes_announced})
+        await fleet.artifacts.read("s", entry | {"bytes": bytes_announced})
 
 
 @pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"bytes": None}, {"bytes": "x"}])
 async def test_a_malformed_manifest(fleet: Fleet, change: dict[str, Any]) -> None:
     entry = await bring(fleet, b"content")
     with pytest.raises(BadArtifact):
-        await fleet.artifact("s", entry | change)
+        await fleet.artifacts.read("s", entry | change)
 
 
 async def test_an_artifact_that_is_no_zlib_stream(fleet: Fleet) -> None:
@@ -130,4 +130,4 @@ async def test_an_artifact_that_is_no_zlib_stream(fleet: Fleet) -> None:
     name = hashlib.sha256(piece).hexdigest()
     await fleet.redis.set(fleet.keys.artifact("s", name), piece)
     with pytest.raises(BadArtifact):
-        await fleet.artifact("s", {"sha256": name, "bytes": 7, "chunks": [name]})
+        await fleet.artifacts.read("s", {"sha256": name, "bytes": 7, "chunks": [name]})

@@ -136,7 +136,7 @@ class Life:
     """One worker with the plugin in a real store, and what the tables say of it: its standing and its holds."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
-        self.store, self.fleet, fleet.pace = store, fleet, EVERY
+        self.store, self.fleet, fleet.upkeep.pace = store, fleet, EVERY
         self.reporter, self.server = ReportingWorker(store, fleet), ReportingServer(store, fleet)
         self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
         self.warmed = False  # an incarnation is warmed once
@@ -152,7 +152,7 @@ class Life:
         return next((hold for hold in HOLDS if hold in self.holds), self.standing)
 
     async def state(self) -> WorkerState:
-        views = {view.worker_id: view for view in await self.fleet.workers()}
+        views = {view.worker_id: view for view in await self.fleet.workers.read()}
         view = views.get(self.reporter.worker_id)
         return view.state if view else WorkerState.GONE
 
@@ -241,7 +241,7 @@ class Life:
 
     async def _prove(self, proof: str, owner: str = "") -> None:
         nonce = (await self.reporter.record())["nonce"]
-        assert await self.fleet.prove(self.reporter.worker_id, nonce, Proof(proof, "", owner=owner)) in (
+        assert await self.fleet.probes.prove(self.reporter.worker_id, nonce, Proof(proof, "", owner=owner)) in (
             "OK",
             "DOWNGRADED",
         )
@@ -267,7 +267,7 @@ class Life:
 
     async def _warming_begins(self) -> None:
         nonce, self.warmed = (await self.reporter.record())["nonce"], True
-        assert await self.fleet.warming(self.reporter.worker_id, nonce, "a", 60_000) == "OK"
+        assert await self.fleet.probes.warming(self.reporter.worker_id, nonce, "a", 60_000) == "OK"
 
     async def _warming_ends(self) -> None:
         await self._prove("proven", "a")
@@ -286,7 +286,7 @@ class Life:
         await cast("Any", self.store.hset(self.fleet.keys.workers, name, json.dumps(record | fields)))
 
     async def _forgotten(self) -> None:
-        assert await self.fleet.forget(self.reporter.worker_id)
+        assert await self.fleet.upkeep.forget(self.reporter.worker_id)
 
     async def _falls_silent(self) -> None:
         then_ms = (await self.store.time())[0] * 1000 - OLD_MS
@@ -319,19 +319,19 @@ class Life:
         await self.store.zadd(self.fleet.keys.alive_servers, {"s": then_ms})
         self.server_quiet = True
         known = "RENEWED" if WorkerState.UNHEARD in self.holds else "VOUCHED"
-        assert await self.fleet.vouch(self.reporter.worker_id, self.reporter.nonce) == known
+        assert await self.fleet.workers.vouch(self.reporter.worker_id, self.reporter.nonce) == known
 
     async def _ejected(self) -> None:
         others = {name: LoadRow(flags=int(Flag.SERVER | Flag.URL | Flag.APPROXIMATE)).pack(name) for name in "xy"}
         await self.store.zadd(self.fleet.keys.alive, dict.fromkeys(others, 1e15))
         await self.store.hset(self.fleet.keys.load, mapping=cast("Any", others))
-        assert await self.fleet.eject(self.reporter.worker_id, good=False) in ("EJECTED", "SAME")
+        assert await self.fleet.workers.eject(self.reporter.worker_id, good=False) in ("EJECTED", "SAME")
 
     async def _acquitted(self) -> None:
         row = await self.reporter.row()
         tried = replace(row, flags=row.flags & ~Flag.EJECTED | Flag.TRIAL).pack(self.reporter.worker_id)
         await cast("Any", self.store.hset(self.fleet.keys.load, self.reporter.worker_id, tried))
-        assert await self.fleet.eject(self.reporter.worker_id, good=True) == "READMITTED"
+        assert await self.fleet.workers.eject(self.reporter.worker_id, good=True) == "READMITTED"
 
     async def _lapses(self) -> None:
         await self._server_heard()
@@ -369,10 +369,10 @@ class Life:
         await self._heard()
 
     async def _drain(self) -> None:
-        await self.fleet.drain(self.reporter.worker_id, draining=True)
+        await self.fleet.workers.drain(self.reporter.worker_id, draining=True)
 
     async def _undrain(self) -> None:
-        await self.fleet.drain(self.reporter.worker_id, draining=False)
+        await self.fleet.workers.drain(self.reporter.worker_id, draining=False)
 
 
 @pytest.mark.in_turn
@@ -399,25 +399,25 @@ async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fle
 
     async def checked(*names: str, healthy: bool) -> WorkerState:
         found = Check("PASSED" if healthy else "FAILED")
-        await fleet.register("stock", {"scheme_id": 1, "url": URL, "models": names or [pool]}, 100, found)
-        (view,) = await fleet.workers()
+        await fleet.workers.register("stock", {"scheme_id": 1, "url": URL, "models": names or [pool]}, 100, found)
+        (view,) = await fleet.workers.read()
         assert view.approximate
         return view.state
 
     assert await checked(healthy=True) == "approximate"
     assert await checked(healthy=False) == "silent"
     assert await checked(healthy=True) == "approximate"
-    await fleet.drain("stock", draining=True)
+    await fleet.workers.drain("stock", draining=True)
     assert await checked(healthy=True) == "draining", "its heartbeat takes nothing back"
     assert await checked(healthy=False) == "silent"
     assert await checked(healthy=True) == "draining"
-    await fleet.drain("stock", draining=False)
+    await fleet.workers.drain("stock", draining=False)
     assert await checked(healthy=True) == "approximate"
     assert await checked("other", healthy=True) == "misnamed"
     assert await checked("other", healthy=False) == "silent"
     assert await checked("other", pool, healthy=True) == "approximate"
-    assert await fleet.forget("stock")
-    assert await fleet.workers() == []
+    assert await fleet.upkeep.forget("stock")
+    assert await fleet.workers.read() == []
 
 
 def test_only_what_is_alive_is_counted_as_such() -> None:

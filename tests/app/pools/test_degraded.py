@@ -20,6 +20,8 @@ from warmfleet.cli import explain
 from warmfleet.cli.terminal.output import plain
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Flag, Fleet, LoadRow, WorkerState, WorkerView
+from warmfleet.fleet.queueing import Queue
+from warmfleet.fleet.workers import Workers
 from warmfleet.pools import degraded as fallback_module
 from warmfleet.pools.degraded import LAST_KNOWN_S, DegradedMode, LastKnown
 from warmfleet.pools.fleet_view import View
@@ -252,7 +254,7 @@ async def test_a_worker_that_joined_since_the_last_reading_is_found_when_a_decis
     async with replica(valkey_url, model, view_interval_s=60.0) as early, engine(model) as upstream:
         await poll(lambda: read_once(early), 10, "its only reading of this minute, of an empty fleet")
         async with replica(valkey_url, model, upstream.url):
-            monkeypatch.setattr(Fleet, "decide_in_turn", slow)
+            monkeypatch.setattr(Queue, "decide_in_turn", slow)
             answers = await asyncio.gather(*[early.post(body) for _ in range(6)])
             assert [(status, headers.get("x-warmfleet-reservation")) for status, headers, _ in answers] == [
                 (200, "fallback")
@@ -264,14 +266,14 @@ async def test_a_look_takes_nothing_newer_away_and_never_raises(fleet: Fleet, mo
     known = LastKnown(fleet)
     answers: list[Any] = [[worker("old")], ValueError("a row that nobody can read")]
 
-    async def slow(_: Fleet) -> Any:
+    async def slow(_: Workers) -> Any:
         known.show(View((worker("new"),), read_at=time.monotonic()))
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(Fleet, "workers", slow)
+    monkeypatch.setattr(Workers, "read", slow)
     await asyncio.gather(known.look(), known.look())
     assert [one.worker_id for one in known.workers] == ["new"]
     assert len(answers) == 1, "one reading for both"
@@ -289,10 +291,10 @@ async def test_no_request_waits_long_for_a_reading_that_does_not_come(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fallback_module, "LOOK_S", 0.5)
-    looks: list[Fleet] = []
+    looks: list[Workers] = []
 
-    async def never(fleet: Fleet) -> None:
-        looks.append(fleet)
+    async def never(workers: Workers) -> None:
+        looks.append(workers)
         await asyncio.Event().wait()
 
     async with gate(valkey_url) as door:
@@ -300,7 +302,7 @@ async def test_no_request_waits_long_for_a_reading_that_does_not_come(
         async with replica(url, model, decide_timeout_s=0.1, view_interval_s=60.0) as router:
             await poll(lambda: read_once(router), 30, "a reading")
             door.swallow = True
-            monkeypatch.setattr(Fleet, "workers", never)
+            monkeypatch.setattr(Workers, "read", never)
             begun = time.monotonic()
             status, _, answer = await router.post({"model": model, "prompt": "x" * 500})
             assert (status, json.loads(answer)["error"]["code"]) == (503, "no_worker")

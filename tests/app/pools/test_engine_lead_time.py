@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.support.fleet.constants_alone import ConstantsAlone
 
 from warmfleet.fleet import Decision, QueueLimits
 from warmfleet.pools.engine_lead_time import LOOK_EACH, MOST_S, EngineLeadTime
@@ -22,8 +22,8 @@ def decision(prefill_tokens: int = 1_000, *, wait: int = 0, flagged: bool = Fals
     )
 
 
-def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineLeadTime, Any]:
-    fleet = SimpleNamespace(limits=QueueLimits(limit_s, 7, 1.0), keys=SimpleNamespace(tag="m"))
+def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineLeadTime, ConstantsAlone]:
+    fleet = ConstantsAlone(limits=QueueLimits(limit_s, 7, 1.0))
     return EngineLeadTime(cast("Fleet", fleet), objective_s), fleet
 
 
@@ -37,40 +37,40 @@ def told(way: EngineLeadTime, way_s: float, made: Decision | None = None, speed_
 def test_engines_get_as_much_ahead_as_lasts_for_twice_the_way() -> None:
     way, fleet = begun()
     told(way, 0.005)
-    assert fleet.limits == QueueLimits(0.05, 7, 1.0), "the way is short"
+    assert fleet.constants.limits == QueueLimits(0.05, 7, 1.0), "the way is short"
     for _ in range(4):
         told(way, 0.112)
-    assert fleet.limits.max_engine_wait_s == pytest.approx(0.24)
+    assert fleet.constants.limits.max_engine_wait_s == pytest.approx(0.24)
     for _ in range(4):
         told(way, 0.005)
-    assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
+    assert fleet.constants.limits.max_engine_wait_s == 0.05, "as it was set"
 
 
 def test_engines_get_as_much_ahead_as_makes_a_step_worth_its_time() -> None:
     way, fleet = begun()
     way.steps(0.002)
-    assert fleet.limits == QueueLimits(0.05, 7, 1.0), "steps are short"
+    assert fleet.constants.limits == QueueLimits(0.05, 7, 1.0), "steps are short"
     way.steps(0.01)
-    assert fleet.limits.max_engine_wait_s == pytest.approx(0.16)
+    assert fleet.constants.limits.max_engine_wait_s == pytest.approx(0.16)
     told(way, 0.005)
-    assert fleet.limits.max_engine_wait_s == pytest.approx(0.16), "the way is short"
+    assert fleet.constants.limits.max_engine_wait_s == pytest.approx(0.16), "the way is short"
     told(way, 9.0)
     told(way, 9.0)
-    assert fleet.limits.max_engine_wait_s == MOST_S
+    assert fleet.constants.limits.max_engine_wait_s == MOST_S
     for _ in range(4):
         told(way, 0.005)
     way.steps(0.0)
-    assert fleet.limits.max_engine_wait_s == 0.05, "as it was set"
+    assert fleet.constants.limits.max_engine_wait_s == 0.05, "as it was set"
 
 
 def test_the_more_waits_the_more_may_be_in_a_step() -> None:
     way, fleet = begun()
     way.waiting(9.0)
-    assert fleet.limits.max_engine_wait_s == 0.05, "no engine tells how long its steps take"
+    assert fleet.constants.limits.max_engine_wait_s == 0.05, "no engine tells how long its steps take"
     way.steps(0.005)
     for waiting_s, expected in ((0.1, 0.08), (0.4, 0.2), (9.0, 0.32), (0.0, 0.08)):
         way.waiting(waiting_s)
-        assert fleet.limits.max_engine_wait_s == pytest.approx(expected)
+        assert fleet.constants.limits.max_engine_wait_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("slow", "expected"), [(1 / 3, 0.05), (2 / 3, 0.12)], ids=["a third", "two thirds"])
@@ -79,7 +79,7 @@ def test_the_median_counts(slow: float, expected: float) -> None:
     way, fleet = begun()
     for number in range(66):
         way.first_byte(decision(), SPEED_TPS, 0.1 + (0.052 if number % 3 < 3 * slow else 0.01))
-    assert fleet.limits.max_engine_wait_s == pytest.approx(expected)
+    assert fleet.constants.limits.max_engine_wait_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_bounds(limit_s: float, objective_s: float, expected: float) -> None:
     """No queue stays none, a larger limit stays, no objective is missed, and an engine in trouble is no long way."""
     way, fleet = begun(limit_s, objective_s)
     told(way, 9.0)
-    assert fleet.limits.max_engine_wait_s == expected
+    assert fleet.constants.limits.max_engine_wait_s == expected
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_bounds(limit_s: float, objective_s: float, expected: float) -> None:
 def test_requests_that_do_not_show_the_way(made: Decision, speed_tps: int) -> None:
     way, fleet = begun()
     told(way, 0.2, made, speed_tps)
-    assert fleet.limits.max_engine_wait_s == 0.05
+    assert fleet.constants.limits.max_engine_wait_s == 0.05

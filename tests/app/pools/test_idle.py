@@ -13,7 +13,7 @@ from tests.support.redis.servers import PATIENT
 from tests.support.replicas.lossy import LossyReplica
 
 from warmfleet.background import upkeep
-from warmfleet.fleet import Fleet, Question, connect
+from warmfleet.fleet import Fleet, Question, Step, connect
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
@@ -61,61 +61,58 @@ async def test_a_request_ends_a_wait() -> None:
 
 async def test_heartbeats_are_applied_together_and_blocks_end_the_rest(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
-    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
     cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(CORES)]
     for reporter in cores:
         await reporter.join()
-    while await fleet.step() or fleet.stirred:
+    while (await fleet.upkeep.step()).stirred:
         pass
     seen = await _heard(store, fleet)
     for reporter in cores:
         await reporter.heartbeat(digest_of(), at=str(await _later(store)))
-    assert await fleet.step(rest=True) == 0
-    assert not fleet.stirred, "heartbeats are no reason to hurry"
+    assert await fleet.upkeep.step(rest=True) == Step(0, busy=False, stirred=False), "heartbeats: no reason to hurry"
     now = await _heard(store, fleet)
     assert len(now) == CORES
     assert all(now[name] > before for name, before in seen.items()), "each worker is heard again"
     await cores[3].send("stored", blocks(1, 2))
-    assert await fleet.step(rest=True) == 2
-    assert fleet.stirred
+    assert await fleet.upkeep.step(rest=True) == Step(2, busy=True, stirred=True)
     assert await cores[3].holds() == held(1, 2)
     await cores[5].send("cleared")
-    await fleet.step(rest=True)
-    assert fleet.stirred, "the stream of one worker decides over its slot"
+    assert (await fleet.upkeep.step(rest=True)).stirred, "the stream of one worker decides over its slot"
 
 
 async def test_calls_that_go_out_together_are_the_calls_by_name(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model)
-    prefix, pace = fleet.keys.prefix.encode(), fleet.pace
+    prefix, pace = fleet.keys.prefix.encode(), fleet.upkeep.pace
     reporter = argv("apply", prefix=prefix, worker_id="w.0", max_blocks=pace.max_blocks)
     limits = {"max_entries": pace.max_entries, "ttl_ms": pace.ttl_ms}
     server = argv("apply_server", prefix=prefix, server_id="w", **limits)
-    assert fleet._apply_call("events:w.0") == ("apply", fleet.packed["apply"].call(reporter))
-    assert fleet._apply_call("server:w") == ("apply_server", fleet.packed["apply_server"].call(server))
+    assert fleet.upkeep._apply_call("events:w.0") == ("apply", fleet.scripts.packed["apply"].call(reporter))
+    assert fleet.upkeep._apply_call("server:w") == ("apply_server", fleet.scripts.packed["apply_server"].call(server))
 
 
 async def test_a_replica_at_rest_leaves_a_fleet_to_the_one_that_ticked(store: aioredis.Redis, model: str) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
-    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=3_600_000)
-    assert (await fleet.tick()).ran
-    assert not (await fleet.tick(rest=True)).ran
-    assert (await fleet.tick()).ran, "one that serves requests does not wait for others"
+    fleet.upkeep.pace = Pace(min_gap_ms=0, rest_gap_ms=3_600_000)
+    assert (await fleet.upkeep.tick()).ran
+    assert not (await fleet.upkeep.tick(rest=True)).ran
+    assert (await fleet.upkeep.tick()).ran, "one that serves requests does not wait for others"
 
 
 async def test_a_tick_at_rest_looks_at_more_streams_because_it_comes_less_often(
     store: aioredis.Redis, model: str
 ) -> None:
     fleet = Fleet(store, model, timeouts=PATIENT)
-    fleet.pace = Pace(min_gap_ms=0, rest_gap_ms=0, max_streams=2, rest_streams=2 * CORES)
+    fleet.upkeep.pace = Pace(min_gap_ms=0, rest_gap_ms=0, max_streams=2, rest_streams=2 * CORES)
     cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(CORES)]
     for reporter in cores:
         await reporter.join()
-    while await fleet.step() or fleet.stirred:
+    while (await fleet.upkeep.step()).stirred:
         pass
     for reporter in cores:
         await reporter.heartbeat(digest_of())
-    assert len((await fleet.tick()).backlog) <= 2
-    assert len((await fleet.tick(rest=True)).backlog) == CORES
+    assert len((await fleet.upkeep.tick()).backlog) <= 2
+    assert len((await fleet.upkeep.tick(rest=True)).backlog) == CORES
 
 
 async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
@@ -125,7 +122,7 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
     async with connect(redis_url) as client:
         router = LossyReplica(client, model, "cost", [])
         pool, fleet = router.pool, router.fleet
-        fleet.pace = Pace(rest_gap_ms=0)
+        fleet.upkeep.pace = Pace(rest_gap_ms=0)
         await Keyspace(store, fleet).workers(1)
         rounds = asyncio.create_task(_rounds(pool))
         try:

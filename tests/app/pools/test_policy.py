@@ -101,7 +101,7 @@ async def test_a_session_has_one_home_and_an_operators_switch_is_followed(
         assert "round_robin" in printed.out
         assert "warning" not in printed.err
         for told, wanted in (("sticky", ("sticky", "operator")), ("of a later version", ("session", "setting"))):
-            await one.fleet.switch(told)
+            await one.fleet.operator.switch(told)
             await follows(one, *wanted)
 
 

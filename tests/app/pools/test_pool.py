@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import pytest
+from tests.support.fleet.constants_alone import ConstantsAlone
 
 from warmfleet.errors import ModelNotFound
 from warmfleet.fleet import Decision, Flag, LoadRow, Question, WorkerState, WorkerView
@@ -45,7 +46,7 @@ def state(routable: bool) -> WorkerState:
 
 
 def pools() -> Pools:
-    return Pools([Pool("m", cast("Fleet", SimpleNamespace()), DegradedMode(1.0))])
+    return Pools([Pool("m", cast("Fleet", ConstantsAlone()), DegradedMode(1.0))])
 
 
 def serving(name: str, loras: object, *, routable: bool = True) -> WorkerView:
@@ -77,7 +78,7 @@ def test_adapters_are_listed_while_a_worker_serves_them() -> None:
 
 async def test_a_name_goes_to_the_model_of_the_operator_and_then_to_most_workers() -> None:
     tags = ("m", "other", "empty")
-    first, second, empty = (Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in tags)
+    first, second, empty = (Pool(tag, cast("Fleet", ConstantsAlone()), DegradedMode(1.0)) for tag in tags)
     both = Pools([first, second, empty])
     liar = replace(serving("liar", {}), models=["m", "other", "alias", "empty"])
     empty.show(view_of([], None, (), text=False))

@@ -110,7 +110,7 @@ async def fleet_of(
 
 
 async def known(router: Replica, count: int) -> bool:
-    states = [one.state for one in await router.fleet.workers()]
+    states = [one.state for one in await router.fleet.workers.read()]
     return len(states) == count and not {WorkerState.PENDING, WorkerState.JOINING, WorkerState.WARMING} & {*states}
 
 
@@ -421,7 +421,7 @@ async def test_a_404_for_a_name_that_others_serve_is_tried_there_and_counts_agai
 
         async def ejected() -> bool:
             await asked(router, model, 4)
-            return "ejected" in {one.state for one in await router.fleet.workers()}
+            return "ejected" in {one.state for one in await router.fleet.workers.read()}
 
         await poll(ejected, 30, "it is ejected")
 
@@ -455,7 +455,7 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
             second.names = ["none of them"]
 
             async def misnamed() -> bool:
-                return [one.state.value for one in await router.fleet.workers()].count("misnamed") == 1
+                return [one.state.value for one in await router.fleet.workers.read()].count("misnamed") == 1
 
             await poll(misnamed, 15, "it serves none of the models")
             assert (await asked(router, model))[0] == {200: 24}
@@ -480,7 +480,7 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
             first.names = [other]
 
             async def empty() -> bool:
-                return not any(worker.heard for worker in await router.fleet.workers())
+                return not any(worker.heard for worker in await router.fleet.workers.read())
 
             await poll(empty, 15, "the first one moved, too")
             found = await doctor(valkey_url, model, models=(model, other))

@@ -290,7 +290,7 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
             stack.push_async_callback(fleet.close)
 
         async def moved() -> bool:
-            return len(await fleets[1].workers()) == len(moves)
+            return len(await fleets[1].workers.read()) == len(moves)
 
         await poll(moved, 20, "the new pool has its engines")
         for one in moves:

@@ -25,6 +25,7 @@ from tests.support.replicas.replica import Replica, replica
 from warmfleet.api.client_hints import patience_s
 from warmfleet.errors import BadRequest, FleetUnavailable
 from warmfleet.fleet import Decision, Fleet, Line, Question, Spans, Standing, connect
+from warmfleet.fleet.queueing import Queue
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.pool import Pool
@@ -69,13 +70,13 @@ async def tickets(router: Replica) -> int:
 @asynccontextmanager
 async def no_room(router: Replica) -> AsyncIterator[None]:
     """Until the block ends, the engine is given no request: a load is booked there that only this test gives back."""
-    decision = await router.fleet.decide(Question("wf-0busy", (), 10_000_000, 1, "cost"))
+    decision = await router.fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 1, "cost"))
     assert decision.reservation == "wf-0busy"
     try:
         yield
     finally:
         with suppress(FleetUnavailable):
-            await router.fleet.settle("wf-0busy", "finished")
+            await router.fleet.bookings.settle("wf-0busy", "finished")
 
 
 async def some_wait(router: Replica, count: int) -> None:
@@ -129,7 +130,7 @@ async def test_explain_tells_the_queue_in_which_a_request_would_wait(
             assert told["queue"]["next"]["prompt_tokens"] == PROMPT_TOKENS
             assert told["turn_s"] > 0
             with monkeypatch.context() as patched:
-                patched.setattr(Fleet, "poll", AsyncMock(side_effect=FleetUnavailable("away")))
+                patched.setattr(Queue, "poll", AsyncMock(side_effect=FleetUnavailable("away")))
                 assert (await explained(router, 1))["queue"] is None, "the rest is told all the same"
         assert (await sent)[0] == 200
 
@@ -189,14 +190,14 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
     avoided = ["idle.0"]
     monkeypatch.setattr(Pool, "avoided", lambda _: tuple(avoided))
     async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model, workers=2) as router:
-        await router.fleet.decide(Question("wf-0busy", (), 10_000_000, 1, "cost", ("idle.0",)))
+        await router.fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 1, "cost", ("idle.0",)))
         sent = asyncio.create_task(router.post(body(1), **{"X-Request-Timeout-Ms": "20000"}))
         await some_wait(router, 1)
         avoided.clear()
         async with asyncio.timeout(15):  # at its deadline it would get any worker with room
             status, headers, _ = await sent
         assert (status, headers["x-warmfleet-worker"]) == (200, "idle.0")
-        await router.fleet.settle("wf-0busy", "finished")
+        await router.fleet.bookings.settle("wf-0busy", "finished")
 
 
 async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, model: str, lasting: None) -> None:
@@ -262,7 +263,7 @@ async def test_a_first_byte_tells_how_long_the_way_to_the_engine_was(
         assert (decision.wait_tokens, decision.prefill_tokens) == (0, PROMPT_TOKENS)
         assert 0.1 <= took_s < 5
         assert await router.metric("warmfleet_engine_wait_seconds{") == 0.05
-        way._fleet.limits = replace(way._fleet.limits, max_engine_wait_s=0.25)
+        way._fleet.use(limits=replace(way._fleet.constants.limits, max_engine_wait_s=0.25))
         assert await router.metric("warmfleet_engine_wait_seconds{") == 0.25
 
 
@@ -270,18 +271,18 @@ async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(
     valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its turn came and it was booked, but the answer came too late. It asks again and is told."""
-    decide_in_turn, asked = Fleet.decide_in_turn, Counter[str]()
+    decide_in_turn, asked = Queue.decide_in_turn, Counter[str]()
     late: list[str] = []
 
-    async def decide(fleet: Fleet, ask: Question, *place: Any, **more: Any) -> Any:
-        answer = await decide_in_turn(fleet, ask, *place, **more)
+    async def decide(queue: Queue, ask: Question, *place: Any, **more: Any) -> Any:
+        answer = await decide_in_turn(queue, ask, *place, **more)
         asked[ask.reservation] += 1
         if not late and asked[ask.reservation] > 1 and isinstance(answer, Decision):
             late.append(ask.reservation)
             raise FleetUnavailable("the answer came too late")
         return answer
 
-    monkeypatch.setattr(Fleet, "decide_in_turn", decide)
+    monkeypatch.setattr(Queue, "decide_in_turn", decide)
     async with crowded(valkey_url, model) as router:
         async with no_room(router):
             sent = [asyncio.create_task(router.post(body(number))) for number in range(4)]
@@ -324,7 +325,7 @@ async def test_a_place_is_given_up_though_a_poll_fails(
             raise FleetUnavailable("slow once")
         return Line(0, 0.0, {}, 0.0)
 
-    monkeypatch.setattr(pool.fleet, "poll", told)
+    monkeypatch.setattr(pool.fleet.queue, "poll", told)
     polls = TicketPolls(pool)
     polls.leave("wf-gone")
     await poll(lambda: polls.task is None, 30, "nothing is left to give up")
@@ -343,7 +344,7 @@ async def test_tickets_that_redis_never_takes_back_are_forgotten(
     async def away(_waiting: Any = (), _leaving: Any = ()) -> Line:
         raise FleetUnavailable("away")
 
-    monkeypatch.setattr(pool.fleet, "poll", away)
+    monkeypatch.setattr(pool.fleet.queue, "poll", away)
     polls = TicketPolls(pool)
     polls.leave("wf-gone")
     await poll(lambda: polls.task is None, 30, "it is given up on")
@@ -357,7 +358,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)
     client = connect(valkey_url)
     pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
-    began, ended, poll_redis = list[float](), list[float](), pool.fleet.poll
+    began, ended, poll_redis = list[float](), list[float](), pool.fleet.queue.poll
 
     async def slowly(*ids: Any) -> Line:
         began.append(time.monotonic())
@@ -366,7 +367,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
         ended.append(time.monotonic())
         return line
 
-    monkeypatch.setattr(pool.fleet, "poll", slowly)
+    monkeypatch.setattr(pool.fleet.queue, "poll", slowly)
     polls = TicketPolls(pool)
     waits = asyncio.create_task(polls.wait("wf-ticket"))
     while len(ended) < 8:
@@ -395,7 +396,7 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
         asked.append(time.monotonic())
         return Line(2, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.06)
 
-    monkeypatch.setattr(pool.fleet, "poll", foretold)
+    monkeypatch.setattr(pool.fleet.queue, "poll", foretold)
     polls = TicketPolls(pool)
     waits = [polls.wait(name, elsewhere=elsewhere) for name in ("wf-first", "wf-second")]
     first, second = [asyncio.create_task(one) for one in waits]
@@ -420,7 +421,7 @@ async def test_nothing_is_kept_of_pools_without_tickets(
 
     async def waits(tag: str) -> asyncio.Task[Standing]:
         pool = Pool(tag, Fleet(client, tag), DegradedMode(1.0))
-        monkeypatch.setattr(pool.fleet, "poll", told)
+        monkeypatch.setattr(pool.fleet.queue, "poll", told)
         assert tickets.work_s(pool) == 0.0
         waiting = asyncio.create_task(tickets.wait(pool, "wf-1"))
         await poll(lambda: tickets.work_s(pool) == 3.0, 30, "it was asked about")
@@ -450,7 +451,7 @@ async def test_a_long_line_is_named_by_and_by_and_every_turn_is_told(
         turns = frozenset([names[-1]]) if len(asked) == 1 else frozenset(names if len(asked) == 10 else ())
         return Line(300, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.0, turns)
 
-    monkeypatch.setattr(pool.fleet, "poll", told)
+    monkeypatch.setattr(pool.fleet.queue, "poll", told)
     polls = TicketPolls(pool)
     waits = [asyncio.create_task(polls.wait(name)) for name in names]
     assert await waits[-1] is Standing.TURN, "though it was not named"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.fleet.constants_alone import ConstantsAlone
 from tests.support.polling import poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Decision, Queued
+from warmfleet.fleet import Decision, Queued, QueueLimits
 from warmfleet.metrics import Metrics
 from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from warmfleet.fleet import Fleet
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Outcome
 
 NAME = "wf-0attempt"
 DECISION = Decision(NAME, "booked", "w.0", "w", "http://w", 0, 10, False, False, 0.1, 0, False, 10, 20)
 
 
-class Store:
+class Store(ConstantsAlone):
     """What Redis is told: settled outcomes and tickets that were left. ``away``: it takes no outcome."""
 
     def __init__(self) -> None:
+        super().__init__(limits=QueueLimits(1.0))
         self.settled: list[Outcome] = []
         self.left: list[str] = []
         self.away = False
-        self.limits = SimpleNamespace(max_engine_wait_s=1.0)
-        self.timeouts = SimpleNamespace(request_s=1.0)
+        self.bookings = self
 
-    def tell(
+    def settle_later(
         self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0, shortfall: object = None
     ) -> None:
         assert (reservation, tokens, shortfall) == (NAME, 0, None)
@@ -234,10 +234,10 @@ async def test_drained_waits_until_redis_has_taken_or_refused_every_outcome() ->
     booked(booking)
     answers: list[OnAnswer] = []
 
-    def tell(_reservation: str, _outcome: Outcome, on_answer: OnAnswer, *_more: object) -> None:
+    def settle_later(_reservation: str, _outcome: Outcome, on_answer: OnAnswer, *_more: object) -> None:
         answers.append(on_answer)
 
-    store.tell = tell  # type: ignore[method-assign, assignment]
+    store.settle_later = settle_later  # type: ignore[method-assign, assignment]
     booking.prefill_done()
     booking.release("finished")
     drained = asyncio.ensure_future(settlements.drained())

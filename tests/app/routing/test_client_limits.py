@@ -45,8 +45,7 @@ async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch)
             for tag, store in one.stores.items():
                 fleet = Fleet(connect(valkey_url, timeout_s=2), f"{model}#{tag[-1]}", timeouts=PATIENT)
                 fleets.append(fleet)
-                for name in ("admit", "keep_counted", "end_counted"):
-                    setattr(store, name, getattr(fleet, name))
+                store.clients = fleet.clients
         return made
 
     yield make
@@ -154,7 +153,7 @@ async def test_no_count_is_left_whatever_answers_are_late_or_lost(
 
     for replica in made:
         for store in replica.stores.values():
-            store.admit, store.keep_counted = unsure(store.admit), loses(store.keep_counted)
+            store.clients.admit, store.clients.keep = unsure(store.clients.admit), loses(store.clients.keep)
         for pool in replica.pools:
             pool.degraded._retry_s = 0.02
     await asyncio.gather(*(client(replica) for replica in made for _ in range(2)))
@@ -258,7 +257,7 @@ async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
     (replica,) = replicas(1)
     late: list[OnAnswer] = []
     for store in replica.stores.values():
-        monkeypatch.setattr(store, "admit", lambda *given: late.append(given[-1]))
+        monkeypatch.setattr(store.clients, "admit", lambda *given: late.append(given[-1]))
     attempt, decision = await begin(replica)
     assert (attempt.chosen.state, decision.use) == (BookingState.BOOKED, None)
     assert replica.metrics.client_limits.labels("team-a", "unchecked")._value.get() == 1
@@ -288,8 +287,8 @@ def loses(replica: Fixture, *, answers: bool = True) -> Pool:
     async def keep(_names: object) -> None:
         raise error
 
-    for name, does in (("admit", call), ("end_counted", lambda *given: given[-1](None, error)), ("keep_counted", keep)):
-        setattr(replica.stores[pool.tag], name, does)
+    for name, does in (("admit", call), ("end", lambda *given: given[-1](None, error)), ("keep", keep)):
+        setattr(replica.stores[pool.tag].clients, name, does)
     return pool
 
 
@@ -333,13 +332,13 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
     other = replica.counting.pool_of("m", LIMITS.tag, [pool])
     assert other is not None
     store, kept = replica.stores[other.tag], list[str]()
-    keep = store.keep_counted
+    keep = store.clients.keep
 
     async def keeps(names: list[str]) -> None:
         kept[:] = names
         await keep(names)
 
-    store.keep_counted = keeps
+    store.clients.keep = keeps
     for _ in range(4):
         for _ in range(2):
             pool.degraded.failed("away")
@@ -366,14 +365,14 @@ async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
     pool = replica.counting.pool_of("m", slow.tag)
     assert pool is not None
     store = replica.stores[pool.tag]
-    calls = {name: getattr(store, name) for name in ("admit", "keep_counted", "end_counted")}
+    calls = {name: getattr(store.clients, name) for name in ("admit", "keep", "end")}
     assert loses(replica) is pool
     for attempt, _ in held:
         attempt.output = type("Output", (), {"count": 7})()
         attempt.release("finished")
     await quiet(replica)
     for name, call in calls.items():
-        setattr(store, name, call)
+        setattr(store.clients, name, call)
     with pytest.raises(RateLimited):
         await begin(replica, slow)
     await quiet(replica)
@@ -394,12 +393,12 @@ async def test_an_end_that_a_pool_did_not_take_ends_no_count_of_a_request_that_i
     pool = replica.counting.pool_of("m", LIMITS.tag)
     assert pool is not None
     store = replica.stores[pool.tag]
-    calls = {name: getattr(store, name) for name in ("admit", "keep_counted", "end_counted")}
+    calls = {name: getattr(store.clients, name) for name in ("admit", "keep", "end")}
     loses(replica)
     attempt, _ = await begin(replica)
     await replica.counting.drained()
     for name, call in calls.items():
-        setattr(store, name, call)
+        setattr(store.clients, name, call)
     await replica.counting.keep()
     await replica.counting.drained()
     assert pool.tag[-1] in await keys(valkey_url, model), "it counts where new requests of its client do"
@@ -412,13 +411,13 @@ async def test_what_was_not_charged_is_not_refunded(replicas: Any) -> None:
     """A request that passed unchecked counts within a renewal, but not its prompt."""
     (replica,) = replicas(1)
     slow = ClientLimits("team-a", 3, 1_000)
-    admits = {tag: store.admit for tag, store in replica.stores.items()}
+    admits = {tag: store.clients.admit for tag, store in replica.stores.items()}
     for store in replica.stores.values():
-        store.admit = lambda *given: given[-1](None, FleetUnavailable("away"))
+        store.clients.admit = lambda *given: given[-1](None, FleetUnavailable("away"))
     unchecked, decision = await begin(replica, slow)
     assert decision.use is None
     for tag, store in replica.stores.items():
-        store.admit = admits[tag]
+        store.clients.admit = admits[tag]
     await replica.counting.keep()
     charged, decision = await begin(replica, slow)
     assert decision.use == ClientUse(2, 100)
@@ -439,13 +438,13 @@ async def test_an_end_while_a_request_changes_its_pool_reaches_both(replicas: An
     for _ in range(2):
         next(pool for pool in replica.pools if pool.tag[-1] == before).degraded.failed("away")
     store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
-    keep = store.keep_counted
+    keep = store.clients.keep
 
     async def ends_meanwhile(names: list[str]) -> None:
         await keep(names)
         attempt.release("finished")
 
-    store.keep_counted = ends_meanwhile
+    store.clients.keep = ends_meanwhile
     await replica.counting.keep()
     await quiet(replica)
     assert await keys(valkey_url, model) == {}
@@ -457,7 +456,7 @@ async def test_a_refused_request_counts_nowhere_and_has_no_end(replicas: Any, va
     held = [await begin(replica) for _ in range(3)]
     pool = replica.counting.pool_of("m", LIMITS.tag)
     told: list[object] = []
-    replica.stores[pool.tag].end_counted = lambda *given: told.append(given)
+    replica.stores[pool.tag].clients.end = lambda *given: told.append(given)
     asked = asyncio.Event()
 
     async def decides(*_given: object, **_more: object) -> Decision:
@@ -485,12 +484,12 @@ async def test_one_renewal_that_fails_takes_no_count_from_the_pool(replicas: Any
     (replica,) = replicas(1)
     held = [await begin(replica) for _ in range(3)]
     store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
-    keep = store.keep_counted
-    store.keep_counted = loses_answers(keep)
+    keep = store.clients.keep
+    store.clients.keep = loses_answers(keep)
     with pytest.raises(FleetUnavailable):
         await replica.counting.keep()
     await replica.counting.drained()
-    store.keep_counted = keep
+    store.clients.keep = keep
     with pytest.raises(RateLimited):
         await begin(replica)
     for attempt, _ in held:
@@ -517,7 +516,7 @@ async def test_an_end_reaches_a_pool_that_took_a_count_and_did_not_say_so(
     for _ in range(2):
         replica.counting.pool_of("m", LIMITS.tag).degraded.failed("away")
     store = replica.stores[replica.counting.pool_of("m", LIMITS.tag).tag]
-    store.keep_counted = loses_answers(store.keep_counted)
+    store.clients.keep = loses_answers(store.clients.keep)
     with pytest.raises(FleetUnavailable):
         await replica.counting.keep()
     attempt.release("finished")
@@ -529,7 +528,7 @@ async def test_a_late_answer_is_one_failure_of_its_pool(replicas: Any, monkeypat
     (replica,) = replicas(1)
     late: list[OnAnswer] = []
     for store in replica.stores.values():
-        monkeypatch.setattr(store, "admit", lambda *given: late.append(given[-1]))
+        monkeypatch.setattr(store.clients, "admit", lambda *given: late.append(given[-1]))
     monkeypatch.setattr(late_pools, "LATE_S", 0.2)
     attempt, decision = await begin(replica)
     assert (decision.use, len(late)) == (None, 2)
@@ -549,7 +548,9 @@ async def test_where_all_pools_are_slow_a_refused_client_passes_no_limit(
     monkeypatch.setattr(late_pools, "LATE_S", 0.1)
     for store in replica.stores.values():
         store.slow_s = 0.3
-        monkeypatch.setattr(store, "admit", partial(asyncio.get_running_loop().call_later, 0.25, store.admit))
+        monkeypatch.setattr(
+            store.clients, "admit", partial(asyncio.get_running_loop().call_later, 0.25, store.clients.admit)
+        )
     for _ in range(3):
         with pytest.raises(RateLimited):
             await begin(replica)
@@ -574,7 +575,7 @@ async def test_no_pool_waits_for_the_renewal_of_another(replicas: Any) -> None:
         return does
 
     for pool in tags:
-        replica.stores[pool.tag].keep_counted = waits(replica.stores[pool.tag].keep_counted)
+        replica.stores[pool.tag].clients.keep = waits(replica.stores[pool.tag].clients.keep)
     async with asyncio.timeout(5):
         await replica.counting.keep()
     for attempt, _ in held:

@@ -88,7 +88,7 @@ class Talker:
             return
         self.plan.asked.append(body)
         if self.plan.router is not None:
-            self.plan.booked.append(sum(one.load.in_flight for one in await self.plan.router.fleet.workers()))
+            self.plan.booked.append(sum(one.load.in_flight for one in await self.plan.router.fleet.workers.read()))
         given = sent_ids(body)
         text = "".join(f"<{message['role']}>{message['content']}" for message in body.get("messages", ()))
         ids = given or Tokenizer.from_str(SMALL.decode()).encode(body.get("prompt") or text).ids
@@ -193,7 +193,7 @@ async def pair(
             await stack.enter_async_context(worker(url, model, up.url, talker.tracker, name=talker.name, **facts))
 
         async def proven() -> bool:
-            return [view.proof for view in await router.fleet.workers()] == ["proven"] * 2
+            return [view.proof for view in await router.fleet.workers.read()] == ["proven"] * 2
 
         await poll(proven, 60, "two proven workers")
         await router.exact()

@@ -70,11 +70,13 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
             await keyspace.hold(slot, rng.choice(chains), rng.randint(1, 60))
             for hole in range(8, 60, 17):
                 await keyspace.drop(slot, chains[0][hole * 8 : hole * 8 + 8])
-        keyspace.fleet.weights = replace(
-            keyspace.fleet.weights,
-            lambda_=rng.choice((1.0, 2.0, 1.7)),
-            pressure_price=rng.choice((1.0, 0.3)),
-            min_match_tokens=rng.choice((0, 0, 100)),
+        keyspace.fleet.use(
+            weights=replace(
+                keyspace.fleet.constants.weights,
+                lambda_=rng.choice((1.0, 2.0, 1.7)),
+                pressure_price=rng.choice((1.0, 0.3)),
+                min_match_tokens=rng.choice((0, 0, 100)),
+            )
         )
         objective_s = rng.choice((0.0, 0.0, 0.2))
         head = rng.choice(chains)[: 8 * rng.randint(1, 60)]
@@ -89,15 +91,15 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
         )
         decision = await decided(keyspace, ask, in_turn=number % 3 == 0 or ask.policy == "cost")
         rings = {"chwbl": rng.sample(names, len(names))}
-        found.append(record("m", ask, keyspace.fleet.weights, decision, rings))
+        found.append(record("m", ask, keyspace.fleet.constants.weights, decision, rings))
     return found
 
 
 async def decided(keyspace: Keyspace, ask: Question, *, in_turn: bool) -> Decision:
     """in_turn: only workers with room are chosen, if there are any."""
-    keyspace.fleet.limits = QueueLimits(0.001)
-    answer = await keyspace.fleet.decide_in_turn(replace(ask, may_wait=False), tell=True) if in_turn else None
-    return answer if isinstance(answer, Decision) else await keyspace.fleet.decide(ask, tell=True)
+    keyspace.fleet.use(limits=QueueLimits(0.001))
+    answer = await keyspace.fleet.queue.decide_in_turn(replace(ask, may_wait=False), tell=True) if in_turn else None
+    return answer if isinstance(answer, Decision) else await keyspace.fleet.bookings.decide(ask, tell=True)
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -268,4 +270,4 @@ def test_without_an_operators_key_no_client_gets_an_explanation() -> None:
 
 async def test_redis_tells_what_a_choice_saw_only_if_it_is_asked_to(keyspace: Keyspace, fleet: Fleet) -> None:
     await keyspace.workers(2)
-    assert (await fleet.decide(keyspace.ask(keyspace.chain(3)))).seen is None
+    assert (await fleet.bookings.decide(keyspace.ask(keyspace.chain(3)))).seen is None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
 
 STREAM = {"prompt": "hello", "stream": True, "max_tokens": 3}
 WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % number for number in range(3))
@@ -101,14 +101,14 @@ async def test_the_second_worker_answers_and_the_first_is_given_up_at_once(valke
         await poll(lambda: plan.hung_up == 1, 20, "the first engine is left while the second one answers")
 
         async def one_is_left() -> bool:
-            return sum(one.load.in_flight for one in await router.fleet.workers()) == 1
+            return sum(one.load.in_flight for one in await router.fleet.workers.read()) == 1
 
         await poll(one_is_left, 20, "the load of the request that was given up is given back")
         assert await router.metric('warmfleet_settled_reservations_total{outcome="cancelled"}') == 1
         plan.go.set()
         status, headers, said = await asked
         assert (status, said) == (200, b"data: {}\n\ndata: [DONE]\n\n")
-        served = {one.url: one.worker_id for one in await router.fleet.workers()}
+        served = {one.url: one.worker_id for one in await router.fleet.workers.read()}
         assert headers["x-warmfleet-worker"] == served[plan.asked[1]]
         assert await results(router) == {"won": 1}
         await router.unloaded()
@@ -191,7 +191,7 @@ async def test_other_requests_avoid_a_worker_that_died(
     async with pair(valkey_url, model, *does) as (router, plan):
         asked = asyncio.create_task(router.post(STREAM | {"model": model}))
         await plan.both_asked()
-        ids = {one.url: one.worker_id for one in await router.fleet.workers()}
+        ids = {one.url: one.worker_id for one in await router.fleet.workers.read()}
         await poll(lambda: len(found) == len(avoided), 20, "it is avoided")
         plan.go.set()
         assert (await asked)[0] == 200

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 from tests.support.engines.simulated import simulated
+from tests.support.fleet.constants_alone import ConstantsAlone
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
@@ -27,7 +28,7 @@ from warmfleet.errors import (
     QueueTimeout,
     WarmfleetError,
 )
-from warmfleet.fleet import Decision, Fleet, Line, Queued, Renewal, Standing, Weights, connect
+from warmfleet.fleet import Decision, Fleet, Line, Queued, QueueLimits, Renewal, Standing, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools import late_pools
@@ -63,8 +64,8 @@ if TYPE_CHECKING:
     from tests.support.replicas.replica import Replica
 
     from warmfleet.fleet import Question, WorkerView
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Outcome
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.routing.identifier import Identifier
 
@@ -72,10 +73,11 @@ TAGS = ("m#1", "m#2", "m#3", "m#4")
 Word = str  # what a pool of the test answers: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``ended``
 
 
-class Store:
+class Store(ConstantsAlone):
     """Redis of one pool, by a script: what it answers, and what it holds of requests."""
 
     def __init__(self, tag: str) -> None:
+        super().__init__(limits=QueueLimits(1.0))
         self.words: list[Word] = []
         self.cost_s = 1.0  # of a worker that is booked at once
         self.turn_s = 1.0  # price of a turn
@@ -95,10 +97,8 @@ class Store:
         self.booked: set[str] = set()
         self.tickets: set[str] = set()
         self.tag = tag
-        self.limits = SimpleNamespace(max_engine_wait_s=1.0)
-        self.timeouts = SimpleNamespace(request_s=1.0)
-        self.spans = SimpleNamespace(lease_ms=30_000)
-        self.weights = Weights()
+        self.bookings = self.queue = self.workers = self
+        self.clients: Any = None  # a test may count in a real Redis
 
     async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
         self.asked += 1
@@ -135,7 +135,7 @@ class Store:
         return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s,
                         self.ahead, False, own, 110)  # fmt: skip
 
-    def tell(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *_more: Any) -> None:
+    def settle_later(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *_more: Any) -> None:
         assert outcome in ("finished", "cancelled", "failed", "unsent")
 
         def take() -> None:
@@ -154,7 +154,7 @@ class Store:
     async def settle(self, reservation: str, _outcome: Outcome) -> None:
         self.booked.discard(reservation)
 
-    async def workers(self) -> list[WorkerView]:
+    async def read(self) -> list[WorkerView]:
         return []
 
 
@@ -716,7 +716,7 @@ async def test_whatever_the_pools_answer_and_whenever_it_ends_nothing_is_left(se
 
 @pytest.fixture
 def served() -> ServedModel:
-    return ServedModel("m", [Pool(tag, cast("Fleet", SimpleNamespace()), DegradedMode(1.0)) for tag in TAGS])
+    return ServedModel("m", [Pool(tag, cast("Fleet", ConstantsAlone()), DegradedMode(1.0)) for tag in TAGS])
 
 
 def chain(blocks: int, seed: int = 0) -> Chain:
@@ -800,6 +800,7 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
     class Booked:
         def __init__(self, reservation: str) -> None:
             self.reservation = reservation
+            self.bookings = self
 
         async def lease(self, reservation: str) -> object:
             return SimpleNamespace(worker_id="w") if reservation == self.reservation else None
@@ -888,7 +889,7 @@ class TwoPools:
         await asyncio.gather(*map(self.pool_of, self.prompts))
 
         async def unloaded() -> bool:
-            rows = [worker.load for fleet in self.fleets for worker in await fleet.workers()]
+            rows = [worker.load for fleet in self.fleets for worker in await fleet.workers.read()]
             return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows) == 0
 
         await poll(unloaded, 10, "the load of both pools is given back")
@@ -914,7 +915,7 @@ async def test_a_reservation_is_found_where_it_is_booked_whatever_other_pools_kn
                 raise told
             return told
 
-        fleets = [SimpleNamespace(lease=lambda _, told=told: lease(told)) for told in leases]
+        fleets = [SimpleNamespace(bookings=SimpleNamespace(lease=lambda _, told=told: lease(told))) for told in leases]
         pools = [Pool(tag, cast("Fleet", one), DegradedMode(1.0)) for tag, one in zip(TAGS, fleets, strict=False)]
         gateway = Gateway(cast("Router", SimpleNamespace(pools=Pools(pools))), Settings())
         pool = await gateway._holder("m", "wf-1")

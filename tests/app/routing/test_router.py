@@ -29,6 +29,7 @@ from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.upstream import Upstream
 from warmfleet.fleet import Fleet
+from warmfleet.fleet.bookings import Bookings
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import view_of
@@ -44,8 +45,8 @@ from warmfleet.settings import Settings
 from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
+    from warmfleet.fleet.bookings import Told
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Told
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
@@ -246,7 +247,7 @@ async def test_failed_try_is_settled_before_the_next_is_decided(valkey_url: str,
         reply(writer, b"{}", "503 Busy")
 
     async def looks(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        loads.extend(worker.load.in_flight for worker in await routers[0].fleet.workers())
+        loads.extend(worker.load.in_flight for worker in await routers[0].fleet.workers.read())
         await answer_well(engine, seen, writer)
 
     async with (
@@ -328,11 +329,11 @@ class Unwritten:
         pytest.fail("nothing is to be sent")
 
 
-class SlowFleet(Fleet):
+class SlowBookings(Bookings):
     """Redis is told as late as over a connection that must be made anew."""
 
-    def tell(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
-        late = partial(super().tell, reservation, outcome, on_answer, *more, **named)
+    def settle_later(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
+        late = partial(super().settle_later, reservation, outcome, on_answer, *more, **named)
         asyncio.get_running_loop().call_later(0.05, late)
 
 
@@ -341,7 +342,9 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
-        pool = Pool(model, SlowFleet(router.fleet.redis, model), DegradedMode(1.0))
+        fleet = Fleet(router.fleet.redis, model)
+        fleet.bookings = SlowBookings(fleet.scripts)
+        pool = Pool(model, fleet, DegradedMode(1.0))
         pool.show(view_of([], None, [], text=False))
         addresses, metrics = Addresses(settings.worker_addresses), Metrics()
         client = Upstream(addresses, 1.0)

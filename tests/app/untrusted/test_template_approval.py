@@ -97,7 +97,7 @@ async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url
     ):
         await router.exact()
         await router.routable(1)
-        for change, wanted in ((router.fleet.approve, "approved"), (router.fleet.revoke, "sandbox")):
+        for change, wanted in ((router.fleet.operator.approve, "approved"), (router.fleet.operator.revoke, "sandbox")):
             await change([sha256(PLAIN)])
 
             async def seen(wanted: str = wanted) -> bool:
@@ -131,7 +131,7 @@ async def test_approvals_outlive_redis_but_not_their_revocation(fleet: Fleet) ->
     pools = pools_of(fleet)
     templates = Templates(Metrics(), approved=["0" * 64])
     template = await templates.take(PLAIN.encode(), "auto")
-    await fleet.approve([sha256(PLAIN)])
+    await fleet.operator.approve([sha256(PLAIN)])
     assert template.local is None
     await follow_approvals(pools, templates)
     assert template.local is not None
@@ -153,7 +153,7 @@ async def test_a_revocation_waits_for_no_other_models_template(fleet: Fleet, mon
     other = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#other", timeouts=PATIENT)
     pools = pools_of(other, fleet)
     templates, approved_meanwhile = Templates(Metrics()), []
-    await fleet.approve([sha256(PLAIN)])
+    await fleet.operator.approve([sha256(PLAIN)])
     await follow_approvals(pools, templates)
     await templates.take(PLAIN.encode(), "auto")
 
@@ -161,8 +161,8 @@ async def test_a_revocation_waits_for_no_other_models_template(fleet: Fleet, mon
         approved_meanwhile.append(templates.is_approved(sha256(PLAIN)))
 
     monkeypatch.setattr(Templates, "_settle", settle)
-    await other.approve(["1" * 64])
-    await fleet.revoke([sha256(PLAIN)])
+    await other.operator.approve(["1" * 64])
+    await fleet.operator.revoke([sha256(PLAIN)])
     await follow_approvals(pools, templates)
     assert approved_meanwhile == [False]
     await templates.close()
@@ -180,7 +180,7 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     pools = pools_of(damaged, fleet)
     templates, bad = Templates(Metrics()), "{{ x | bogus }}"
     held = await templates.take(PLAIN.encode(), "auto")
-    await fleet.approve([sha256(bad), sha256(PLAIN)])
+    await fleet.operator.approve([sha256(bad), sha256(PLAIN)])
     for _ in range(2):
         with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
             await follow_approvals(pools, templates)
@@ -189,13 +189,13 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
     await templates.take(b"1", "auto")
     assert held.local is not None
     templates._known.move_to_end((sha256(bad), "auto"), last=False)
-    await fleet.revoke([sha256(PLAIN)])
+    await fleet.operator.revoke([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
         await follow_approvals(pools, templates)
     assert held.local is None
     assert held.state == "sandbox"
     assert await held.render(MESSAGES, {}, {}) == "<user>hello"
-    await fleet.approve([sha256(PLAIN)])
+    await fleet.operator.approve([sha256(PLAIN)])
     with pytest.raises(FleetUnavailable, match="WRONGTYPE"):
         await follow_approvals(pools, templates)
     assert held.local is not None, "an identity uses the template, though it is not known any more"
@@ -206,7 +206,7 @@ async def test_a_revocation_counts_at_once_even_if_another_model_cannot_be_read(
 async def test_what_was_approved_for_a_pool_that_has_left_counts_no_longer(fleet: Fleet) -> None:
     left = Fleet(fleet.redis, f"{fleet.keys.tag.replace('~', '/')}#left", timeouts=PATIENT)
     templates = Templates(Metrics())
-    await left.approve([sha256(PLAIN)])
+    await left.operator.approve([sha256(PLAIN)])
     await follow_approvals(pools_of(left, fleet), templates)
     assert templates.is_approved(sha256(PLAIN))
     await follow_approvals(pools_of(fleet), templates)

@@ -228,7 +228,7 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
     async with simulated(valkey_url, model), replica(valkey_url, model, approved_templates=()) as router:
 
         async def routable() -> bool:
-            return any(worker.routable for worker in await router.fleet.workers())
+            return any(worker.routable for worker in await router.fleet.workers.read())
 
         await poll(routable, what="the worker is routed to")
 

@@ -92,7 +92,7 @@ def caching(tracker: Tracker, ids_of: list[list[int]], words: bytes = SMALL) -> 
 
 async def proof(router: Replica, wanted: str) -> str:
     async def seen() -> str | None:
-        views = await router.fleet.workers()
+        views = await router.fleet.workers.read()
         return next((str(view.record.get("reason", "")) or "-" for view in views if view.proof == wanted), None)
 
     return str(await poll(seen, 60, f"proof {wanted}"))

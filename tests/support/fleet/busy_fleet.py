@@ -15,6 +15,7 @@ from tests.support.polling import poll
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import (
+    Constants,
     Decision,
     Fleet,
     Proof,
@@ -61,7 +62,7 @@ class BusyFleet:
         self.tracker.stored([os.urandom(8) for _ in range(2_000)])
         tag, timeouts = wire.model_tag(model), Timeouts(request_s=0.25, upkeep_s=2.0)
         client = self.connections.of(tag) if self.connections else connect(url, tag)
-        self.fleet = Fleet(client, model, timeouts, spans=SPANS)
+        self.fleet = Fleet(client, model, timeouts, constants=Constants(spans=SPANS))
         url = self.worker_url or url
         self.core = WorkerPublisher(config(url, model), self.tracker)
         self.half = ServerPublisher(ServerConfig(url, model, "w1", "http://127.0.0.1:9", (model,), "test"))
@@ -87,17 +88,17 @@ class BusyFleet:
             await asyncio.sleep(pause_s)
 
     async def _upkeep(self) -> None:
-        await self.fleet.step()
-        await self.fleet.renew(self.held)
+        await self.fleet.upkeep.step()
+        await self.fleet.bookings.renew(self.held)
         for one in list(self.unsettled):
-            await self.fleet.settle(one, "cancelled")
+            await self.fleet.bookings.settle(one, "cancelled")
             self.unsettled.remove(one)
 
     async def _prove(self) -> bool:
         with suppress(FleetUnavailable):
-            for view in await self.fleet.workers():
+            for view in await self.fleet.workers.read():
                 if view.server and view.proof == "pending":
-                    await self.fleet.prove(WORKER, view.record["nonce"], Proof("proven", ""))
+                    await self.fleet.probes.prove(WORKER, view.record["nonce"], Proof("proven", ""))
                 return view.routable
         return False
 
@@ -108,7 +109,7 @@ class BusyFleet:
     async def _request(self) -> None:
         one = new_reservation(1)
         try:
-            await self.fleet.decide(self.ask(one))
+            await self.fleet.bookings.decide(self.ask(one))
             self.answered.append(time.monotonic())
         except WarmfleetError as error:
             self.failures.append((time.monotonic(), str(error)))
@@ -128,7 +129,7 @@ class BusyFleet:
         while True:
             one = new_reservation(1)
             try:
-                return await self.fleet.decide(self.ask(one))
+                return await self.fleet.bookings.decide(self.ask(one))
             except FleetUnavailable:
                 self.unsettled.append(one)
 
@@ -159,7 +160,7 @@ class BusyFleet:
         """Fail unless the load equals that of the held reservations, and is 0 once these have been settled."""
         await stop([self.requests])
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
-        renewed, rebuilt, refused = await self.fleet.renew(self.held)
+        renewed, rebuilt, refused = await self.fleet.bookings.renew(self.held)
         assert (renewed + rebuilt, refused) == (HELD, 0)
         total = [sum(one.prefill_tokens for one in self.held), sum(one.decode_tokens for one in self.held), HELD]
         await poll(lambda: self._load(total), 15, "only what is held is booked")
@@ -168,6 +169,6 @@ class BusyFleet:
         await poll(lambda: self._load([0, 0, 0]), 15, "nothing is booked")
 
     async def _load(self, expected: list[int]) -> bool:
-        await self.fleet.reap()
-        [view] = await self.fleet.workers()
+        await self.fleet.bookings.reap()
+        [view] = await self.fleet.workers.read()
         return [view.load.prefill_tokens, view.load.decode_tokens, view.load.in_flight] == expected

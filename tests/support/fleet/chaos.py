@@ -109,31 +109,31 @@ class ChaosFleet:
         told |= {"url": "http://10.0.0.1:8000", "models": ["m"], "artifacts": {}, "facts": {}, "version": "1"}
         self.store.xadd(stream, wire.entry("s1", 1, "join", wire.dumps(told)))
         self.store.xadd(self.keys.hello, {"s": f"server:{name[:-2]}"})
-        await self.fleets[1].apply_server(name[:-2])
+        await self.fleets[1].upkeep.apply_server(name[:-2])
         if process := self._one(name, 0):
-            await self.fleets[1].prove(name, process.stream.nonce, Proof("proven", ""))
+            await self.fleets[1].probes.prove(name, process.stream.nonce, Proof("proven", ""))
 
     # ------------------------------------------------ what routers do
 
     async def apply(self, name: str, a: int, b: int) -> None:
         for _ in range(a % 3 + 1):
             self.turn += 1
-            await self.fleets[self.turn % 2].apply(name)
+            await self.fleets[self.turn % 2].upkeep.apply(name)
 
     async def upkeep(self, name: str, a: int, b: int) -> None:
-        await self.fleets[a % 2].step()
+        await self.fleets[a % 2].upkeep.step()
 
     async def collect(self, name: str, a: int, b: int) -> None:
-        await self.fleets[1].collect(a + 1)
+        await self.fleets[1].upkeep.collect(a + 1)
 
     async def forget(self, name: str, a: int, b: int) -> None:
-        await self.fleets[0].forget(name, HOUR_MS if b % 2 else 0)
+        await self.fleets[0].upkeep.forget(name, HOUR_MS if b % 2 else 0)
 
     async def decide(self, name: str, a: int, b: int) -> None:
         reservation, hashes = f"wf-{b % RESERVATIONS}", b"".join(block(number) for number in range(a))
         ask = Question(reservation, (Chain(SCHEME.scheme_id, 16, hashes),), len(hashes) * 2 + 1, 100)
         try:
-            await self.fleets[a % 2].decide(ask)
+            await self.fleets[a % 2].bookings.decide(ask)
         except CancelledReservation:
             assert reservation in self.cancelled
         except NoWorker:
@@ -144,19 +144,19 @@ class ChaosFleet:
     async def settle(self, name: str, a: int, b: int) -> None:
         outcome = ("started", "finished", "failed", "cancelled")[a % 4]
         reservation = f"wf-{b % RESERVATIONS}"
-        told = await self.fleets[1].settle(reservation, cast("Any", outcome))
+        told = await self.fleets[1].bookings.settle(reservation, cast("Any", outcome))
         if told == "UNKNOWN" and outcome in ("failed", "cancelled"):
             self.cancelled.add(reservation)
 
     async def renew(self, name: str, a: int, b: int) -> None:
         reservation = f"wf-{b % RESERVATIONS}"
-        answer = await self.fleets[0].renew([Renewal(reservation, name, 30, 40, started=a % 2 == 1)])
+        answer = await self.fleets[0].bookings.renew([Renewal(reservation, name, 30, 40, started=a % 2 == 1)])
         assert reservation not in self.cancelled or answer == (0, 0, 1)
 
     async def expire(self, name: str, a: int, b: int) -> None:
         if self.store.zadd(self.keys.leases, {f"wf-{b % RESERVATIONS}": 1}, xx=True, ch=True):
             self.cancelled.discard(f"wf-{b % RESERVATIONS}")
-            await self.fleets[0].settle("nobody", "finished")
+            await self.fleets[0].bookings.settle("nobody", "finished")
 
     # ------------------------------------------------ processes come and go
 

@@ -34,7 +34,7 @@ async def quiet(chaos: ChaosFleet) -> None:
             break
     else:
         raise AssertionError(f"still not in step: {wrong(chaos)}")
-    while (await chaos.fleets[0].collect(500))[1]:
+    while (await chaos.fleets[0].upkeep.collect(500))[1]:
         pass
     check_index(chaos)
     check_load(chaos)
@@ -47,7 +47,7 @@ async def period(chaos: ChaosFleet) -> None:
     for process in everybody:
         process.round(beat=True, listen=True)
     for _ in range(60):
-        blocks = [await fleet.step() for fleet in chaos.fleets]
+        blocks = [(await fleet.upkeep.step()).blocks for fleet in chaos.fleets]
         for process in everybody:
             process.round(listen=True)
         left = any(unread(chaos, name) for name in NAMES)
@@ -177,14 +177,14 @@ async def check_the_gone(chaos: ChaosFleet) -> None:
         chaos.store.zadd(chaos.keys.alive, {name: now - 700_000}, xx=True)
     chaos.store.set(chaos.keys.tick, f"{now} 0 0 0")
     try:
-        _, candidates = await chaos.fleets[0].explain(Question("wf-look", (), 10, 10))
+        _, candidates = await chaos.fleets[0].queue.explain(Question("wf-look", (), 10, 10))
     except NoWorker:
         candidates = []
     assert not {one.worker_id for one in candidates} & set(gone)
     for name in gone:
         slots = {row.slot for row in [row_of(chaos, name)] if row}
-        await chaos.fleets[1].forget(name, 600_000)
-        while (await chaos.fleets[0].collect(500))[1]:
+        await chaos.fleets[1].upkeep.forget(name, 600_000)
+        while (await chaos.fleets[0].upkeep.collect(500))[1]:
             pass
         assert row_of(chaos, name) is None
         assert not slots & set(everything(chaos, b"s:", int))

@@ -79,14 +79,14 @@ class Keyspace:
 
     async def done(self, ask: Question) -> None:
         """A request from its decision to its end; its lease does not linger afterwards."""
-        await self.fleet.decide(ask)
-        await self.fleet.settle(ask.reservation, "finished")
+        await self.fleet.bookings.decide(ask)
+        await self.fleet.bookings.settle(ask.reservation, "finished")
         await self.expire(ask.reservation)
 
     async def expire(self, reservation: str) -> None:
         """Let its lease expire, and have it reaped."""
         await self.store.zadd(self.keys.leases, {reservation: 1})
-        await self.fleet.settle("wf-nobody", "finished")
+        await self.fleet.bookings.settle("wf-nobody", "finished")
 
     async def drop(self, slot: int, one: bytes) -> None:
         await cast("Any", self.store.srem(self.keys.block(one), slot))

@@ -65,7 +65,7 @@ async def upkeep(fleet: Fleet) -> AsyncIterator[None]:
     async def loop() -> None:
         while True:
             with suppress(FleetUnavailable):  # some tests take Redis away
-                await fleet.step()
+                await fleet.upkeep.step()
             await asyncio.sleep(0.01)
 
     task = asyncio.create_task(loop())

@@ -124,8 +124,10 @@ class CheckedQueue:
 
     def __init__(self, keyspace: Keyspace, tickets: int, patience: float = 0.0) -> None:
         self.keyspace, self.model = keyspace, QueueModel(patience)
-        keyspace.fleet.limits = QueueLimits(LIMIT_S, tickets, patience)
-        keyspace.fleet.spans = type(keyspace.fleet.spans)(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
+        keyspace.fleet.use(limits=QueueLimits(LIMIT_S, tickets, patience))
+        keyspace.fleet.use(
+            spans=type(keyspace.fleet.constants.spans)(lease_ms=3_600_000, ticket_ms=3_600_000, linger_ms=0)
+        )
         self.displaced: set[str] = set()
 
     async def workers(self) -> Workers:
@@ -141,7 +143,7 @@ class CheckedQueue:
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
         question = self.question(ticket, waited_ms)
         seconds, us = await self.keyspace.store.time()
-        answer = await self.keyspace.fleet.decide_in_turn(question)
+        answer = await self.keyspace.fleet.queue.decide_in_turn(question)
         if not ticket.arrival_us:
             record = await cast(
                 "Any", self.keyspace.store.hget(self.keyspace.keys.queue2 + ":tickets", ticket.reservation)
@@ -165,7 +167,7 @@ class CheckedQueue:
     async def foretold(self, question: Question) -> tuple[str, bool, float]:
         """As ``came_true`` tells a decision, told before it. Asserts that nothing was written."""
         before = await self.written()
-        worker_id, _, seen = await self.keyspace.fleet.consider(question)
+        worker_id, _, seen = await self.keyspace.fleet.queue.consider(question)
         assert await self.written() == before
         return "" if seen.waits else worker_id, seen.waits, seen.turn_s
 
@@ -174,14 +176,14 @@ class CheckedQueue:
         return int((await cast("Any", self.keyspace.store.info("persistence")))["rdb_changes_since_last_save"])
 
     async def turns(self) -> set[str]:
-        line = await self.keyspace.fleet.poll([one.reservation for one in self.model.tickets])
+        line = await self.keyspace.fleet.queue.poll([one.reservation for one in self.model.tickets])
         return {ticket for ticket, standing in line.standings.items() if standing is Standing.TURN}
 
     async def check(self) -> None:
         """Assert that Redis holds exactly what the model holds."""
         store, queue, model = self.keyspace.store, self.keyspace.keys.queue2, self.model
         members = await self.zset("")
-        assert len(members) <= self.keyspace.fleet.limits.tickets
+        assert len(members) <= self.keyspace.fleet.constants.limits.tickets
         tickets = await cast("Any", store.hgetall(f"{queue}:tickets"))
         waiting = {name.decode() for name, record in tickets.items() if record}
         assert waiting == {one.reservation for one in model.tickets} == {one[25:].decode() for one in members}

@@ -46,7 +46,7 @@ class ReportingServer:
         await self.send("join", wire.dumps(self.announcement(**changes)))
 
     async def applied(self) -> None:
-        while (await self.fleet.apply_server("s")).more:
+        while (await self.fleet.upkeep.apply_server("s")).more:
             pass
 
     async def record(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class ReportingWorker:
     async def applied(self) -> None:
         """Apply until the stream is empty."""
         for _ in range(1000):
-            if not (await self.fleet.apply(self.worker_id)).more:
+            if not (await self.fleet.upkeep.apply(self.worker_id)).more:
                 return
         raise AssertionError("the stream never ends")
 

@@ -20,7 +20,7 @@ EVERY = Pace(min_gap_ms=0)
 async def ticking(store: aioredis.Redis, model: str) -> Fleet:
     """A fleet that ticks at every call, past the grace of a first tick."""
     fleet = Fleet(store, model)
-    fleet.pace = EVERY
+    fleet.upkeep.pace = EVERY
     await store.set(fleet.keys.tick, f"{now_ms()} 0 0")
     return fleet
 
@@ -33,7 +33,7 @@ async def slow_tick(fleet: Fleet, *, grace_ms: int = 0) -> Tick:
     """A tick that does the work of once a second."""
     await poll(lambda: now_ms() % 1000 < 900)
     await fleet.redis.set(fleet.keys.tick, f"{now_ms() // 1000 * 1000 - 1} {now_ms() + grace_ms if grace_ms else 0} 0")
-    return await fleet.tick()
+    return await fleet.upkeep.tick()
 
 
 async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s") -> ReportingWorker:

@@ -8,13 +8,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 from tests.support.redis.servers import PATIENT
 
+from warmfleet import fleet
 from warmfleet.background import upkeep
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Fleet, Spans
+from warmfleet.fleet import Constants, Fleet, Spans
+from warmfleet.fleet.bookings import Bookings
+from warmfleet.fleet.client import Scripts
+from warmfleet.fleet.queueing import Queue
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
@@ -36,8 +41,8 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Decision, Question, Queued
+    from warmfleet.fleet.bookings import Told
     from warmfleet.fleet.connection.multiplexed import OnAnswer
-    from warmfleet.fleet.reservations import Told
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
@@ -48,46 +53,17 @@ FATES = ("well", "well", "well", "twice", "lost", "late", "unanswered", "left", 
 Late = list[Callable[[], Awaitable[Any]]]
 
 
-class LossyFleet(Fleet):
-    """A client of Redis whose next commands get lost, come twice or late. ``late``: commands whose caller has given up.
-
-    asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``.
-    """
+class LossyScripts(Scripts):
+    """Scripts whose next calls get lost, come twice or late. ``late``: calls whose caller has given up."""
 
     fates: deque[str]
     late: Late
-    tasks: set[asyncio.Task[None]]
-    asked: dict[str, Question]
-    foretold: dict[str, str]
-    foretells = True
-
-    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
-        self.asked[question.reservation] = question
-        if self.foretells:
-            fates, self.fates = self.fates, deque()
-            with suppress(NoWorker):
-                self.foretold[question.reservation], _ = await self.explain(question)
-            self.fates = fates
-        return await super().decide_in_turn(question, tell=tell)
 
     async def run(self, name: str, *args: bytes | str | int | float, timeout_s: float | None = None) -> Any:
         return await self._fated(name, partial(super().run, name, *args))
 
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         return await self._fated(name, partial(super().call, name, command, limit_s))
-
-    def tell(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
-        async def told() -> None:
-            try:
-                answer = await self.settle(reservation, outcome, *more, **named)
-            except WarmfleetError as error:
-                on_answer(None, error)
-            else:
-                on_answer(answer, None)
-
-        task = asyncio.ensure_future(told())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
 
     async def _fated(self, name: str, execute: Callable[[], Awaitable[Any]]) -> Any:
         await asyncio.sleep(0)  # whoever else is there goes first
@@ -113,6 +89,46 @@ class LossyFleet(Fleet):
                 await self.late.pop(which % len(self.late))()
 
 
+class LossyBookings(Bookings):
+    """Settles by calls that may be lost."""
+
+    def __init__(self, scripts: LossyScripts) -> None:
+        super().__init__(scripts)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def settle_later(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
+        async def settled() -> None:
+            try:
+                answer = await self.settle(reservation, outcome, *more, **named)
+            except WarmfleetError as error:
+                on_answer(None, error)
+            else:
+                on_answer(answer, None)
+
+        task = asyncio.ensure_future(settled())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class ForetellingQueue(Queue):
+    """asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``."""
+
+    def __init__(self, scripts: LossyScripts, bookings: Bookings) -> None:
+        super().__init__(scripts, bookings)
+        self._lossy, self.foretells = scripts, True
+        self.asked: dict[str, Question] = {}
+        self.foretold: dict[str, str] = {}
+
+    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
+        self.asked[question.reservation] = question
+        if self.foretells:
+            fates, self._lossy.fates = self._lossy.fates, deque()
+            with suppress(NoWorker):
+                self.foretold[question.reservation], _ = await self.explain(question)
+            self._lossy.fates = fates
+        return await super().decide_in_turn(question, tell=tell)
+
+
 class GivenOrder(PolicyChoice):
     """A policy whose hash ring gives the order that the next decision asks for."""
 
@@ -126,9 +142,12 @@ class LossyReplica:
     """One router without HTTP: it books, settles and renews by its own code."""
 
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
-        self.fleet = LossyFleet(client, model, timeouts=PATIENT, spans=spans)
-        self.fleet.fates, self.fleet.late, self.fleet.asked, self.fleet.foretold = deque(), late, {}, {}
-        self.fleet.tasks = set()
+        with patch.object(fleet, "Scripts", LossyScripts):
+            self.fleet = Fleet(client, model, timeouts=PATIENT, constants=Constants(spans=spans))
+        self.scripts = cast("LossyScripts", self.fleet.scripts)
+        self.scripts.fates, self.scripts.late = deque(), late
+        self.fleet.bookings = LossyBookings(self.scripts)
+        self.fleet.queue = self.queue = ForetellingQueue(self.scripts, self.fleet.bookings)
         self.metrics, self.pool = Metrics(), Pool(model, self.fleet, DegradedMode(0.0), policy)
         self.pools = Pools([self.pool])
         self.policy = self.pool.policy = GivenOrder(policy)

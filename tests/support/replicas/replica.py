@@ -147,7 +147,7 @@ class Replica:
 
     async def load(self) -> int:
         """Everything that open reservations hold, over all workers."""
-        rows = [worker.load for worker in await self.fleet.workers()]
+        rows = [worker.load for worker in await self.fleet.workers.read()]
         return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows)
 
     async def unloaded(self) -> None:

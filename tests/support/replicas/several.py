@@ -18,7 +18,7 @@ from tests.support.redis.servers import PATIENT
 from tests.support.replicas.lossy import FATES, HOUR_MS, SPANS, Late, LossyReplica, order_of
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Check, Fleet, Lease, LoadRow, Question, Stage
+from warmfleet.fleet import Check, Constants, Fleet, Lease, LoadRow, Question, Stage
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet.routing.booking import BookingState
 
@@ -37,7 +37,8 @@ class SeveralReplicas:
 
     def __init__(self, clients: Sequence[aioredis.Redis], model: str, policy: str) -> None:
         self.clients, self.model, self.policy = clients, model, policy
-        self.store, self.plain = clients[0], Fleet(clients[0], model, timeouts=PATIENT, spans=SPANS)
+        self.store = clients[0]
+        self.plain = Fleet(self.store, model, timeouts=PATIENT, constants=Constants(spans=SPANS))
         self.keys, self.rng = self.plain.keys, random.Random(1)
         self.late: Late = []
         self.replicas = [LossyReplica(client, model, policy, self.late) for client in clients]
@@ -60,7 +61,7 @@ class SeveralReplicas:
     def _fated(self, who: int, *fates: int) -> LossyReplica:
         """The replica, whose next commands will have these fates."""
         one = self.replicas[who % len(self.replicas)]
-        one.fleet.fates = deque(FATES[fate % len(FATES)] for fate in fates)
+        one.scripts.fates = deque(FATES[fate % len(FATES)] for fate in fates)
         return one
 
     async def decide(self, who: int, a: int, b: int) -> None:
@@ -68,15 +69,15 @@ class SeveralReplicas:
         await self._reaped()
         one, ask = self._fated(who, b, a), self._ask(a, b)
         attempt = await one.decide(ask)
-        one.fleet.fates.clear()
+        one.scripts.fates.clear()
         lease = await self._lease(ask.reservation)
         decision, booked = attempt.chosen.decision, attempt.chosen.state is BookingState.BOOKED
         if decision is not None and not booked:
             lost = {FATES[a % len(FATES)], FATES[b % len(FATES)]} - {"well", "twice"}
-            assert lost or ask.reservation not in one.fleet.foretold, "else nobody falls back"
+            assert lost or ask.reservation not in one.queue.foretold, "else nobody falls back"
         elif decision is not None:
             assert lease
-            foretold = one.fleet.foretold[ask.reservation]
+            foretold = one.queue.foretold[ask.reservation]
             assert (lease.worker_id, lease.prefill_tokens) == (foretold, decision.prefill_tokens)
 
     async def start(self, who: int, a: int, b: int) -> None:
@@ -104,7 +105,7 @@ class SeveralReplicas:
         await self._fated(who, b).clear()
 
     async def arrive(self, who: int, a: int, b: int) -> None:
-        await self._fated(who).fleet.arrive(a)
+        await self._fated(who).scripts.arrive(a)
 
     async def kill(self, who: int, a: int, b: int) -> None:
         """SIGKILL: the replica's memory is gone; commands that it had sent may still arrive."""
@@ -125,8 +126,8 @@ class SeveralReplicas:
         name = WORKERS[who % 4]
         if name == APPROXIMATE:
             if b % 2:
-                await self.plain.register(name, RECORD, 9, Check("FAILED"))
-            await self.plain.register(name, RECORD, 9)
+                await self.plain.workers.register(name, RECORD, 9, Check("FAILED"))
+            await self.plain.workers.register(name, RECORD, 9)
         else:
             self.number += 1
             reporter = ReportingWorker(self.store, self.plain, name[:-2])
@@ -140,10 +141,10 @@ class SeveralReplicas:
                 await reporter.applied()
 
     async def forget(self, who: int, a: int, b: int) -> None:
-        await self.plain.forget(WORKERS[who % 4])
+        await self.plain.upkeep.forget(WORKERS[who % 4])
 
     async def collect(self, who: int, a: int, b: int) -> None:
-        await self.plain.collect(a + 1)
+        await self.plain.upkeep.collect(a + 1)
 
     async def emptied(self, who: int, a: int, b: int) -> None:
         """The store comes back with nothing; some workers have joined again."""
@@ -192,13 +193,15 @@ class SeveralReplicas:
         """Requests of all replicas at the same time: chosen as if they had come one after another."""
         asks = [self._ask(a + (b + number) % 2, b + number) for number in range(2 + b % 5)]
         await self._reaped()
-        twin = Fleet(self.store, f"twin/{self.model}", timeouts=PATIENT, spans=SPANS)
+        twin = Fleet(self.store, f"twin/{self.model}", timeouts=PATIENT, constants=Constants(spans=SPANS))
         await self._copy(self.keys.prefix, twin.keys.prefix)
         # What is done of a prefill, and a share of time, go by the clock, which a twin cannot turn back: both are free.
-        weights, twin.weights = twin.weights, replace(twin.weights, wait_price=0.0, place=0.0)
+        weights, free = twin.constants.weights, replace(twin.constants.weights, wait_price=0.0, place=0.0)
+        twin.use(weights=free)
         for one in self.replicas:
-            one.fleet.fates.clear()
-            one.fleet.foretells, one.fleet.weights = False, twin.weights
+            one.scripts.fates.clear()
+            one.queue.foretells = False
+            one.fleet.use(weights=free)
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
             attempts = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
@@ -209,11 +212,12 @@ class SeveralReplicas:
         }
         asked: dict[str, Question] = {}
         for one in self.replicas:
-            one.fleet.foretells, one.fleet.weights = True, weights
-            asked |= one.fleet.asked
+            one.queue.foretells = True
+            one.fleet.use(weights=weights)
+            asked |= one.queue.asked
         for name in order:
             try:
-                alone = await twin.decide(asked[name])
+                alone = await twin.bookings.decide(asked[name])
             except NoWorker:
                 alone = None
             assert alone == made[name], f"{order}"
@@ -244,7 +248,7 @@ class SeveralReplicas:
     async def _reaped(self) -> None:
         """Reap expired leases, eight at a call."""
         while await self.store.zcount(self.keys.leases, "-inf", 1):
-            await self.plain.settle("wf-nobody", "finished")
+            await self.plain.bookings.settle("wf-nobody", "finished")
 
     async def _check(self) -> None:
         """At any time: a row's sums are those of its open leases, and speculation is what leases and mirrors name."""
@@ -270,7 +274,7 @@ class SeveralReplicas:
     async def _rest(self) -> None:
         """Let every command and outcome arrive and the lease time pass; then only open requests are booked."""
         while self.late:
-            await self._fated(0).fleet.arrive(0)
+            await self._fated(0).scripts.arrive(0)
         for who, one in enumerate(self.replicas):
             await self._fated(who).clear()
             await one.renew()

@@ -41,7 +41,7 @@ class SteppedReplica:
 
     def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
         self.fleet, self.metrics = fleet, Metrics()
-        fleet.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
+        fleet.upkeep.pace = Pace(min_gap_ms=0, share_permille=1000, max_streams=256)
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, approved="*"))
@@ -52,15 +52,17 @@ class SteppedReplica:
     async def applied(self) -> None:
         empty = 0
         while empty < 3:  # the first may be too soon after the last, and new names are only found
-            tick = await self.fleet.tick()
+            tick = await self.fleet.upkeep.tick()
             empty = 0 if tick.backlog + tick.snapshots else empty + tick.ran
             for stream in tick.backlog + tick.snapshots:
                 kind, _, name = stream.partition(":")
-                await (self.fleet.apply(name) if kind == "events" else self.fleet.apply_server(name))
+                await (self.fleet.upkeep.apply(name) if kind == "events" else self.fleet.upkeep.apply_server(name))
 
     async def look(self) -> dict[str, Any]:
         """Read the whole fleet, and return the JSON that ``/workers`` would answer."""
-        self.pool.fleet._servers_until = 0.0  # as if so much time had passed that servers' records are read again
+        self.pool.fleet.workers._servers_until = (
+            0.0  # as if so much time had passed that servers' records are read again
+        )
         await self.reader.refresh()
         await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view

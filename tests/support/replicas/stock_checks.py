@@ -34,7 +34,7 @@ class Checks:
         self.round = self.engines.round
 
     async def workers(self) -> dict[str, WorkerView]:
-        return {view.url: view for view in await self.fleet.workers()}
+        return {view.url: view for view in await self.fleet.workers.read()}
 
     async def slot(self, url: str) -> int:
         return (await self.workers())[url].load.slot
@@ -57,9 +57,9 @@ def metrics(engine: Engine, page: bytes | None) -> None:
 async def sent(checks: Checks, url: str, text: bytes = b"word " * 400) -> int:
     """Send a prompt to its end; returns the blocks that the decision saw."""
     ask = asked(text)
-    decision = await checks.fleet.decide(ask)
+    decision = await checks.fleet.bookings.decide(ask)
     assert decision.url == url
-    await checks.fleet.settle(ask.reservation, "finished")
+    await checks.fleet.bookings.settle(ask.reservation, "finished")
     return decision.matched_tokens // TEXT_SCHEME.block_tokens
 
 

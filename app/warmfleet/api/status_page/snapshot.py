@@ -48,9 +48,9 @@ async def read(pool: Pool) -> Reading:
     """Ask Redis. The workers themselves are those of the replica's last reading, which is younger than two seconds."""
     try:
         async with asyncio.timeout(READ_S):
-            truth = await pool.fleet.truth(pool.view.workers)
-            memory, line = await pool.fleet.memory(), await pool.fleet.poll()
-            return Reading(True, truth, memory, line, await pool.fleet.replicas())
+            truth = await pool.fleet.index.truth(pool.view.workers)
+            memory, line = await pool.fleet.index.memory(), await pool.fleet.queue.poll()
+            return Reading(True, truth, memory, line, await pool.fleet.replicas.read())
     except (TimeoutError, WarmfleetError):
         return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
 
@@ -147,7 +147,7 @@ def rung_of(pool: Pool, *, reached: bool) -> str:
             return "last_known"
         if away:
             return "nothing"
-    if pool.fleet.grace or any(worker.state is WorkerState.UNHEARD for worker in pool.view.workers):
+    if pool.fleet.upkeep.last_tick.grace or any(worker.state is WorkerState.UNHEARD for worker in pool.view.workers):
         return "asked"
     return "redis"
 

@@ -170,9 +170,9 @@ class StockEngines:
             logger.info("engine %s answers: a worker of %s", without_userinfo(url), engine.pool.tag)
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
-        await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
+        await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         if last is not None and last.pool is not engine.pool:  # it moved: else both would choose it for a TTL
-            await last.pool.fleet.register(
+            await last.pool.fleet.workers.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
 
@@ -182,7 +182,7 @@ class StockEngines:
         if slow and last is not None and last.failing_since is None and self._works(url, last.pool):
             logger.info("engine %s is slow to answer its check, but is at work", without_userinfo(url))
             check = Check("PASSED", self._replica)
-            await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+            await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
             return
         self._known.release(url)
         self._failed[url] = None
@@ -195,7 +195,7 @@ class StockEngines:
         self._checked[url] = last
         told = Check("SLOW" if slow else "FAILED", self._replica, now - (last.failing_since or now))
         check = told._replace(cause=_cause(error), reason=_reason(error))
-        await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+        await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
 
     def _works(self, url: str, pool: Pool) -> bool:
         """Whether this replica has a connection on which the engine has sent something lately, or may do so soon."""
@@ -207,12 +207,12 @@ class StockEngines:
             self._checked.pop(url, None)
             return
         check = Check("LEAVING", self._replica, HEALTH_INTERVAL_S)
-        found = await last.pool.fleet.register(worker_id(url), last.record, last.capacity_blocks, check)
+        found = await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
         if found.word in ("LISTED", "UP") or (found.in_flight and found.word in ("LEAVING", "OUT")):
             self._checked[url] = last
             return
         if found.word != "GONE":
-            await last.pool.fleet.forget(worker_id(url))
+            await last.pool.fleet.upkeep.forget(worker_id(url))
         self._checked.pop(url, None)
 
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
@@ -231,13 +231,13 @@ class StockEngines:
         if not answers:
             self._failed[url] = None
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
-        found = await engine.pool.fleet.register(worker_id(url), engine.record, engine.capacity_blocks, check)
+        found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
         if since is None or (gone and found.in_flight):  # others have a round to say that they list it
             self._leaving[url] = now if since is None else since
             return
         if gone:
-            await engine.pool.fleet.forget(worker_id(url))
+            await engine.pool.fleet.upkeep.forget(worker_id(url))
             logger.info("engine %s has left", without_userinfo(url))
         self._checked.pop(url, None)
         self._failed.pop(url, None)

@@ -80,7 +80,7 @@ class KnownEngines:
         readings: list[tuple[Pool, Sequence[WorkerView]]] = []
         for pool in self._pools.all:
             with suppress(FleetUnavailable):
-                readings.append((pool, pool.view.workers if pool.contacted else await pool.fleet.workers()))
+                readings.append((pool, pool.view.workers if pool.contacted else await pool.fleet.workers.read()))
         self._told_s = {
             (pool.tag, worker.worker_id): worker.told_age_s + (pool.view_age_s if pool.contacted else 0.0)
             for pool, workers in readings

@@ -38,6 +38,7 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 from warmfleet.fleet import Fleet, Timeouts, WorkerState, connect
+from warmfleet.fleet.client import Scripts
 from warmfleet.fleet.first_contact import in_words, trouble_with
 from warmfleet.fleet.inspection.server import Inspection
 from warmfleet.fleet.pool_registry import master_of
@@ -255,10 +256,10 @@ async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
 
 async def _redis(plan: Plan, known: Known, report: Report) -> None:
     where = parse(plan.url)
-    looks = {model: Inspection(fleet.redis, model, PATIENCE) for model, fleet in known.fleets.items()}
+    looks = {model: Inspection(fleet.scripts) for model, fleet in known.fleets.items()}
     for model, fleet in known.fleets.items():
         with suppress(WarmfleetError):  # told where the workers are checked
-            known.workers[model] = await fleet.workers()
+            known.workers[model] = await fleet.workers.read()
     capacity = sum(worker.load.capacity_blocks for worker in known.everybody)
 
     async def servers() -> list[Finding]:
@@ -296,7 +297,7 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
         for model, look in looks.items():
             of_router = once(look.redis, rights_checks.of_router(look, model, cluster=cluster))
             await _checked(report, "router rights", of_router)
-            looking = Inspection(admin, model, PATIENCE)
+            looking = Inspection(Scripts(admin, model, PATIENCE))
             servers = frozenset(str(worker.record.get("server_id")) for worker in known.workers.get(model, []))
             of_workers = once(admin, rights_checks.of_workers(looking, model, servers, cluster=cluster))
             await _checked(report, "worker rights", of_workers)
@@ -323,16 +324,16 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
     report.progress("reading the workers")
 
     async def read() -> list[Finding]:
-        workers = await fleet.workers()
+        workers = await fleet.workers.read()
         known.workers[model] = workers
-        look = Inspection(fleet.redis, model, PATIENCE)
+        look = Inspection(fleet.scripts)
         entry = known.entry(model)
         streams = await look.streams()
         alone = streams.servers - {str(worker.record.get("server_id", "")) for worker in workers}
         reading = fleet_checks.Fleet(
             model,
             workers,
-            await fleet.truth(workers),
+            await fleet.index.truth(workers),
             streams,
             [] if workers else [tag for tag in await look.models() if known.entry(tag) is None],
             drained=entry is not None and entry.draining,
@@ -347,7 +348,7 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
     await _checked(report, "url", _urls(plan, known, known.workers.get(model, [])))
 
     async def read_again() -> list[Finding]:
-        return fleet_checks.fights(known.workers.get(model, []), await fleet.workers())
+        return fleet_checks.fights(known.workers.get(model, []), await fleet.workers.read())
 
     await _checked(report, "names", read_again())
 
@@ -370,7 +371,7 @@ async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
     siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
     for tag in known.fleets.keys() - {model}:
         with suppress(WarmfleetError):  # told where its own workers are checked
-            known.workers[tag] = await known.fleets[tag].workers()
+            known.workers[tag] = await known.fleets[tag].workers.read()
             heard = [worker for worker in known.workers[tag] if worker.heard]
             found |= {worker.worker_id: tag for worker in heard if worker.approximate or tag in siblings}
     if siblings:
@@ -409,7 +410,7 @@ async def _replicas(known: Known, report: Report) -> None:
     told: dict[str, list[ReplicaView]] = {}
     for tag, fleet in known.fleets.items():
         with suppress(WarmfleetError):  # told where its workers are checked
-            told[tag] = await fleet.replicas()
+            told[tag] = await fleet.replicas.read()
     if any(told.values()):
         report.part("Routers of the fleet")
         report.add(router_checks.announced(told))

@@ -20,7 +20,7 @@ from warmfleet.background.probe import random_text
 from warmfleet.cli.doctor.engine_checks import KEY_HELP
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.errors import NotFound, UpstreamError, UpstreamGone
-from warmfleet.fleet.views import BadArtifact
+from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
@@ -92,7 +92,7 @@ async def identity_of(subject: Subject, identities: Identities) -> Identity | Fi
         return skipped("tokenizer", f"{worker.worker_id} announces no tokenizer: engines are asked for token ids")
     server = str(worker.record.get("server_id", ""))
     try:
-        found = {name: await fleet.artifact(server, entry) for name, entry in files.items()}
+        found = {name: await fleet.artifacts.read(server, entry) for name, entry in files.items()}
         return await identities.build(announced.identity_key(worker), found, subject.facts)
     except (NotFound, BadArtifact) as error:
         remedy = "restart the engine: it then writes its files again; see SETNX in `worker rights`"
@@ -228,7 +228,7 @@ async def _indexed(fleet: Fleet, worker: WorkerView, packed: bytes) -> Finding:
         return skipped("index", "the model's context is shorter than two blocks")
     end, held = time.monotonic() + INDEXED_S, [False]
     while not all(held) and time.monotonic() < end:
-        held = await fleet.holds(worker.load.slot, hashes)
+        held = await fleet.index.holds(worker.load.slot, hashes)
         await asyncio.sleep(0 if all(held) else POLL_S)
     if all(held):
         return ok("index", f"its stream reported the probe's {len(hashes)} blocks under the hashes computed here")

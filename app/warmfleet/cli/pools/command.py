@@ -136,7 +136,7 @@ async def _look(url: str, entry: PoolEntry) -> tuple[PoolFigures, Sequence[Worke
     state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
     async with pool_of(url, entry.tag) as fleet:
         try:
-            workers, line = await fleet.workers(), await fleet.poll()
+            workers, line = await fleet.workers.read(), await fleet.queue.poll()
         except FleetUnavailable as error:
             return PoolFigures(entry.tag, state, entry.since_ms, unreachable=str(error)), ()
         ready = [worker for worker in workers if worker.routable]
@@ -216,7 +216,7 @@ def _warn(text: str) -> None:
 async def _any_worker(url: str, tags: Iterable[str]) -> bool:
     for tag in tags:
         async with pool_of(url, tag) as fleet:
-            if await fleet.workers():
+            if await fleet.workers.read():
                 return True
     return False
 
@@ -249,16 +249,16 @@ async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None
     policy, approved, first = "", frozenset[str](), ""
     for first in old:
         async with pool_of(url, first) as fleet:
-            policy, approved = await fleet.switched(), await fleet.approved()
+            policy, approved = await fleet.operator.switched(), await fleet.operator.approved()
         if policy or approved:
             break
     for tag in [tag for tag in new if tag != first]:
         async with pool_of(url, tag) as fleet:
             try:
-                if policy and not await fleet.switched():
-                    await fleet.switch(policy)
-                if approved and not await fleet.approved():
-                    await fleet.approve(approved)
+                if policy and not await fleet.operator.switched():
+                    await fleet.operator.switch(policy)
+                if approved and not await fleet.operator.approved():
+                    await fleet.operator.approve(approved)
             except RefusedCall as error:
                 text = f"policy and approved templates of {first} do not hold in {tag} ({error}): as `admin` call"
                 print(f"{text} `warmfleet policy` and `warmfleet artifacts approve` again", file=sys.stderr)
@@ -352,7 +352,7 @@ async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> 
     """Raises CommandError while something of the pool is in use, or nobody can tell."""
     async with pool_of(url, tag) as fleet:
         try:
-            workers = await fleet.workers()
+            workers = await fleet.workers.read()
         except RefusedCall:
             raise
         except FleetUnavailable as error:
@@ -391,7 +391,7 @@ async def _takes_requests(url: str, tag: str) -> bool | None:
     """Whether some worker of the pool takes requests; None if its Redis does not answer."""
     async with pool_of(url, tag) as fleet:
         try:
-            return any(worker.routable for worker in await fleet.workers())
+            return any(worker.routable for worker in await fleet.workers.read())
         except FleetUnavailable:
             return None
 

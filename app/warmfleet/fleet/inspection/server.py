@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet.client import ScriptClient, argv
 from warmfleet.fleet.connection.failover import Locator
 from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.protocol.redis_address import CLUSTER_SLOTS
@@ -17,6 +16,7 @@ from warmfleet.protocol.redis_address import CLUSTER_SLOTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.fleet.inspection.rights import Right
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
@@ -86,18 +86,22 @@ class Streams:
     waiting: frozenset[str]
 
 
-class Inspection(ScriptClient):
+class Inspection:
     """Reads only. All methods raise FleetUnavailable, RefusedCall if this user may not do that."""
 
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self.redis, self.keys = scripts.redis, scripts.keys
+
     async def server(self) -> ServerFacts:
-        return ServerFacts.of(await self.ask("INFO"))
+        return ServerFacts.of(await self._scripts.ask("INFO"))
 
     async def clock_ahead_s(self, wall: Callable[[], float] = time.time) -> tuple[float, float]:
         """Seconds by which this machine's clock is ahead of Redis', and by how much that may be wrong."""
         best = (0.0, float("inf"))
         for _ in range(CLOCK_TRIES):
             before = wall()
-            seconds, micros = await self.ask("TIME")
+            seconds, micros = await self._scripts.ask("TIME")
             after = wall()
             error = abs(after - before) / 2
             if error < best[1]:
@@ -122,20 +126,18 @@ class Inspection(ScriptClient):
         words: list[Argument] = []
         for right in rights:
             words += [len(right.words), *right.words]
-        answer = await self.run(
-            "rights", *argv("rights", words, commands=len(rights)), timeout_s=self.timeouts.upkeep_s
-        )
+        answer = await self._scripts.keep("rights", words, commands=len(rights))
         return [rights[number - 1] for number in answer]
 
     async def refused_to(self, user: str, rights: Sequence[Right]) -> list[Right]:
         """Those of these calls that ``user`` may not make. It takes the right to ACL DRYRUN."""
-        answers = await asyncio.gather(*[self.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
+        answers = await asyncio.gather(*[self._scripts.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
         return [right for right, answer in zip(rights, answers, strict=True) if answer != b"OK"]
 
     async def users(self) -> dict[str, str] | None:
         """The rules of every Redis user by name; None if this user may not ask. The rules hold hashes of passwords."""
         try:
-            told = [line.decode("utf-8", "replace") for line in await self.ask("ACL", "LIST")]
+            told = [line.decode("utf-8", "replace") for line in await self._scripts.ask("ACL", "LIST")]
         except RefusedCall:
             return None
         return {line.split()[1]: line for line in told if len(line.split()) > 1}
@@ -159,7 +161,7 @@ class Inspection(ScriptClient):
         found, cursor, end = set[str](), b"0", time.monotonic() + limit_s
         with suppress(RefusedCall):
             while time.monotonic() < end:
-                cursor, keys = await self.ask("SCAN", cursor, "MATCH", MODEL_KEYS, "COUNT", SCANNED)
+                cursor, keys = await self._scripts.ask("SCAN", cursor, "MATCH", MODEL_KEYS, "COUNT", SCANNED)
                 found |= {key.decode("utf-8", "replace").split("{")[1].partition("}")[0] for key in keys}
                 if cursor == b"0":
                     break
@@ -172,11 +174,11 @@ class Inspection(ScriptClient):
         keys = self.keys
         try:
             tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(
-                self.ask("GET", keys.tick),
-                self.ask("HKEYS", keys.workers),
-                self.ask("HKEYS", keys.servers),
-                self.ask("XRANGE", keys.hello, "-", "+", "COUNT", 256),
-                self.ask("TIME"),
+                self._scripts.ask("GET", keys.tick),
+                self._scripts.ask("HKEYS", keys.workers),
+                self._scripts.ask("HKEYS", keys.servers),
+                self._scripts.ask("XRANGE", keys.hello, "-", "+", "COUNT", 256),
+                self._scripts.ask("TIME"),
             )
         except TypeError as error:  # an answer of another form: the keys are not this project's
             raise FleetUnavailable(f"the keys of {keys.tag} are not as they should be: {error}") from error

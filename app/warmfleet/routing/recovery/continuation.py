@@ -29,7 +29,7 @@ from warmfleet.routing.error_events import ErrorEvents
 
 if TYPE_CHECKING:
     from warmfleet.engines.followed_stream import StreamCut
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request

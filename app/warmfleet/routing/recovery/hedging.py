@@ -20,7 +20,7 @@ from warmfleet.routing.attempt import Attempt
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from warmfleet.fleet.reservations import Outcome
+    from warmfleet.fleet.bookings import Outcome
     from warmfleet.metrics import Metrics
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer

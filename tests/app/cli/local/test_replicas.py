@@ -196,7 +196,7 @@ async def test_a_second_ctrl_c_ends_all_in_order_under_load(valkey_url: str, mod
         url, body = f"http://127.0.0.1:{parent.port}/v1/completions", {"model": model, "prompt": "x", "stream": True}
         streams = [await client.post(url, json=body) for _ in range(12)]  # each has its first event by now
         looking = Fleet(connect(valkey_url, timeout_s=2), model)
-        assert (await looking.workers())[0].load.in_flight == len(streams)
+        assert (await looking.workers.read())[0].load.in_flight == len(streams)
         pids = [int(pid) for pid in parent.ready()]
         parent.process.send_signal(signal.SIGINT)
         await poll(lambda: len(parent.matches("(stops: no new connection)")) == 2, 20, "both replicas stop")
@@ -205,7 +205,7 @@ async def test_a_second_ctrl_c_ends_all_in_order_under_load(valkey_url: str, mod
         ends = await asyncio.wait_for(asyncio.gather(*(stream.read() for stream in streams)), 20)
         assert await asyncio.wait_for(parent.process.wait(), 20) == 0
         assert not any(map(alive, pids))
-        [load] = [worker.load for worker in await looking.workers()]
+        [load] = [worker.load for worker in await looking.workers.read()]
         await looking.close()
     assert all(b'"stopping"' in end for end in ends), "each client is told why its stream ends"
     assert (load.in_flight, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)

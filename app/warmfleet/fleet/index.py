@@ -1,20 +1,22 @@
-"""Reads how far the index agrees with the engines: entries not applied yet, divergences found and healed, size."""
+"""Reads the index: what it holds, its counters, its memory, and how far it agrees with the engines."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from warmfleet.fleet.client import ScriptClient, pairs
+from warmfleet.fleet.client import pairs, redis_errors
 from warmfleet.fleet.connection.packing import pack_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Mapping, Sequence
 
-    from warmfleet.fleet.views import WorkerView
+    from warmfleet.fleet.client import Scripts
+    from warmfleet.fleet.workers import WorkerView
 
 LAGS_AT_ONCE = 64
+HOLDS_AT_ONCE = 512
 FILLING = "join"  # this cause of a snapshot is no divergence: the index of a new incarnation is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
@@ -55,14 +57,56 @@ class Truth:
     workers: Mapping[str, WorkerTruth] = field(default_factory=dict)
 
 
-class Truths(ScriptClient):
-    """Reads how true the index is. It writes nothing."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of the Redis server, in bytes. limit: 0 without one. policy: the name of its eviction policy."""
+
+    used: int
+    limit: int
+    policy: str
+
+    @property
+    def used_permille(self) -> int:
+        """The share of the limit that is used; 0 without a limit."""
+        return 1_000 * self.used // self.limit if self.limit else 0
+
+
+class Index:
+    """Reads the index. It writes nothing."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+
+    async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
+        """For each of these 8-byte hashes: whether ``slot`` holds it, by the index. Raises FleetUnavailable."""
+        answer: list[bool] = []
+        with redis_errors():
+            for start in range(0, len(hashes), HOLDS_AT_ONCE):
+                chunk = list(hashes[start : start + HOLDS_AT_ONCE])
+                found = await cast(
+                    "Awaitable[list[int]]", self._scripts.redis.smismember(self._scripts.keys.slot(slot), chunk)
+                )
+                answer += [held == 1 for held in found]
+        return answer
+
+    async def counts(self) -> dict[str, int]:
+        """Fleet-wide counters of protocol events."""
+        with redis_errors():
+            found = await cast("Awaitable[dict[bytes, bytes]]", self._scripts.redis.hgetall(self._scripts.keys.counts))
+        return {name.decode(): int(value) for name, value in found.items()}
+
+    async def memory(self) -> Memory:
+        """The memory of the Redis server. Raises FleetUnavailable."""
+        told: bytes = await self._scripts.ask("INFO", "memory")
+        info = dict(line.partition(b":")[::2] for line in told.split(b"\r\n"))
+        policy = info.get(b"maxmemory_policy", b"").decode("ascii", "replace")
+        return Memory(int(info[b"used_memory"]), int(info.get(b"maxmemory", 0)), policy)
 
     async def truth(self, workers: Sequence[WorkerView]) -> Truth:
         """The state of the index for these workers, as Redis has it now. Raises FleetUnavailable."""
-        keys = self.keys
+        keys = self._scripts.keys
         commands = ("HVALS", keys.digest), ("SCARD", keys.retired), ("HGETALL", keys.counts), ("TIME",)
-        answers = await self.together([("", pack_command(*words)) for words in commands])
+        answers = await self._scripts.together([("", pack_command(*words)) for words in commands])
         digests, retired, counts, (seconds, micros) = answers
         lags, now_ms = await self._lags(), int(seconds) * 1_000 + int(micros) / 1_000
         return Truth(
@@ -81,7 +125,7 @@ class Truths(ScriptClient):
         lags: dict[str, tuple[int, int]] = {}
         start, streams = 0, 1
         while start < streams:
-            answer = await self.keep("lag", prefix=self._prefix, start=start, max_streams=LAGS_AT_ONCE)
+            answer = await self._scripts.keep("lag", prefix=self._scripts.prefix, start=start, max_streams=LAGS_AT_ONCE)
             streams, start = answer[0], start + LAGS_AT_ONCE
             for at in range(1, len(answer), 3):
                 lags[answer[at].decode()] = (answer[at + 1], answer[at + 2])

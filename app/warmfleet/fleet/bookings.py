@@ -1,4 +1,4 @@
-"""Reservations: decide chooses a worker and books a request in one call, settle ends that, renew keeps it alive.
+"""Bookings: decide chooses a worker and books a request in one call, settle ends that, renew keeps it alive.
 
 How a worker is chosen is written in lua/decide.lua and its parts.
 """
@@ -11,23 +11,21 @@ import zlib
 from base64 import urlsafe_b64encode
 from binascii import b2a_base64
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from warmfleet.errors import BadArgument
-from warmfleet.fleet.client import ScriptClient, Timeouts
+from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
-from warmfleet.fleet.constants import QueueLimits, Spans, Weights, packed
-from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS
 from warmfleet.protocol.wire import RESERVATION_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Sequence
 
-    import redis.asyncio as aioredis
-
+    from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.client_limits import ClientLimits
     from warmfleet.fleet.connection.multiplexed import OnAnswer
     from warmfleet.fleet.connection.packing import Argument
@@ -48,6 +46,7 @@ FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the ne
 NO_OBJECTIVE = pack(0.0)
 TENANT_BYTES = 8
 NO_TENANT = bytes(TENANT_BYTES)
+PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome), "due")}
 
 
 def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
@@ -239,28 +238,14 @@ class Renewal(NamedTuple):
     started: bool = False
 
 
-class Reservations(ScriptClient):
+class Bookings:
     """``decide`` books a request, ``settle`` ends that, ``renew`` keeps it alive; it also expires by itself."""
 
-    def __init__(
-        self,
-        redis: aioredis.Redis,
-        model: str,
-        timeouts: Timeouts | None = None,
-        weights: Weights | None = None,
-        spans: Spans | None = None,
-    ) -> None:
-        super().__init__(redis, model, timeouts)
-        self.weights = weights or Weights()
-        self.spans = spans or Spans()
-        self.limits = QueueLimits()
-        self.block_tokens: Mapping[int, int] = {}  # scheme id -> tokens in a block, to size caches in tokens
-        self._constants: tuple[tuple[object, ...], bytes, bytes] = ((), b"", b"")
-        self._packed_prefix = pack(self._prefix)
-        self._decide, self._settle = self.packed["decide"], self.packed["settle"]
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+        self._packed_prefix = pack(scripts.prefix)
+        self._decide, self._settle = scripts.packed["decide"], scripts.packed["settle"]
         self._decide_heads: dict[int, bytes] = {}  # up to the second argument, by the number of chains
-        self._outcomes_spans: Spans | None = None  # with which ``_outcomes`` were packed
-        self._outcomes: dict[Told, bytes] = {}  # what follows the reservation in a call of settle
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
     async def decide(self, question: Question, *, tell: bool = False) -> Decision:
@@ -270,9 +255,11 @@ class Reservations(ScriptClient):
         known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
         command = self.decide_command(question, Mode.TELL if tell else Mode.BOOK, in_turn=False)
-        return self._decision(question, await self.call("decide", command, self.timeouts.request_s))
+        answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
+        return self.decision(question, answer)
 
-    def _decision(self, question: Question, answer: list[Any]) -> Decision:
+    def decision(self, question: Question, answer: list[Any]) -> Decision:
+        """What decide has answered for a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
@@ -307,10 +294,10 @@ class Reservations(ScriptClient):
         Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
-        answer = await self.call("settle", command, self.timeouts.upkeep_s)
+        answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
         return str(answer[0].decode())
 
-    def tell(
+    def settle_later(
         self,
         reservation: str,
         outcome: Told,
@@ -323,19 +310,13 @@ class Reservations(ScriptClient):
         It goes to Redis with the next of these, or after two milliseconds.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
-        self.send("settle", command, self.timeouts.upkeep_s, on_answer, patient=True)
+        self._scripts.send("settle", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 
     def settle_command(
         self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> bytes:
         """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
-        spans = self.spans
-        if self._outcomes_spans is not spans:
-            self._outcomes_spans, self._outcomes = spans, {}
-        rest = self._outcomes.get(outcome)
-        if rest is None:
-            packed_rest = (pack_text(outcome), pack_int(spans.tombstone_ms), pack_int(spans.linger_ms))
-            rest = self._outcomes[outcome] = b"".join(packed_rest)
+        rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
         if not tokens and shortfall is None:
             return self._settle_head + pack_text(reservation) + rest
         more = [pack_int(tokens) if tokens else NOTHING]
@@ -349,8 +330,9 @@ class Reservations(ScriptClient):
 
         decide gives back eight at each call; this is for a fleet without requests.
         """
-        now_ms = int((await self.ask("TIME"))[0]) * 1000
-        expired: int = await self.ask("ZCOUNT", self.keys.leases, "-inf", now_ms)
+        scripts = self._scripts
+        now_ms = int((await scripts.ask("TIME"))[0]) * 1000
+        expired: int = await scripts.ask("ZCOUNT", scripts.keys.leases, "-inf", now_ms)
         # A settle of an id that is no reservation does nothing but give back expired leases.
         for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")
@@ -362,20 +344,22 @@ class Reservations(ScriptClient):
         for renewal in renewals:
             rest += [renewal.reservation, renewal.worker_id, renewal.prefill_tokens]
             rest += [renewal.decode_tokens, int(renewal.started)]
-        renewed, rebuilt, refused = await self.keep("renew", rest, prefix=self._prefix, lease_ms=self.spans.lease_ms)
+        scripts = self._scripts
+        lease_ms = scripts.constants.spans.lease_ms
+        renewed, rebuilt, refused = await scripts.keep("renew", rest, prefix=scripts.prefix, lease_ms=lease_ms)
         return renewed, rebuilt, refused
 
-    def constants(self) -> bytes:
-        """The argument ``constants`` of the scripts; packed anew only after one of the four attributes was replaced."""
-        return self._packed_constants()[1]
+    async def lease(self, reservation: str) -> Lease | None:
+        """What Redis holds of a reservation, None if it holds nothing. Raises FleetUnavailable."""
+        scripts = self._scripts
+        with redis_errors():
+            packed = await cast("Awaitable[bytes | None]", scripts.redis.hget(scripts.keys.lease, reservation))
+        return None if packed is None else Lease.unpack(packed)
 
-    def _packed_constants(self) -> tuple[tuple[object, ...], bytes, bytes]:
-        """The attributes that were packed, the argument, and the argument in the protocol of Redis."""
-        parts = (self.weights, self.spans, self.limits, self.block_tokens)
-        if self._constants[0] != parts:
-            record = packed(*parts)
-            self._constants = (parts, record, pack(record))
-        return self._constants
+    async def prefilled(self, reservation: str) -> bool:
+        """The stream of this reservation's worker has reported that its prefill is done. Raises FleetUnavailable."""
+        lease = await self.lease(reservation)
+        return lease is not None and lease.stage >= Stage.STARTED
 
     def decide_command(self, question: Question, mode: Mode = Mode.BOOK, *, in_turn: bool = True) -> bytes:
         """The packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
@@ -394,7 +378,7 @@ class Reservations(ScriptClient):
         pieces = [
             head,
             pack_text(question.reservation),
-            self._packed_constants()[2],
+            self._scripts.constants.argument,
             pack_text(question.policy),
             pack_int(question.prompt_tokens),
             pack_int(question.decode_tokens),

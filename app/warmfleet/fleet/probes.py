@@ -1,0 +1,105 @@
+"""Probes of a worker's identity: which of a probe's blocks its stream reports, and what the probe has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from warmfleet.fleet.client import redis_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+    from warmfleet.fleet.client import Scripts
+
+PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
+
+Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The result of a probe: its word, and why in words. cause: a word for counters.
+
+    probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None is recorded in any case.
+    owner: the owner of the warming that this ends.
+    """
+
+    word: str
+    reason: str
+    cause: str = ""
+    probed_ms: int | None = None
+    owner: str = ""
+
+
+class Probes:
+    """What a replica writes while it probes a worker, and while it warms one whose probe passed."""
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts = scripts
+
+    async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
+        """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.
+
+        Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ.
+        ``await_no_blocks`` ends it; the notes of a replica that died expire. Raises FleetUnavailable.
+        """
+        key = self._scripts.keys.probe(worker_id)
+        with redis_errors():
+            async with self._scripts.redis.pipeline(transaction=False) as pipe:
+                pipe.sadd(key, probe, *hashes)
+                pipe.expire(key, PROBE_EXPIRES_S)
+                await pipe.execute()
+
+    async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
+        """For each block: True while the stream has not reported it. None if Redis has lost the notes.
+
+        Raises FleetUnavailable.
+        """
+        key = self._scripts.keys.probe(worker_id)
+        with redis_errors():
+            noted, *left = await cast("Awaitable[list[int]]", self._scripts.redis.smismember(key, [probe, *hashes]))
+        return [awaited == 1 for awaited in left] if noted else None
+
+    async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
+        """The probe is over: note nothing more for it."""
+        with redis_errors():
+            await self._scripts.redis.srem(self._scripts.keys.probe(worker_id), probe, *hashes)
+
+    async def prove(self, worker_id: str, nonce: str, proof: Proof) -> Proved:
+        """Record the result of a probe.
+
+        Returns STALE if the worker joined anew (its nonce is another), or if this is a failure and another result came
+        first; TAKEN if another replica warms the worker, or if this owner's lease is over; DOWNGRADED if the worker was
+        proven before and is not any more. Raises FleetUnavailable.
+        """
+        answer = await self._scripts.keep(
+            "prove",
+            worker_id=worker_id,
+            nonce=nonce,
+            proof=proof.word,
+            cause=proof.cause,
+            reason=proof.reason,
+            probed="" if proof.probed_ms is None else proof.probed_ms,
+            owner=proof.owner,
+            lease_ms=0,
+        )
+        return cast("Proved", answer.decode())
+
+    async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
+        """``owner`` warms this worker before it takes requests, for ``lease_ms`` from now on; calling again renews it.
+
+        Returns TAKEN if another owner warms it or has done so. Raises FleetUnavailable.
+        """
+        answer = await self._scripts.keep(
+            "prove",
+            worker_id=worker_id,
+            nonce=nonce,
+            proof="warming",
+            cause="",
+            reason="",
+            probed="",
+            owner=owner,
+            lease_ms=lease_ms,
+        )
+        return cast("Proved", answer.decode())

@@ -1,0 +1,305 @@
+"""The workers of one pool: as one reading finds them, and what replicas and the operator write of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from warmfleet.fleet.client import pairs
+from warmfleet.fleet.connection.packing import pack_command
+from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.fleet.worker.records import Records
+from warmfleet.fleet.worker.state import WorkerState, heard, proof_of, state_of
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
+    from warmfleet.fleet.client import Scripts
+
+SERVERS_S = 5.0  # between two readings of the records of API servers while no worker changes: an interval of heartbeats
+
+Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
+Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
+Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
+
+
+class Check(NamedTuple):
+    """What a replica found of an engine without the plugin. replica: a random word of its own.
+
+    found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
+    time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
+    put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
+    cause, reason: of a check that failed, a word (background/worker_words) and a sentence.
+    """
+
+    found: Literal["PASSED", "FAILED", "SLOW", "LEAVING"]
+    replica: str = ""
+    since_s: float = 0.0
+    paused: bool | None = None
+    wait_s: float | None = None
+    cause: str = ""
+    reason: str = ""
+
+
+PASSED = Check("PASSED")
+
+
+class Registered(NamedTuple):
+    """What is registered of such an engine after a check; the words are those of lua/register.lua."""
+
+    slot: int
+    in_flight: int
+    word: Registration
+
+
+EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each time, and never longer than the second
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker, as one reading found it.
+
+    ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
+    the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
+    is None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
+    where there is none; ``state`` says whether requests may go to the worker. ``probed_age_s`` counts from that
+    result; None if there is none, or the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its API
+    server. ``vouched_age_s`` counts from the last time when a replica vouched for the worker; None if none did.
+    ``told_age_s`` counts from the last time when a check read the load of an approximate worker from its metrics.
+    """
+
+    worker_id: str
+    record: dict[str, Any]
+    server: dict[str, Any] | None
+    load: LoadRow
+    heartbeat_age_s: float | None
+    state: WorkerState
+    proof: str
+    url: str
+    models: list[str]
+    probed_age_s: float | None = None
+    server_age_s: float | None = None
+    vouched_age_s: float | None = None
+    told_age_s: float | None = None
+
+    @property
+    def routable(self) -> bool:
+        """A decision may choose it now."""
+        return self.state.routable
+
+    @property
+    def loras(self) -> dict[str, str]:
+        """Name and path of the adapters that its API server announced; none that has the name of a model."""
+        loras = ((self.server or {}).get("facts") or {}).get("loras") or {}
+        return {name: path for name, path in loras.items() if name not in self.models}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that its API server answers to: served names, aliases and adapters."""
+        return [*self.models, *self.loras]
+
+    @property
+    def misnamed(self) -> bool:
+        """It does not serve its pool's name."""
+        return bool(self.load.flags & Flag.MISNAMED)
+
+    @property
+    def heard(self) -> bool:
+        """Its heartbeats come, or replicas vouch for it."""
+        return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
+
+    @property
+    def draining(self) -> bool:
+        """The operator drains it, whatever else its state is: a drained worker may also be silent."""
+        return bool(self.load.flags & Flag.DRAINING)
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Its engine core or its API server has ended, or is about to, and told so."""
+        return not self.approximate and (
+            self.heartbeat_age_s is None or (self.server is not None and self.server_age_s is None)
+        )
+
+    @property
+    def paused(self) -> bool:
+        """Its last heartbeat, or its last check, said that somebody has paused its engine or put it to sleep."""
+        return bool(self.load.flags & Flag.PAUSED)
+
+    @property
+    def approximate(self) -> bool:
+        """It has no plugin: a replica registered it and checks its health."""
+        return bool(self.load.flags & Flag.APPROXIMATE)
+
+
+class Workers:
+    """Reads workers. ``register``, ``vouch`` and ``eject`` write for routers, ``drain`` for the operator.
+
+    servers: the records of API servers by id, of the last reading. quiet_s: of all workers and API servers that were
+    ever heard and have not said goodbye, the longest silence at that reading.
+    """
+
+    def __init__(self, scripts: Scripts) -> None:
+        self._scripts, keys = scripts, scripts.keys
+        self.records = Records(keys.tag)
+        self._reading = [
+            ("", pack_command("HGETALL", keys.workers)),
+            ("", pack_command("HGETALL", keys.load)),
+            ("", pack_command("ZRANGE", keys.alive, 0, -1, "WITHSCORES")),
+            ("", pack_command("ZRANGE", keys.alive_servers, 0, -1, "WITHSCORES")),
+            ("", pack_command("HLEN", keys.servers)),
+            ("", pack_command("HGET", keys.counts, "announced")),
+            ("", pack_command("TIME")),
+        ]
+        self.servers: dict[str, dict[str, Any]] = {}
+        self.quiet_s = 0.0
+        self._raw_servers: dict[bytes, bytes] = {}
+        self._announcements: bytes | None = None  # the count of them at that reading
+        self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
+        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
+
+    async def read(self) -> list[WorkerView]:
+        """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
+        return await self._read(await self.reading(), fresh=True)
+
+    def reading(self) -> asyncio.Future[list[Any]]:
+        """What ``look`` is made of, as Redis has it now. Raises FleetUnavailable."""
+        return self._scripts.together(self._reading)
+
+    async def look(self, reading: list[Any]) -> list[WorkerView]:
+        """As ``read``, for a caller that asks again and again.
+
+        The records of API servers, the largest part of all that a reading reads, are read when one of them has changed,
+        or a worker comes, goes or changes its state, else every SERVERS_S.
+        """
+        return await self._read(reading, fresh=False)
+
+    async def _read(self, reading: list[Any], *, fresh: bool) -> list[WorkerView]:
+        records, rows, *scores, servers_known, announcements, (seconds, micros) = reading
+        loads = self._loads(pairs(rows))
+        changed = servers_known != len(self._raw_servers) or announcements != self._announcements
+        doubt = changed or time.monotonic() >= self._servers_until
+        if fresh or doubt or self._moved(loads):
+            self._servers_until = 0.0  # until they are read: this may fail
+            self._raw_servers = pairs(await self._scripts.ask("HGETALL", self._scripts.keys.servers))
+            self._servers_until, self._announcements = time.monotonic() + SERVERS_S, announcements
+        self._rows = loads
+        now = int(seconds) + int(micros) / 1e6
+        ages, server_ages = (
+            {name.decode(): max(0.0, now - float(ms) / 1000) for name, ms in pairs(score).items()} for score in scores
+        )
+        self.quiet_s = max((*ages.values(), *server_ages.values()), default=0.0)
+        whole = [(name, raw) for name, raw in sorted(pairs(records).items()) if name in loads]
+        told, self.servers = self.records.read(whole, self._raw_servers.items())
+        return [
+            _view(name, record, loads[name.encode()][1], self.servers, ages, server_ages, now)
+            for name, record in told.items()
+        ]
+
+    def _loads(self, rows: Mapping[bytes, bytes]) -> dict[bytes, tuple[bytes, LoadRow]]:
+        """Each row as it was packed and unpacked; one that did not change since the last reading is not unpacked."""
+        last, found = self._rows, dict[bytes, tuple[bytes, LoadRow]]()
+        for name, raw in rows.items():
+            known = last.get(name)
+            found[name] = known if known is not None and known[0] == raw else (raw, LoadRow.unpack(raw))
+        return found
+
+    def _moved(self, loads: Mapping[bytes, tuple[bytes, LoadRow]]) -> bool:
+        """Whether a worker came, went or changed its flags or its incarnation since the last reading."""
+        last = self._rows
+        return loads.keys() != last.keys() or any(
+            row is not last[name][1] and _standing(row) != _standing(last[name][1]) for name, (_, row) in loads.items()
+        )
+
+    async def register(
+        self, worker_id: str, record: dict[str, Any], capacity_blocks: int, check: Check = PASSED
+    ) -> Registered:
+        """Tell what a check of an approximate worker found. record: scheme_id, url, models, started, ...
+
+        Raises FleetUnavailable.
+        """
+        slot, in_flight, word = await self._scripts.keep(
+            "register",
+            worker_id=worker_id,
+            record_json=json.dumps(record, separators=(",", ":")),
+            capacity_blocks=capacity_blocks,
+            found=check.found,
+            replica=check.replica,
+            since_ms=round(1000 * check.since_s),
+            ttl_ms=round(1000 * WORKER_TTL_SECONDS),
+            paused="" if check.paused is None else int(check.paused),
+            wait_ms="" if check.wait_s is None else round(1000 * check.wait_s),
+            cause=check.cause,
+            reason=check.reason,
+        )
+        return Registered(slot, in_flight, cast("Registration", word.decode()))
+
+    async def vouch(self, worker_id: str, nonce: str) -> Vouched:
+        """This worker's engine answers over HTTP, though its heartbeats are missing: it stays routable for a TTL.
+
+        Returns REFUSED if the worker joined anew (its nonce is another), said goodbye, or must not be vouched for
+        (lua/vouch.lua). Raises FleetUnavailable.
+        """
+        return cast("Vouched", (await self._scripts.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
+
+    async def eject(self, worker_id: str, *, good: bool) -> Verdict:
+        """The verdict of this replica on a worker: ejected, or (after a trial) good.
+
+        Returns REFUSED if half of the workers are ejected already. Raises FleetUnavailable.
+        """
+        first_ms, most_ms = (round(1000 * seconds) for seconds in EJECTED_S)
+        answer = await self._scripts.keep(
+            "eject", worker_id=worker_id, good=int(good), first_ms=first_ms, most_ms=most_ms
+        )
+        return cast("Verdict", answer.decode())
+
+    async def drain(self, worker_id: str, *, draining: bool) -> bool:
+        """Send no new request to a worker, or send them again. Requests that run there go on.
+
+        Returns False if Redis has no such worker.
+
+        For the operator: no replica calls this. Raises FleetUnavailable.
+        """
+        return bool(await self._scripts.keep("drain", worker_id=worker_id, draining=int(draining)))
+
+
+def _standing(row: LoadRow) -> tuple[int, int, int]:
+    return row.epoch, row.slot, row.flags
+
+
+def _view(
+    worker_id: str,
+    record: dict[str, Any],
+    load: LoadRow,
+    servers: dict[str, dict[str, Any]],
+    ages: Mapping[str, float],
+    server_ages: Mapping[str, float],
+    now: float,
+) -> WorkerView:
+    age, server_id = ages.get(worker_id), str(record.get("server_id", ""))
+    approximate = bool(load.flags & Flag.APPROXIMATE)
+    server = None if approximate else servers.get(server_id)
+    source = record if approximate else server or {}
+    url = str(source.get("url") or "")
+    return WorkerView(
+        worker_id=worker_id,
+        record=record,
+        server=server,
+        load=load,
+        heartbeat_age_s=age,
+        state=state_of(load.flags, record, url, age, now),
+        proof="approximate" if approximate else proof_of(record, now),
+        url=url,
+        models=list(source.get("models") or []),
+        probed_age_s=_age(record.get("probed"), now),
+        server_age_s=server_ages.get(server_id),
+        vouched_age_s=_age(record.get("vouched"), now),
+        told_age_s=_age(record.get("told"), now),
+    )
+
+
+def _age(since_ms: float | None, now: float) -> float | None:
+    return None if since_ms is None or since_ms / 1000 > now else now - since_ms / 1000

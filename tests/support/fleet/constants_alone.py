@@ -1,0 +1,19 @@
+"""A fleet without Redis, for tests of what asks Redis nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from warmfleet.fleet import Constants
+
+
+class ConstantsAlone:
+    """A fleet that holds its constants, and can be asked nothing."""
+
+    def __init__(self, **constants: Any) -> None:
+        self.keys, self.constants = SimpleNamespace(tag="m"), Constants(**constants)
+
+    def use(self, **changes: Any) -> None:
+        self.constants = replace(self.constants, **changes)
