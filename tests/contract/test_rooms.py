@@ -50,7 +50,7 @@ FORBIDDEN = {
     "warmfleet.protocol.cbor -> warmfleet.errors": (
         *("protocol/cbor.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import warmfleet.errors"),
     ),
-    ".rows -> .reservations": ("fleet/rows.py", "import warmfleet.fleet.bookings"),
+    ".rows -> .bookings": ("fleet/rows.py", "import warmfleet.fleet.bookings"),
 }
 
 
