@@ -363,13 +363,9 @@ class Settings:
     )
     body_max_bytes: int = _setting(
         33_554_432,
-        "longest request body; a longer one is answered with 413",
+        "longest request body; a longer one is answered with 413. All bodies of a port may take 32 times as much; beyond, "
+        "the largest unfinished one is answered with 503",
         group="Bounds of a replica, its start and its end",
-    )
-    uploads_max_bytes: int = _setting(
-        1_073_741_824,
-        "request bodies that one replica holds in memory, no less than `WARMFLEET_BODY_MAX_BYTES`; beyond, the largest "
-        "unfinished one is answered with 503. The operators' port has as much again for itself",
     )
     max_connections: int = _setting(
         4_096,
@@ -489,9 +485,6 @@ class Settings:
             yield "TLS_CERT and WARMFLEET_TLS_KEY need each other: set both"
         if self.tls_client_ca and not self.tls_cert:
             yield "TLS_CLIENT_CA needs WARMFLEET_TLS_CERT: without TLS no client shows a certificate"
-        if self.uploads_max_bytes < self.body_max_bytes:
-            limit = f"WARMFLEET_BODY_MAX_BYTES={self.body_max_bytes}"
-            yield f"UPLOADS_MAX_BYTES={self.uploads_max_bytes} must be at least {limit}: no such body could ever pass"
         if not 0 < self.decide_timeout_s <= MAX_DECIDE_TIMEOUT_S:
             limit = f"more than 0 and at most {MAX_DECIDE_TIMEOUT_S:g}"
             yield f"DECIDE_TIMEOUT_S={self.decide_timeout_s:g} must be {limit}: a reservation lives 30 s"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.connections")
 
+BODIES = 32  # of the largest size that a replica holds in memory, 1 GiB by default
 RESERVED_CONNECTIONS = 64  # beyond the limit, for health checks and metrics while answers run on all the others
 
 
@@ -52,7 +53,7 @@ class Connections:
         self.waiting: dict[Connection, None] = {}
         self.uploading: dict[Connection, None] = {}
         self._max_connections = settings.max_connections
-        self._max_uploads_bytes = settings.uploads_max_bytes
+        self.max_uploads_bytes = BODIES * settings.body_max_bytes
         self._metrics = metrics
         self.open = 0
 
@@ -86,7 +87,7 @@ class Connections:
         Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
         """
         self.body_bytes += size
-        while self.body_bytes > self._max_uploads_bytes:
+        while self.body_bytes > self.max_uploads_bytes:
             largest = max(self.uploading, key=lambda other: other.body_bytes, default=None)
             if largest is None or largest.body_bytes <= held:
                 raise UploadsFull("Too many large requests are being sent: ask again.")

@@ -15,6 +15,7 @@ from tests.app.api.test_bodies import CHAT, EMBED, FILE, MESSAGE, RESPONSE, SPEE
 from tests.support.engines.scripted import engine
 from tests.support.replicas.replica import replica
 
+from warmfleet.api import connections
 from warmfleet.api.content_coding import MAX_MEMBERS
 
 if sys.version_info >= (3, 14):
@@ -55,10 +56,11 @@ def body_of(model: str) -> bytes:
 
 
 @pytest.fixture
-async def pair(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engine]]:
+async def pair(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Replica, Engine]]:
+    monkeypatch.setattr(connections, "BODIES", 2)
     async with (
         engine(model, answer_all) as upstream,
-        replica(valkey_url, model, upstream.url, body_max_bytes=LIMIT, uploads_max_bytes=2 * LIMIT) as router,
+        replica(valkey_url, model, upstream.url, body_max_bytes=LIMIT) as router,
     ):
         yield router, upstream
         assert await router.metric("warmfleet_body_bytes") == 0

@@ -368,7 +368,8 @@ async def test_a_bug_of_ours_is_no_fault_of_the_client(
 
 async def test_bodies_share_one_budget() -> None:
     """The largest unfinished body gives way, so small requests pass beside large uploads; all memory comes back."""
-    server = Server(body_max_bytes=60_000, uploads_max_bytes=100_000)
+    server = Server(body_max_bytes=60_000)
+    server.shared.max_uploads_bytes = 100_000
     large = [server.connect() for _ in range(2)]
     for connection, _ in large:
         connection.data_received(POST + b"Content-Length: 60000\r\n\r\n")
@@ -388,7 +389,8 @@ async def test_bodies_share_one_budget() -> None:
 
 
 async def test_requests_that_run_count_in_the_budget() -> None:
-    server = Server(body_max_bytes=50_000, uploads_max_bytes=50_000)
+    server = Server(body_max_bytes=50_000)
+    server.shared.max_uploads_bytes = 50_000
     server.app.until.clear()
     running = await server.send(POST + b"Content-Length: 40000\r\n\r\n" + b"x" * 40_000)
     refused = await server.send(POST + b"Content-Length: 20000\r\n\r\n" + b"x" * 20_000)
