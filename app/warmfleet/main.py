@@ -19,7 +19,6 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from warmfleet.api.access import client_keys
 from warmfleet.api.access.client_keys import ClientKeys
 from warmfleet.api.access.cors import Cors
 from warmfleet.api.access.operators import Operators, is_loopback
@@ -30,7 +29,6 @@ from warmfleet.api.connections import Connections
 from warmfleet.api.error_answers import UnknownPath, error_response, internal_error
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
-from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Door, Doors, Server, Sockets, operators_address
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
@@ -40,7 +38,7 @@ from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.api.why_routes import WhyRoutes
-from warmfleet.background import hung_engines, outage_checks, pool_changes, spare_files, upkeep, vouching
+from warmfleet.background import spare_files, upkeep, vouching
 from warmfleet.background.clock import Clock
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
@@ -50,7 +48,6 @@ from warmfleet.background.prober import Prober
 from warmfleet.background.redis_memory import MemoryWatch
 from warmfleet.background.replica_announcements import ReplicaAnnouncements, ReplicaPlace
 from warmfleet.background.spare_files import SpareFiles
-from warmfleet.background.stock import checks
 from warmfleet.background.stock.checks import StockEngines
 from warmfleet.background.stock.engine_list import EngineList
 from warmfleet.background.supervisor import stop, supervise
@@ -60,14 +57,13 @@ from warmfleet.background.waiting_models import Waiting
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
-from warmfleet.engines.upstream import CONNECT_TIMEOUT_S, SWEEP_INTERVAL_S, Upstream
+from warmfleet.engines.upstream import SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
 from warmfleet.fleet import ANNOUNCE_S, QUEUE_PATIENCE, Constants, Fleet, QueueLimits, RedisConnections, Timeouts
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
 from warmfleet.metrics import Metrics
-from warmfleet.pools import degraded
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool
@@ -83,6 +79,7 @@ from warmfleet.routing.gateway import Gateway
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
 from warmfleet.settings import PREFIX, Settings, policies, unknown_variables
+from warmfleet.timing import Timing
 from warmfleet.tracing.exporter import tracing_of
 from warmfleet.tracing.last_requests import LastRequests
 from warmfleet.untrusted.template_approval import Templates
@@ -100,10 +97,8 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
-CLEAR_INTERVAL_S = 5.0  # a lease lives 30 s
 ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
 MEMORY_INTERVAL_S = 1.0
-TRUTH_INTERVAL_S = 5.0  # between two readings of the index's figures for /metrics: the interval of heartbeats
 AUDIT_LOOK_S = 10.0  # between two looks whether a worker's hourly audit is due
 TOKENIZER_THREADS = 2
 #: Middle collections of Python's garbage collector before a full one. A full one stands still for 0.3 s with 5,000
@@ -116,6 +111,7 @@ class _Replica:
     """What a replica consists of. ``_running`` makes what exists only while it runs."""
 
     settings: Settings
+    timing: Timing
     metrics: Metrics
     health: Health
     tracing: Tracing | None
@@ -136,7 +132,12 @@ class _Replica:
     place: ReplicaPlace
 
 
-def create_app(settings: Settings, log: LogOutput | None = None, place: ReplicaPlace | None = None) -> Doors:
+def create_app(
+    settings: Settings,
+    log: LogOutput | None = None,
+    place: ReplicaPlace | None = None,
+    timing: Timing = Timing(),
+) -> Doors:
     """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
 
     log: has the access log; the lines that it drops are counted. place: where the replica is; by default its host and a
@@ -145,31 +146,33 @@ def create_app(settings: Settings, log: LogOutput | None = None, place: ReplicaP
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
-    replica = _replica_of(settings, place or ReplicaPlace(_name_of(settings.admin_port or settings.port)))
+    replica = _replica_of(settings, timing, place or ReplicaPlace(_name_of(settings.admin_port or settings.port)))
     if log is not None:
         log.on_drop = replica.metrics.log_lines_dropped.inc
     wanted = settings.access_log and settings.log_level in ("debug", "info")
     return _doors(replica, AccessLog(log) if wanted and log is not None else None)
 
 
-def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
+def _replica_of(settings: Settings, timing: Timing, place: ReplicaPlace) -> _Replica:
     """Raises BadArgument."""
     metrics, health = Metrics(settings.models), Health()
     tracing = tracing_of(os.environ, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
     redis = _redis(settings)
-    pools = Pools([_pool(tag, settings, redis) for tag in settings.models])
+    pools = Pools([_pool(tag, settings, timing, redis) for tag in settings.models])
     engines = EngineList(settings.static_workers)
     addresses = Addresses(settings.worker_addresses, engines.urls)
     trusted = engine_tls(settings.worker_ca)
-    upstream = Upstream(addresses, CONNECT_TIMEOUT_S, metrics.retries.labels("same").inc, trusted)
-    engine_client = EngineClient(addresses, CONNECT_TIMEOUT_S, trusted)
+    upstream = Upstream(addresses, timing.connect_timeout_s, metrics.retries.labels("same").inc, trusted)
+    engine_client = EngineClient(addresses, timing.connect_timeout_s, trusted)
     decisions = DecisionLog(settings.decision_log, metrics)
-    identifier = Identifier(EngineTokenizer(engine_client, metrics), metrics)
+    tokenizer = EngineTokenizer(engine_client, metrics, timing.tokenize_timeout_s)
+    identifier = Identifier(tokenizer, metrics)
     past, may_ask, last = History(pools, metrics), Operators(settings), LastRequests()
     return _Replica(
         settings=settings,
+        timing=timing,
         metrics=metrics,
         health=health,
         tracing=tracing,
@@ -185,7 +188,7 @@ def _replica_of(settings: Settings, place: ReplicaPlace) -> _Replica:
         router=Router(pools, upstream, identifier, settings, metrics, decisions),
         past=past,
         last=last,
-        page=StatusPage(pools, past, last, may_ask, health),
+        page=StatusPage(pools, past, last, may_ask, health, timing.snapshot_s),
         may_ask=may_ask,
         place=place,
     )
@@ -215,11 +218,12 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         await stack.enter_async_context(_background(replica, identities, clock))
         stack.push_async_callback(replica.page.close)
         stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, clock)])
+        files_interval_s = replica.timing.files_interval_s
         if keys.required:
-            followed = _task("client_keys", client_keys.FOLLOW_INTERVAL_S, keys.follow, metrics, clock)
+            followed = _task("client_keys", files_interval_s, keys.follow, metrics, clock)
             stack.push_async_callback(stop, [followed])
         if certificates is not None:
-            followed = _task("tls", tls.FOLLOW_INTERVAL_S, certificates.follow, metrics, clock)
+            followed = _task("tls", files_interval_s, certificates.follow, metrics, clock)
             stack.push_async_callback(stop, [followed])
         yield
 
@@ -242,8 +246,9 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, noting))
     served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica))
     public = Application(served, proxies, Cors(settings.cors_origins), access_log)
-    clients = Connections(public, health, settings, metrics)
-    operators = Connections(ServiceApplication(_starlette(inside), access_log), health, settings, metrics)
+    clients = Connections(public, health, settings, replica.timing, metrics)
+    inner = ServiceApplication(_starlette(inside), access_log)
+    operators = Connections(inner, health, settings, replica.timing, metrics)
     metrics.connections.set_function(lambda: clients.open + operators.open)
     metrics.body_bytes.set_function(lambda: clients.body_bytes + operators.body_bytes)
     return Doors(
@@ -319,9 +324,9 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
                 logger.warning(text, port, host)
 
 
-def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> Server:
+def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, timing: Timing = Timing()) -> Server:
     """A server with the settings' limits, not yet running. log: drops lines that are counted. Raises BadArgument."""
-    doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None)
+    doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None, timing)
     config = uvicorn.Config(
         doors.application,
         loop="uvloop",
@@ -356,7 +361,7 @@ def _redis(settings: Settings) -> RedisConnections:
         raise BadArgument(f"{PREFIX}REDIS_URL: {error}") from error
 
 
-def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
+def _pool(tag: str, settings: Settings, timing: Timing, redis: RedisConnections) -> Pool:
     try:
         client = redis.of(model_tag(tag))
     except WireError as error:
@@ -364,7 +369,7 @@ def _pool(tag: str, settings: Settings, redis: RedisConnections) -> Pool:
     limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), Constants(limits=limits))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    return Pool(tag, fleet, DegradedMode(degraded.REDIS_RETRY_S, tag), policy, objective_s)
+    return Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s)
 
 
 def _announcements(replica: _Replica) -> ReplicaAnnouncements:
@@ -385,23 +390,25 @@ def _rounds(
     announcements: ReplicaAnnouncements,
 ) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
     """Background work over all pools: a name, the seconds between two rounds, and the round."""
-    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
-    hung = HungEngines(pools, engine_client, settings, metrics)
+    settings, timing, metrics, pools = replica.settings, replica.timing, replica.metrics, replica.pools
+    engine_client = replica.engine_client
+    hung = HungEngines(pools, engine_client, settings, timing, metrics)
+    outage = OutageChecks(pools, engine_client, metrics, timing.health_interval_s)
     return [
-        ("view", settings.view_interval_s, partial(_look, reader.round, prober, Waiting(pools))),
-        ("approved", settings.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
-        ("policy", settings.view_interval_s, partial(upkeep.follow_policy, pools)),
-        ("truth", TRUTH_INTERVAL_S, IndexHealthWatch(pools, metrics).look),
-        ("renew", upkeep.RENEW_INTERVAL_S, partial(upkeep.renew, pools, metrics)),
-        ("counted", upkeep.RENEW_INTERVAL_S, replica.router.counting.keep),
+        ("view", timing.view_interval_s, partial(_look, reader.round, prober, Waiting(pools))),
+        ("approved", timing.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
+        ("policy", timing.view_interval_s, partial(upkeep.follow_policy, pools)),
+        ("truth", timing.truth_interval_s, IndexHealthWatch(pools, metrics).look),
+        ("renew", timing.renew_interval_s, partial(upkeep.renew, pools, metrics)),
+        ("counted", timing.renew_interval_s, replica.router.counting.keep),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),
-        ("check", outage_checks.CHECK_INTERVAL_S, OutageChecks(pools, engine_client, metrics).round),
+        ("check", timing.health_interval_s, outage.round),
         ("vouch", vouching.VOUCH_INTERVAL_S, Vouching(pools, engine_client, settings, metrics).round),
         ("verdicts", TELL_AGAIN_INTERVAL_S, partial(upkeep.carry_out, pools, metrics)),
         ("outcomes", TELL_AGAIN_INTERVAL_S, partial(upkeep.tell_again, pools)),
-        ("limits", hung_engines.LIMIT_INTERVAL_S, hung.end_late),
-        ("hung", hung_engines.ASK_INTERVAL_S, hung.round),
-        ("clear", CLEAR_INTERVAL_S, partial(upkeep.clear, pools)),
+        ("limits", timing.limit_interval_s, hung.end_late),
+        ("hung", timing.hung_interval_s, hung.round),
+        ("clear", timing.clear_interval_s, partial(upkeep.clear, pools)),
         ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
         ("files", spare_files.LOOK_S, SpareFiles(pools).look),
         ("kept", SWEEP_INTERVAL_S, replica.upstream.sweep),
@@ -411,11 +418,12 @@ def _rounds(
 
 @asynccontextmanager
 async def _background(replica: _Replica, identities: Identities, clock: Clock) -> AsyncIterator[None]:
-    settings, metrics, pools, engine_client = replica.settings, replica.metrics, replica.pools, replica.engine_client
+    settings, timing, metrics, pools = replica.settings, replica.timing, replica.metrics, replica.pools
+    client, health_s = replica.engine_client, timing.health_interval_s
     announcements = _announcements(replica)
-    static = StockEngines(pools, engine_client, replica.engines, replica.addresses, settings)
-    reader = ViewReader(pools, identities, settings, metrics)
-    prober = Prober(pools, engine_client, settings, metrics)
+    static = StockEngines(pools, client, replica.engines, replica.addresses, settings, health_s)
+    reader = ViewReader(pools, identities, settings, metrics, timing.view_interval_s)
+    prober = Prober(pools, client, settings, timing, metrics)
     rounds = _rounds(replica, identities, reader, prober, announcements)
 
     contact = asyncio.Event()
@@ -424,16 +432,17 @@ async def _background(replica: _Replica, identities: Identities, clock: Clock) -
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
         until_beat = partial(clock.until, upkeep.REST_STEP_S, share)
-        apply, alarm = partial(upkeep.apply, pool, metrics, until_beat), partial(_alarm, pool, reader, prober)
-        of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))  # a step of apply waits by itself
+        apply = partial(upkeep.apply, pool, metrics, until_beat, timing)  # a step of it waits by itself
+        alarm = partial(_alarm, pool, reader, prober)
+        of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))
         return [_task(name, seconds, call, metrics, clock, contact, pool.tag) for name, seconds, call in of_all]
 
     registries = [PoolRegistry(replica.redis.of(model_tag(name)), name) for name in pools.served]
-    make = partial(_pool, settings=settings, redis=replica.redis)
-    changes = PoolChanges(pools, registries, make, of_pool, replica.router.waits_in, metrics)
-    rounds.append(("pools", pool_changes.FOLLOW_INTERVAL_S, changes.round))
+    make = partial(_pool, settings=settings, timing=timing, redis=replica.redis)
+    changes = PoolChanges(pools, registries, make, of_pool, replica.router.waits_in, metrics, timing.leave_s)
+    rounds.append(("pools", timing.pools_interval_s, changes.round))
     if settings.static_workers:
-        rounds.append(("health", checks.HEALTH_INTERVAL_S, partial(_check, static, reader, prober, changes)))
+        rounds.append(("health", health_s, partial(_check, static, reader, prober, changes)))
     tasks = [_task(name, seconds, call, metrics, clock, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:

@@ -36,10 +36,6 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
-#: A reading of the fleet that is 3 s old counts as an outage of Redis, and token hand-off uses none older than 5 s.
-MAX_VIEW_INTERVAL_S = 2.0
-#: A probe lasts up to 30 s for its answers and 5 s for its blocks; the next one must not begin before.
-MIN_PROBE_INTERVAL_S = 40.0
 #: A reservation lives 30 s. A decision that takes longer than a third of that would book a lease about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -311,15 +307,6 @@ class Settings:
     warm_prefixes: int = _setting(
         0, "number of popular prefixes that an empty worker computes before it takes requests; 0 = none"
     )
-    view_interval_s: float = _setting(
-        1.0,
-        "time between two readings of the fleet's workers, at most 2; twice as long, but at most 2, for a pool of "
-        "which nothing but heartbeats came for 10 s",
-    )
-    probe_interval_s: float = _setting(
-        600.0,
-        "time between two probes of a proven worker by any replica, at least 40; 0 = on suspicion only",
-    )
     max_engine_wait_s: float = _setting(
         0.05,
         "a request waits in the queue while its engine has more seconds of prefill before it than this (of work that "
@@ -488,13 +475,6 @@ class Settings:
         if not 0 < self.decide_timeout_s <= MAX_DECIDE_TIMEOUT_S:
             limit = f"more than 0 and at most {MAX_DECIDE_TIMEOUT_S:g}"
             yield f"DECIDE_TIMEOUT_S={self.decide_timeout_s:g} must be {limit}: a reservation lives 30 s"
-        if not 0 < self.view_interval_s <= MAX_VIEW_INTERVAL_S:
-            limit = f"more than 0 and at most {MAX_VIEW_INTERVAL_S:g}"
-            why = "after 3 s without a reading Redis counts as away, after 5 s WARMFLEET_TOKEN_HANDOFF sends no ids"
-            yield f"VIEW_INTERVAL_S={self.view_interval_s:g} must be {limit}: {why}"
-        if 0 < self.probe_interval_s < MIN_PROBE_INTERVAL_S:
-            limit = f"0 or at least {MIN_PROBE_INTERVAL_S:g}"
-            yield f"PROBE_INTERVAL_S={self.probe_interval_s:g} must be {limit}: one probe may last 35 s"
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

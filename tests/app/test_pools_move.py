@@ -15,7 +15,6 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
-from warmfleet.background import pool_changes
 from warmfleet.cli.pools import command
 from warmfleet.cli.terminal.output import show
 from warmfleet.cli.workers import parts_of
@@ -56,14 +55,12 @@ class Clients:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers and engines follow the registry of pools at once."""
+    """Engines and commands follow the registry of pools at once."""
     for module, name, seconds in (
         (pool_assignment, "ASK_SECONDS", 0.2),
         (pool_assignment, "SETTLE_MS", 1_000),
         (wire, "HEARTBEAT_SECONDS", 0.2),
         (command, "LET_GO_S", 0.5),
-        (pool_changes, "FOLLOW_INTERVAL_S", 0.1),
-        (pool_changes, "LEAVE_S", 1.0),
     ):
         monkeypatch.setattr(module, name, seconds)
 
@@ -102,7 +99,7 @@ async def test_a_fleet_is_split_while_it_serves(
         simulated(valkey_url, model, "a"),
         simulated(valkey_url, model, "b"),
         simulated(valkey_url, model, "c"),
-        replica(valkey_url, model) as router,
+        replica(valkey_url, model, pools_interval_s=0.1, leave_s=1.0) as router,
     ):
         await router.routable(3)
         clients = Clients(router, model, 8)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from warmfleet import settings
-from warmfleet.background import probe, upkeep
 from warmfleet.background.outage_checks import UNREAD_S
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import Spans
@@ -16,6 +15,7 @@ from warmfleet.pools.degraded import LAST_KNOWN_S
 from warmfleet.pools.stalled_requests import GAP_S
 from warmfleet.routing.token_handoff import MAX_VIEW_AGE_S
 from warmfleet.settings import PREFIX, Settings, engine_url, unknown_variables
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,11 +108,8 @@ def test_typing_errors_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"VIEW_INTERVAL_S": "3"}, ("VIEW_INTERVAL_S=3", "TOKEN_HANDOFF")),
-        ({"VIEW_INTERVAL_S": "0"}, ("VIEW_INTERVAL_S=0",)),
         ({"DECIDE_TIMEOUT_S": "0"}, ("DECIDE_TIMEOUT_S=0",)),
         ({"DECIDE_TIMEOUT_S": "30"}, ("DECIDE_TIMEOUT_S=30", "reservation lives 30 s")),
-        ({"PROBE_INTERVAL_S": "10"}, ("PROBE_INTERVAL_S=10", "35 s")),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, str], names: tuple[str, ...]) -> None:
@@ -123,10 +120,9 @@ def test_settings_that_contradict_each_other_are_refused(given: dict[str, str], 
 
 def test_the_limits_are_those_of_the_modules_that_they_protect() -> None:
     lease_s = Spans().lease_ms / 1000
-    assert min(UNREAD_S, MAX_VIEW_AGE_S, LAST_KNOWN_S, GAP_S) > settings.MAX_VIEW_INTERVAL_S
-    assert settings.MIN_PROBE_INTERVAL_S > probe.MAX_ANSWER_S + probe.BLOCKS_TIMEOUT_S
+    assert min(UNREAD_S, MAX_VIEW_AGE_S, LAST_KNOWN_S, GAP_S) > 2 * Timing.view_interval_s, "a pool may be at rest"
     assert lease_s / 3 >= settings.MAX_DECIDE_TIMEOUT_S
-    assert lease_s > upkeep.RENEW_INTERVAL_S * 2
+    assert lease_s > Timing.renew_interval_s * 2
 
 
 def test_without_models_there_is_no_start() -> None:
@@ -158,9 +154,7 @@ def test_other_urls_of_engines_are_refused(text: str) -> None:
         Settings.from_environment({"WARMFLEET_STATIC_WORKERS": f"http://a:1,{text}"})
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("WARMFLEET_PORT", "whole number"), ("WARMFLEET_VIEW_INTERVAL_S", "number")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("WARMFLEET_PORT", "whole number"), ("WARMFLEET_KEEPALIVE_S", "number")])
 def test_a_number_that_is_none_is_told_in_words(name: str, kind: str) -> None:
     with pytest.raises(BadArgument, match=f"{name}='abc' is not a {kind}$"):
         Settings.from_environment({name: "abc"})

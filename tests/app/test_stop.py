@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from warmfleet.api.service_routes import Health
 
-LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n" + b"{" + b"x" * 49_999
+LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2000000\r\n\r\n" + b"{" + b"x" * 49_999
 
 
 async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple[aiohttp.ClientResponse, bytes]:
     """The part of an endless answer that a client gets from a replica that stops; nothing stays booked."""
     looking = Fleet(connect(valkey_url, timeout_s=2), model)
     async with engine(model, answer) as upstream:
-        async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0, buffer_max_bytes=20_000) as router:
+        async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0) as router:
             asked = asyncio.create_task(_read(router, {"model": model, "prompt": "x" * 100} | body))
             await poll(lambda: upstream.seen, what="the engine has the request")
             await poll(router.load, what="load is booked")
@@ -82,8 +82,7 @@ class Process:
     def __init__(self, redis_url: str, model: str, engine_url: str) -> None:
         self.port = free_port()
         settings = {"REDIS_URL": redis_url, "MODELS": model, "STATIC_WORKERS": engine_url, "PORT": str(self.port)}
-        settings |= {"ADMIN_PORT": "0"}
-        settings |= {"DRAIN_S": "1.5", "DECIDE_TIMEOUT_S": "2", "VIEW_INTERVAL_S": "0.1"}
+        settings |= {"ADMIN_PORT": "0", "DRAIN_S": "1.5", "DECIDE_TIMEOUT_S": "2"}
         self.environment = os.environ | {f"WARMFLEET_{name}": value for name, value in settings.items()}
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.support.fleet.reporting_worker import SCHEME
 
-from warmfleet.background.upkeep import APPLY_INTERVAL_S
+from warmfleet.timing import Timing
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Sync:
     async def _apply(self, written: asyncio.Event) -> None:
         while not written.is_set():
             await self.fleet.upkeep.step()
-            await asyncio.sleep(APPLY_INTERVAL_S)
+            await asyncio.sleep(Timing.apply_interval_s)
 
     async def _snapshots(self, done: asyncio.Event) -> None:
         """Let one worker in turn send its whole table."""

@@ -1,7 +1,7 @@
 """A whole fleet on a virtual clock: our scripts on a real Redis, the plugin's publishers, and simulated engines.
 
 Replicas use ``Fleet`` as in production: decide and settle for each request, a step of upkeep every
-``APPLY_INTERVAL_S``, renewals, and the polls of the queue where the plan has one (``virtual_queue``). There is no
+``apply_interval_s``, renewals, and the polls of the queue where the plan has one (``virtual_queue``). There is no
 text and no probe (workers are proven when they join), and a decision takes no time.
 """
 
@@ -20,7 +20,6 @@ from tests.bench.virtual_queue import VirtualTickets
 from tests.bench.virtual_store import VirtualStore
 from tests.bench.virtual_workers import MODEL, StockWorker, VirtualWorker
 
-from warmfleet.background import upkeep
 from warmfleet.engines.engine_priority import priority
 from warmfleet.fleet import (
     RENEW_AT_ONCE,
@@ -36,6 +35,7 @@ from warmfleet.fleet import (
 from warmfleet.fleet.codes import Mark
 from warmfleet.pools.cache_reports import TOLERATED_SHARE
 from warmfleet.prompt.block_hashes import Chain
+from warmfleet.timing import Timing
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 from warmfleet_worker.protocol.wire import RESERVATION_PREFIX
 
@@ -160,8 +160,8 @@ class Cluster:
         for number, at_s in self.plan.joins_s.items():
             self.virtual.at(at_s, self._join_later(self.workers[number]), duty=True)
         for fleet in self.fleets:  # all at the same moments, where the tick lets one of them do the work
-            self._every(upkeep.APPLY_INTERVAL_S, self._step(fleet), 0.0)
-        self._every(upkeep.RENEW_INTERVAL_S, self._renew, upkeep.RENEW_INTERVAL_S)
+            self._every(Timing.apply_interval_s, self._step(fleet), 0.0)
+        self._every(Timing.renew_interval_s, self._renew, Timing.renew_interval_s)
         if self.plan.watch is not None:
             self._every(self.plan.watch_s, self._watch, 0.0)
 

@@ -6,8 +6,8 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from warmfleet.background.stock.checks import HEALTH_INTERVAL_S
 from warmfleet.fleet import Proof
+from warmfleet.timing import Timing
 from warmfleet_loadtest.simulator.engine_core import load_of
 from warmfleet_loadtest.simulator.virtual_clock import VirtualEngine
 from warmfleet_worker.config import PublisherConfig
@@ -152,4 +152,4 @@ class StockWorker:
     async def _check(self, now: float) -> None:
         if self._register and self._fleet:
             await self._register()
-            self._fleet.at(now + HEALTH_INTERVAL_S, self._check, duty=True)
+            self._fleet.at(now + Timing.health_interval_s, self._check, duty=True)

@@ -296,7 +296,7 @@ REPLICAS = (
         "Age of the last reading",
         "seconds since the fleet was read",
         "s",
-        "About WARMFLEET_VIEW_INTERVAL_S; more means that Redis is away.",
+        "About a second; more than two means that Redis is away.",
         (Line(f"warmfleet_view_age_seconds{{{INSTANCE}}}", "{{instance}}"),),
     ),
     Panel(

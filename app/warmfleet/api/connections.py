@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.errors import WarmfleetError
     from warmfleet.metrics import Metrics
     from warmfleet.settings import Settings
+    from warmfleet.timing import Timing
 
 logger = logging.getLogger("warmfleet.api.connections")
 
@@ -44,11 +45,22 @@ class Connections:
     those in ``uploading`` have sent a part of a body.
     """
 
-    def __init__(self, application: ServiceApplication, health: Health, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        application: ServiceApplication,
+        health: Health,
+        settings: Settings,
+        timing: Timing,
+        metrics: Metrics,
+    ) -> None:
         self.application = application
         self.health = health
         self.max_body_bytes = settings.body_max_bytes
         self.keepalive_s = settings.keepalive_s
+        self.header_timeout_s = timing.header_timeout_s
+        self.body_timeout_s = timing.body_timeout_s
+        self.body_look_s = timing.body_look_s
+        self.write_timeout_s = timing.write_timeout_s
         self.body_bytes = 0
         self.waiting: dict[Connection, None] = {}
         self.uploading: dict[Connection, None] = {}

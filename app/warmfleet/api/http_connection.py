@@ -32,11 +32,7 @@ CHUNK_FRAMING_MAX_BYTES = 8_192
 CHUNK_LINE_BYTES = 24  # at most so many, with the line ends, tell a chunk without extensions
 MAX_TRAILERS = 16
 MAX_PIPELINED = 64  # requests that came in one read and wait for the answers before theirs
-HEADER_TIMEOUT_S = 10.0  # headers fit into a packet or two: a slower client holds a connection for nothing
-BODY_TIMEOUT_S = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold memory of the router for longer
-BODY_LOOK_S = 10.0  # between two looks whether a body comes quickly enough …
-BODY_LOOK_MIN_BYTES = 10_240  # … which is 1 kB/s, slower than any modem
-WRITE_TIMEOUT_S = 60.0  # a client that takes no byte of its answer for so long is gone, or means harm
+BODY_LOOK_MIN_BYTES = 10_240  # of a body, between two looks: 1 kB/s, slower than any modem
 LINGER_S = 1.0  # a client may read its error for so long before what it goes on sending resets the connection
 CANCEL_AGAIN_S = 0.2
 
@@ -108,7 +104,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
         self._state.connections.add(self)  # type: ignore[arg-type]
         self._shared.waiting[self] = None
-        self._expect(HEADER_TIMEOUT_S)
+        self._expect(self._shared.header_timeout_s)
         self._engines = self._shared.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the reason does not matter
@@ -136,7 +132,7 @@ class HttpConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.writable = self._loop.create_future()
         self._accepted = self._written - self._transport.get_write_buffer_size()
-        self._expect(WRITE_TIMEOUT_S)
+        self._expect(self._shared.write_timeout_s)
 
     def resume_writing(self) -> None:
         if self.writable is not None:
@@ -295,7 +291,7 @@ class HttpConnection(asyncio.Protocol):
         if self._head_bytes > HEAD_MAX_BYTES:
             self.refuse(HeadersTooLarge(TOO_LARGE_HEAD), "head_size")
         elif self._in_head and self._head_bytes == size:
-            self._expect(HEADER_TIMEOUT_S)
+            self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
         """After a read within a body: framing_bytes of it were not the body's, and told so many chunks."""
@@ -308,9 +304,9 @@ class HttpConnection(asyncio.Protocol):
     def _upload_begins(self) -> None:
         self._shared.waiting.pop(self, None)
         self._shared.uploading[self] = None
-        self._body_until = self._loop.time() + BODY_TIMEOUT_S
+        self._body_until = self._loop.time() + self._shared.body_timeout_s
         self._body_seen = self.body_bytes
-        self._expect(min(BODY_LOOK_S, BODY_TIMEOUT_S))
+        self._expect(min(self._shared.body_look_s, self._shared.body_timeout_s))
 
     def _give_up_body(self) -> None:
         self._shared.uploading.pop(self, None)
@@ -393,7 +389,7 @@ class HttpConnection(asyncio.Protocol):
         if self._in_body:
             self._upload_begins()
         else:
-            self._expect(HEADER_TIMEOUT_S if self._in_head else self._shared.keepalive_s)
+            self._expect(self._shared.header_timeout_s if self._in_head else self._shared.keepalive_s)
         if self._unparsed:
             self._loop.call_soon(self._read_on)
 
@@ -450,7 +446,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.close()
         if not self.lost:
             self._accepted = -1
-            self._expect(WRITE_TIMEOUT_S)
+            self._expect(self._shared.write_timeout_s)
 
     def _expect(self, seconds: float) -> None:
         """Set when the state must have changed. The timer is moved when it fires, not with every request."""
@@ -479,26 +475,26 @@ class HttpConnection(asyncio.Protocol):
             accepted = self._written - unsent
             if accepted > self._accepted:
                 self._accepted = accepted
-                self._expect(WRITE_TIMEOUT_S)
+                self._expect(self._shared.write_timeout_s)
             else:
-                self.drop("slow_reader", f"it took no byte of its answer for {WRITE_TIMEOUT_S:g} s")
+                self.drop("slow_reader", f"it took no byte of its answer for {self._shared.write_timeout_s:g} s")
         elif self._in_body:
             self._body_expired()
         elif self._in_head:
-            self.drop("head_time", f"its headers were not complete after {HEADER_TIMEOUT_S:g} s")
+            self.drop("head_time", f"its headers were not complete after {self._shared.header_timeout_s:g} s")
         else:
             self._close()
 
     def _body_expired(self) -> None:
         now, received = self._loop.time(), self.body_bytes - self._body_seen
         if now >= self._body_until:
-            self.refuse(BadRequest(f"The body was not complete after {BODY_TIMEOUT_S:g} s."), "body_time")
+            self.refuse(BadRequest(f"The body was not complete after {self._shared.body_timeout_s:g} s."), "body_time")
         elif received < BODY_LOOK_MIN_BYTES:
-            error = BadRequest(f"The body came too slowly: {received} bytes in {BODY_LOOK_S:g} s.")
+            error = BadRequest(f"The body came too slowly: {received} bytes in {self._shared.body_look_s:g} s.")
             self.refuse(error, "body_time")
         else:
             self._body_seen = self.body_bytes
-            self._expect(min(BODY_LOOK_S, self._body_until - now))
+            self._expect(min(self._shared.body_look_s, self._body_until - now))
 
 
 def _size(headers: list[tuple[bytes, bytes]]) -> int:

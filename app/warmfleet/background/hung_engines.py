@@ -2,7 +2,7 @@
 
 A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (They end where
 the engine's core has work and makes no step for half a minute: then its worker is lost, ``pools/stalled_requests``.) An
-engine that keeps a request waiting for ASK_AFTER_S is asked for ``/health``. If it does not answer
+engine that keeps a request waiting for ``hung_after_s`` is asked for ``/health``. If it does not answer
 UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then the requests that wait there for
 their first byte are tried at another worker. Decisions avoid the worker until it answers again.
 """
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
+    from warmfleet.timing import Timing
 
-LIMIT_INTERVAL_S = 1.0  # between two looks for requests over a time limit
-ASK_INTERVAL_S = 5.0
-ASK_AFTER_S = 10.0  # most first bytes come earlier; a plain answer's may come much later, which the question allows for
-ASK_TIMEOUT_S = 5.0
 ASKED_AT_ONCE = 32
 UNANSWERED = 2  # a busy API server may miss one
 
@@ -31,11 +28,15 @@ UNANSWERED = 2  # a busy API server may miss one
 class HungEngines:
     """Looks after the requests of one replica that wait for engines."""
 
-    def __init__(self, pools: Pools, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, client: EngineClient, settings: Settings, timing: Timing, metrics: Metrics
+    ) -> None:
         self._pools = pools
         self._client = client
         self._idle_s = settings.stream_idle_s
         self._total_s = settings.request_max_s
+        self._timing = timing
+        self._pass_over_s = timing.hung_interval_s + 2 * timing.hung_timeout_s  # until the next round has ended
         self._metrics = metrics
         self._unanswered: dict[tuple[str, str], int] = {}  # (tag, worker_id) -> questions in a row without an answer
 
@@ -52,7 +53,7 @@ class HungEngines:
         asked: list[tuple[Pool, str]] = []
         for pool in self._pools.all:
             hung = {worker_id for tag, worker_id in self._hung() if tag == pool.tag}
-            asked += [(pool, worker_id) for worker_id in hung | pool.tries.keep_waiting(now, ASK_AFTER_S)]
+            asked += [(pool, worker_id) for worker_id in hung | pool.tries.keep_waiting(now, self._timing.hung_after_s)]
         answers = await asyncio.gather(*(self._answers(pool, worker_id, gate) for pool, worker_id in asked))
         before, self._unanswered = self._unanswered, {}
         for (pool, worker_id), answered in zip(asked, answers, strict=True):
@@ -63,7 +64,7 @@ class HungEngines:
             hung = {worker_id for tag, worker_id in self._hung() if tag == pool.tag}
             hung |= pool.tries.standing_still(now)
             for worker_id in hung:
-                pool.avoid(worker_id, ASK_INTERVAL_S + 2 * ASK_TIMEOUT_S)  # until the next round has ended
+                pool.avoid(worker_id, self._pass_over_s)
             self._metrics.given_up.inc(pool.tries.give_up(hung, now))
 
     def _hung(self) -> list[tuple[str, str]]:
@@ -75,4 +76,4 @@ class HungEngines:
         if not url:
             return True
         async with gate:
-            return await self._client.healthy(url, ASK_TIMEOUT_S)
+            return await self._client.healthy(url, self._timing.hung_timeout_s)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
-CHECK_INTERVAL_S = 5.0  # between two rounds during an outage: the interval of heartbeats
 CHECK_TIMEOUT_S = 3.0
 CHECKS_AT_ONCE = 32  # more if there are so many servers that they would not all be checked in TURNS
 TURNS = 2  # of checks in a round, if no server answers
@@ -34,10 +33,11 @@ UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is old
 class OutageChecks:
     """Asks every API server for /health while its heartbeats cannot be heard, and at no other time."""
 
-    def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics, interval_s: float) -> None:
+        """interval_s: between two rounds."""
         self._pools = pools
         self._client = client
-        self._pass_over_s = CHECK_INTERVAL_S + TURNS * CHECK_TIMEOUT_S  # until the next round has ended
+        self._pass_over_s = interval_s + TURNS * CHECK_TIMEOUT_S  # until the next round has ended
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 

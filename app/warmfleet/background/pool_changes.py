@@ -1,7 +1,7 @@
 """Follows the registry of pools: a pool that was added is served, one that was removed ends, without a restart.
 
-A removed pool gets no new request. It is looked after for LEAVE_S more, and until nothing of this replica is left in
-it; then its tasks and its connection end.
+A removed pool gets no new request. It is looked after for ``leave_s`` more, and until nothing of this replica is left
+in it; then its tasks and its connection end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 
-FOLLOW_INTERVAL_S = 1.0
-LEAVE_S = 30.0  # the life of a lease: a gateway may settle for so long
 FIRST_READING_S = 5.0  # a third of a worker's TTL: stock engines of other models are not kept waiting for longer
 
 
@@ -42,6 +40,7 @@ class PoolChanges:
         begin: Callable[[Pool], Sequence[asyncio.Task[Any]]],
         waits_in: Callable[[Pool], bool],
         metrics: Metrics,
+        leave_s: float,
     ) -> None:
         """registries: of every served model. make: a pool of this tag. begin: the tasks of a pool. waits_in: whether a
         request waits in the queue of this pool.
@@ -52,6 +51,7 @@ class PoolChanges:
         self._begin = begin
         self._waits_in = waits_in
         self._metrics = metrics
+        self._leave_s = leave_s
         self._named = {name: tuple(pool.tag for pool in model.pools) for name, model in pools.served.items()}
         self._tasks = {pool.tag: begin(pool) for pool in pools.all}
         self._since: dict[str, float] = {}  # when a pool that leaves did so
@@ -130,7 +130,7 @@ class PoolChanges:
         now = asyncio.get_running_loop().time()
         for pool in self._pools.leaving:
             held = pool.reservations or pool.reservations.outcomes() or pool.degraded.in_flight or self._waits_in(pool)
-            if held or now - self._since.get(pool.tag, now) < LEAVE_S:
+            if held or now - self._since.get(pool.tag, now) < self._leave_s:
                 continue
             self._pools.forget(pool)
             self._metrics.forget_pool(pool.tag)

@@ -61,7 +61,6 @@ PIECES: tuple[str, ...] = (
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
 MORE_PIECES = 8  # a text has as many words as a block has tokens, and so many more: it fills at least one block
 POLL_S = 0.05
-BLOCKS_TIMEOUT_S = 5.0  # from the answer until the stream must report the blocks: an engine reports them every 0.1 s
 #: For all three answers: the limit of a first probe, doubled with each further one, and the longest. An engine may
 #: compile something at its first request, but one that never answers must not hold up the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
@@ -93,9 +92,11 @@ class Question:
 class Probe:
     """Probes workers, each as the pool's last reading of the fleet describes it."""
 
-    def __init__(self, client: EngineClient, settings: Settings) -> None:
+    def __init__(self, client: EngineClient, settings: Settings, blocks_timeout_s: float) -> None:
+        """blocks_timeout_s: from the answer until the stream must report the blocks."""
         self._client = client
         self._settings = settings
+        self._blocks_timeout_s = blocks_timeout_s
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
         """Probe one worker. texts: test a text and a chat, too, which needs the identity; else only the scheme.
@@ -188,7 +189,7 @@ class Probe:
     async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
         """The result, by the blocks that the worker's stream reports after its answers."""
         answered_at = time.monotonic()
-        deadline = answered_at + BLOCKS_TIMEOUT_S
+        deadline = answered_at + self._blocks_timeout_s
         prefilled = False
         while not prefilled and time.monotonic() < deadline:
             prefilled = await pool.fleet.bookings.prefilled(reservation)

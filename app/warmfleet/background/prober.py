@@ -1,4 +1,4 @@
-"""Probes each worker after it joined, every WARMFLEET_PROBE_INTERVAL_S, and soon after it was suspected.
+"""Probes each worker after it joined, every ``probe_interval_s``, and soon after it was suspected.
 
 Only a failed probe downgrades a worker. An engine's answer or stream that differs from what the router expected
 (``lua/parts/apply/progress.lua``) only makes the worker suspected. So a client that sends odd requests can cause
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
+    from warmfleet.timing import Timing
 
 logger = logging.getLogger("warmfleet.background.prober")
 
@@ -49,13 +50,15 @@ URGENCY = {
 class Prober:
     """Probes the workers that are due. Two replicas may probe one worker at a time; only the first result counts."""
 
-    def __init__(self, pools: Pools, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, client: EngineClient, settings: Settings, timing: Timing, metrics: Metrics
+    ) -> None:
         self._pools = pools
-        self._worker_probe = Probe(client, settings)
+        self._worker_probe = Probe(client, settings, timing.blocks_timeout_s)
         self.prewarmer = Prewarmer(client, settings, metrics)
         self._settings = settings
         self._metrics = metrics
-        self._interval_s = settings.probe_interval_s * random.uniform(1.0, SPREAD)
+        self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
         #: Per incarnation (see ``round``): when the next probe may begin, and the pause after that one.
         self._next: dict[str, tuple[float, float]] = {}
@@ -121,7 +124,7 @@ class Prober:
             return age >= _backoff(SUSPECTED_S, tries)
         if self._settings.tokenizer and name not in self._next:
             return True  # it may have been proven against the workers' own tokenizer, not the one of the settings
-        return 0 < self._interval_s <= age
+        return age >= self._interval_s
 
     # ------------------------------------------------ one probe
 

@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
+    from warmfleet.timing import Timing
     from warmfleet.untrusted.template_approval import Templates
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-APPLY_INTERVAL_S = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
 TICK_WITHIN_S = 0.4  # longest wait for events, but not at rest: a new worker is met within half a second
 #: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
 REST_STEP_S = 1.0
 REST_SHARES = 8  # moments of REST_STEP_S that pools share: no moment brings Redis the work of all of them
 REST_STREAMS = 640  # a pool with more does not rest: its ticks would look at each only every 4 s
-RENEW_INTERVAL_S = 10.0  # a reservation lives 30 s, so two renewals may fail
 AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
 
@@ -119,14 +118,14 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
         await templates.approve(approved, {pool.tag for pool in pools.all})
 
 
-async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float]) -> None:
+async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], timing: Timing) -> None:
     """Apply waiting events of the model's workers to the index, and return when another step is due.
 
-    That is when a worker has written, but not within APPLY_INTERVAL_S of this step. Where the model is at rest, it is
-    on the next beat, in ``until_beat`` seconds, or when a request comes. Any number of replicas may do so at once.
+    That is when a worker has written, but not within ``apply_interval_s`` of this step. Where the model is at rest, it
+    is on the next beat, in ``until_beat`` seconds, or when a request comes. Any number of replicas may do so at once.
     """
     loop = asyncio.get_running_loop()
-    due = loop.time() + APPLY_INTERVAL_S
+    due = loop.time() + timing.apply_interval_s
     may_rest = len(pool.view.streams) <= REST_STREAMS
     step = await pool.fleet.upkeep.step(rest=may_rest and pool.idle.lasts, used_permille=pool.used_permille)
     metrics.applied_blocks.inc(step.blocks)

@@ -26,7 +26,6 @@ from warmfleet.pools.served_models import all_of, as_answered
 from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, Hasher
 from warmfleet.protocol.wire import Scheme, WireError
-from warmfleet.settings import MAX_VIEW_INTERVAL_S
 from warmfleet.untrusted.tokenizer_trial import Refused
 
 if TYPE_CHECKING:
@@ -53,12 +52,15 @@ AT_ONCE, TURN_S = 8, 0.05
 class ViewReader:
     """Keeps the view of every pool fresh. An identity loads in the background; views have it once it is loaded."""
 
-    def __init__(self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics, interval_s: float
+    ) -> None:
+        """interval_s: between two rounds."""
         self._pools = pools
         self._identities = identities
         self._settings = settings
-        #: Between two readings of a pool at rest.
-        self._rest_s = min(2 * settings.view_interval_s, MAX_VIEW_INTERVAL_S)
+        self._interval_s = interval_s
+        self._rest_s = 2 * interval_s  # between two readings of a pool at rest
         self._metrics = metrics
         self._agreement = Agreement(metrics)
         self._groupings: dict[str, announced.Grouping] = {}
@@ -86,7 +88,7 @@ class ViewReader:
 
         A worker that misses heartbeats is looked at as often as ever: it is to be asked before it expires.
         """
-        until_s = self._rest_s - self._settings.view_interval_s / 2
+        until_s = self._rest_s - self._interval_s / 2
         return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.workers.quiet_s < ASK_AFTER_S - self._rest_s
 
     async def refresh(self) -> None:

@@ -178,4 +178,4 @@ async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:
             text = "this Redis user may not do that: use an operator's, such as `admin` of `warmfleet acl`"
             raise WarmfleetError(text) from error
         print(f"{shelf.fleet.keys.tag}: {digest} {'approved' if action == 'approve' else 'revoked'}")
-    print("routers follow within WARMFLEET_VIEW_INTERVAL_S")
+    print("routers follow within a second or two")

@@ -98,7 +98,7 @@ examples:
   warmfleet drain gpu1 --model Qwen/Qwen3-8B --undo      back into rotation
 
 This talks to Redis, and needs a user that may write there: `admin` or `router` of `warmfleet acl`. A replica that
-cannot reach Redis goes by what it read last, at most WARMFLEET_VIEW_INTERVAL_S before its way to Redis broke.
+cannot reach Redis goes by what it read last, at most two seconds before its way to Redis broke.
 """
 
 POOLS = """\

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-CONNECT_TIMEOUT_S = 2.0  # a live engine accepts within milliseconds; after this time another worker is tried
 SWEEP_INTERVAL_S = 1.0  # between two calls of ``sweep``
 MAX_ADDRESSES = 4_096
 WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body

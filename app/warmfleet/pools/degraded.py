@@ -24,7 +24,6 @@ logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # no worker gets more requests in flight than the mean times this factor
 FAILURES_TO_OPEN = 2
-REDIS_RETRY_S = 1.0  # after two failures in a row no decision waits for Redis for this long
 #: After Redis was emptied: 5 s until a worker joins anew, 1 s until it is read, 5 s for each of two probes.
 LAST_KNOWN_S = 20.0
 LOOK_S = 1.0

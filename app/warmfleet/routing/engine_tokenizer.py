@@ -33,7 +33,6 @@ logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
 MIN_TOKENS = 512  # of a prompt, estimated; the prefill of a shorter one takes less time than the question
 MAX_BYTES = 524_288  # of a request: some 130,000 tokens
-ASK_TIMEOUT_S = 0.25  # plus S_PER_BYTE for each byte of the body; waiting longer would cost more than a cold prefill
 S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and an engine needs 4 us for a token
 ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
 MAX_IN_FLIGHT = 32
@@ -59,9 +58,11 @@ class _Route(NamedTuple):
 class EngineTokenizer:
     """Asks engines for token ids. Remembers only which engines did not answer within the last REST_S."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, timeout_s: float) -> None:
+        """timeout_s: for an answer, plus S_PER_BYTE for each byte of the request's body."""
         self._client = client
         self._metrics = metrics
+        self._timeout_s = timeout_s
         self._in_flight = 0
         self._rests_until: dict[str, float] = {}
 
@@ -110,7 +111,7 @@ class EngineTokenizer:
         ids: list[int] = []
         status, size, away = 0, len(body), False
         try:
-            async with asyncio.timeout(ASK_TIMEOUT_S + S_PER_BYTE * size):
+            async with asyncio.timeout(self._timeout_s + S_PER_BYTE * size):
                 limit = SMALL_ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * size
                 status, answer = await self._client.post(worker.url, path, body, fields, limit)
             ids = orjson.loads(answer)[field] if status == 200 else []

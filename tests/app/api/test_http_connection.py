@@ -22,10 +22,9 @@ from warmfleet.api.service_routes import Health
 from warmfleet.logs.folding import Folding
 from warmfleet.metrics import Metrics
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from warmfleet.api.application import Application
     from warmfleet.api.http_request import HttpRequest
     from warmfleet.routing.client_answer import ClientAnswer
@@ -138,10 +137,10 @@ class Recorder:
 class Server:
     """Connections of one replica, without sockets."""
 
-    def __init__(self, **chosen: Any) -> None:
+    def __init__(self, timing: Timing = Timing(), **chosen: Any) -> None:
         self.app, self.health, self.metrics, self.state = Recorder(), Health(), Metrics(), ServerState()
         made = Settings(models=("m",), **chosen)
-        self.shared = Connections(cast("Application", self.app), self.health, made, self.metrics)
+        self.shared = Connections(cast("Application", self.app), self.health, made, timing, self.metrics)
 
     def connect(self) -> tuple[HttpConnection, Wire]:
         wire = Wire()
@@ -451,25 +450,14 @@ async def test_slow_uploads_give_way_too_and_a_full_replica_answers_health_check
     assert "connection" not in running[0].answers()[0][1]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float], None]:
-    """Replaces a time limit for one test."""
-
-    def replace(name: str, seconds: float) -> None:
-        monkeypatch.setattr(http_connection, name, seconds)
-
-    return replace
-
-
 async def gone(wire: Wire) -> None:
     async with asyncio.timeout(5):
         while not (wire.closed or wire.ended):  # noqa: ASYNC110  what a transport tells is no event
             await asyncio.sleep(0.005)
 
 
-async def test_a_slow_body_ends_its_connection_at_once(clock: Callable[[str, float], None]) -> None:
-    clock("BODY_TIMEOUT_S", 0.05)
-    server = Server()
+async def test_a_slow_body_ends_its_connection_at_once() -> None:
+    server = Server(Timing(body_timeout_s=0.05))
     wire = await server.send(POST + b"Content-Length: 9\r\n\r\nx")
     await gone(wire)
     assert (wire.statuses, server.closed()) == ([400], {"body_time": 1})
@@ -477,9 +465,8 @@ async def test_a_slow_body_ends_its_connection_at_once(clock: Callable[[str, flo
     assert server.shared.body_bytes == 0
 
 
-async def test_a_body_has_a_least_rate(clock: Callable[[str, float], None]) -> None:
-    clock("BODY_LOOK_S", 0.3)
-    server = Server()
+async def test_a_body_has_a_least_rate() -> None:
+    server = Server(Timing(body_look_s=0.3))
     quick, quick_wire = server.connect()
     slow, slow_wire = server.connect()
     for connection in (quick, slow):
@@ -492,9 +479,8 @@ async def test_a_body_has_a_least_rate(clock: Callable[[str, float], None]) -> N
     assert not quick_wire.written
 
 
-async def test_idle_connections_are_closed(clock: Callable[[str, float], None]) -> None:
-    clock("HEADER_TIMEOUT_S", 0.01)
-    server = Server(keepalive_s=0.1)
+async def test_idle_connections_are_closed() -> None:
+    server = Server(Timing(header_timeout_s=0.01), keepalive_s=0.1)
     begun = asyncio.get_running_loop().time()
     wire = await server.send(GET, GET)
     await gone(wire)
@@ -506,9 +492,8 @@ async def test_idle_connections_are_closed(clock: Callable[[str, float], None]) 
     assert server.closed() == {"head_time": 1}
 
 
-async def test_a_client_that_never_reads_is_cut_off(clock: Callable[[str, float], None]) -> None:
-    clock("WRITE_TIMEOUT_S", 0.05)
-    server = Server(keepalive_s=0.05)
+async def test_a_client_that_never_reads_is_cut_off() -> None:
+    server = Server(Timing(write_timeout_s=0.05), keepalive_s=0.05)
     server.app.pieces = [b"x" * 100] * 3
     connection, wire = server.connect()
     wire.accepts = False
@@ -526,9 +511,8 @@ async def test_a_client_that_never_reads_is_cut_off(clock: Callable[[str, float]
     assert server.closed() == {"slow_reader": 2}, "nor may it keep an answer that is complete"
 
 
-async def test_a_client_that_reads_slowly_is_served(clock: Callable[[str, float], None]) -> None:
-    clock("WRITE_TIMEOUT_S", 0.25)
-    server = Server()
+async def test_a_client_that_reads_slowly_is_served() -> None:
+    server = Server(Timing(write_timeout_s=0.25))
     server.app.pieces = [b"x" * 100] * 3
     connection, wire = server.connect()
     wire.accepts = False

@@ -84,7 +84,8 @@ async def test_the_page_tells_nothing_and_the_data_need_the_key(valkey_url: str,
 
 def pages(pools: Any, clock: list[float]) -> StatusPage:
     history = History(pools, Metrics(), lambda: clock[0])
-    return StatusPage(pools, history, LastRequests(), Operators(Settings(models=("m",))), Health(), lambda: clock[0])
+    may_ask = Operators(Settings(models=("m",)))
+    return StatusPage(pools, history, LastRequests(), may_ask, Health(), 1.0, lambda: clock[0])
 
 
 def request(**headers: str) -> Request:
@@ -263,7 +264,9 @@ async def test_while_no_worker_takes_requests_the_page_tells_why(valkey_url: str
     async with (
         engine(model) as first,
         engine("another") as second,
-        replica(valkey_url, model, admin_port=1, static_workers=(first.url, second.url), probe_timeout_s=0.3) as router,
+        replica(
+            valkey_url, model, admin_port=1, static_workers=(first.url, second.url), blocks_timeout_s=0.3
+        ) as router,
     ):
         await router.routable(1)
         await first.close()

@@ -60,7 +60,7 @@ class Fixed(ConstantsAlone):
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fixed, metrics = Fixed(), Metrics()
     pools = Pools([Pool("m", cast("Fleet", fixed), DegradedMode(1.0))])
-    reader = ViewReader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics)
+    reader = ViewReader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics, 1.0)
 
     async def read(*workers: WorkerView) -> list[str]:
         caplog.clear()

@@ -72,7 +72,7 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
     fleet = Fleet(connect(valkey_url, timeout_s=5), model)
     pool = Pool(model, fleet, DegradedMode(1.0))
     client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
-    checks = OutageChecks(Pools([pool]), client, Metrics())
+    checks = OutageChecks(Pools([pool]), client, Metrics(), 5.0)
     async with engine(model) as one, engine(model) as two:
         for number, url in enumerate((one.url, two.url)):
             record = {"scheme_id": 7, "url": url, "models": [model]}
@@ -117,7 +117,7 @@ async def test_pools_are_checked_at_once(valkey_url: str, model: str, monkeypatc
 
     client = EngineClient(Addresses((), ()), 1.0)
     monkeypatch.setattr(client, "healthy", healthy)
-    checking = asyncio.create_task(OutageChecks(Pools(pools), client, Metrics()).round())
+    checking = asyncio.create_task(OutageChecks(Pools(pools), client, Metrics(), 5.0).round())
     try:
         await poll(lambda: len(asked) > 100, 5, "half of all servers are asked at once")
         assert {url.rpartition(".")[2] for url in asked} == {*servers}
@@ -137,7 +137,7 @@ async def test_no_health_is_checked_while_heartbeats_are_heard(valkey_url: str, 
         await fleet.workers.register("w.0", {"scheme_id": 7, "url": one.url, "models": [model]}, 10)
         pool.show(view_of(await fleet.workers.read(), None, (), text=True))
         client = EngineClient(Addresses(("127.0.0.0/8",), ()), 1.0)
-        checks = OutageChecks(Pools([pool]), client, metrics)
+        checks = OutageChecks(Pools([pool]), client, metrics, 5.0)
         asked = metrics.health_checks.labels("answered")._value
         await checks.round()
         assert asked.get() == 0

@@ -55,7 +55,7 @@ class Registry:
 
 
 class Fixture:
-    def __init__(self) -> None:
+    def __init__(self, leave_s: float = 30.0) -> None:
         self.closed: list[str] = []
         self.waiting: set[str] = set()
         self.metrics = Metrics(["m", "other"])
@@ -63,7 +63,7 @@ class Fixture:
         self.pools = Pools([self.pool("m"), self.pool("other")])
         registries = cast("Sequence[PoolRegistry]", self.registries)
         waits_in = lambda pool: pool.tag in self.waiting  # noqa: E731
-        self.changes = PoolChanges(self.pools, registries, self.pool, self.tasks, waits_in, self.metrics)
+        self.changes = PoolChanges(self.pools, registries, self.pool, self.tasks, waits_in, self.metrics, leave_s)
         self.running: dict[str, asyncio.Task[None]]
 
     def pool(self, tag: str) -> Pool:
@@ -120,9 +120,8 @@ async def test_a_pool_that_leaves_ends_when_nothing_is_left_in_it(monkeypatch: p
         cleared.append((pool.tag, shared))
         raise FleetUnavailable("away")
 
-    monkeypatch.setattr(pool_changes, "LEAVE_S", 0.0)
     monkeypatch.setattr(pool_changes, "clear", clear)
-    fixture = Fixture()
+    fixture = Fixture(0.0)
     pool = fixture.pools.served["m"].pools[0]
     pool.reservations.add(Renewal("wf-1", "w", 1, 1))
     fixture.metrics.queued.labels("m").set(3)
@@ -152,9 +151,8 @@ async def test_outcomes_that_no_redis_takes_hold_a_removed_pool_as_long_as_a_lea
 ) -> None:
     async def clear(fleet: Fleet, *, shared: bool) -> None: ...
 
-    monkeypatch.setattr(pool_changes, "LEAVE_S", 0.0)
     monkeypatch.setattr(pool_changes, "clear", clear)
-    fixture = Fixture()
+    fixture = Fixture(0.0)
     pool = fixture.pools.served["m"].pools[0]
     pool.reservations.keep_outcome("wf-1", "finished")
     await fixture.follow(PoolEntry("m#1"))

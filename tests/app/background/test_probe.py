@@ -51,7 +51,9 @@ async def test_workers_that_announce_something_false_are_routed_by_load_only(val
         await stack.enter_async_context(simulated(valkey_url, model, "elsewhere", url=right.url))
         for kind in LIARS:
             await stack.enter_async_context(simulated(valkey_url, model, kind.split()[0], kind, lies=True))
-        router = await stack.enter_async_context(replica(valkey_url, model, probe_timeout_s=1.0, approved_templates=()))
+        router = await stack.enter_async_context(
+            replica(valkey_url, model, blocks_timeout_s=1.0, approved_templates=())
+        )
         # A busy machine may let a probe end without an answer, and the next one finds what is wrong.
         workers = await proofs(router, right="proven", **{kind.split()[0]: "identity" for kind in LIARS})
         del workers["right"]
@@ -151,7 +153,7 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
     valkey_url: str, model: str, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
-    settings: dict[str, Any] = {"probe_interval_s": 0.2, "probe_timeout_s": 0.3}
+    settings: dict[str, Any] = {"probe_interval_s": 0.2, "blocks_timeout_s": 0.3}
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **settings) as router:
         await proofs(router, eng="proven")
         if trouble == "no answer":

@@ -117,7 +117,7 @@ async def test_a_service_that_answers_is_no_worker_until_the_workers_stream_says
     """A forged join that points at some service of the network: no client's request and no key goes there."""
     async with (
         engine(model) as service,
-        replica(valkey_url, model, probe_timeout_s=0.3, worker_api_key="the fleet's secret") as router,
+        replica(valkey_url, model, blocks_timeout_s=0.3, worker_api_key="the fleet's secret") as router,
         worker(valkey_url, model, service.url, Tracker(), scheme, name="fake"),
     ):
 
@@ -139,7 +139,7 @@ async def test_addresses_that_the_operator_lists_need_no_proof(valkey_url: str, 
     async with (
         engine(model) as upstream,
         replica(
-            valkey_url, model, probe_timeout_s=0.3, worker_api_key="secret", worker_addresses=("127.0.0.0/8",)
+            valkey_url, model, blocks_timeout_s=0.3, worker_api_key="secret", worker_addresses=("127.0.0.0/8",)
         ) as router,
         worker(valkey_url, model, upstream.url, Tracker()),
     ):

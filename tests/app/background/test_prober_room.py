@@ -11,6 +11,7 @@ import pytest
 from warmfleet.background.probe import Result
 from warmfleet.background.prober import AT_ONCE, Prober
 from warmfleet.fleet import WorkerState
+from warmfleet.timing import Timing
 
 
 class Hanging(Prober):
@@ -19,9 +20,9 @@ class Hanging(Prober):
     def __init__(self, workers: list[Any]) -> None:
         view = SimpleNamespace(workers=workers, identity=None, reference=None)
         pool = SimpleNamespace(tag="m", view=view)
-        settings = SimpleNamespace(probe_interval_s=0.0, tokenizer="", prewarm_prefixes=0)
+        settings = SimpleNamespace(tokenizer="", prewarm_prefixes=0)
         pools: Any = SimpleNamespace(all=[pool])
-        super().__init__(pools, _any(), _any(settings), _any())
+        super().__init__(pools, _any(), _any(settings), Timing(), _any())
         self.begun: list[str] = []
         self.released = asyncio.Event()
 

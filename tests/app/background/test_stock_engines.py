@@ -383,7 +383,8 @@ def test_engines_known_by_their_url_are_spread_over_the_pools_that_serve() -> No
         made = [Pool(tag, cast("Fleet", None), DegradedMode(1.0)) for tag in tags]
         pools = Pools(made)
         pools.served["m"].drain(frozenset(draining), frozenset({moving}))
-        checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), Settings(models=tuple(tags)))
+        settings = Settings(models=tuple(tags))
+        checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), settings, 5.0)
         return {url: checks._pool_of(url, ["m"], None).tag for url in (f"http://gpu{n}:8000" for n in range(60))}
 
     before, after = pools_with(), pools_with("m#2")

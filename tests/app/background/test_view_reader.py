@@ -221,7 +221,7 @@ async def test_a_server_whose_files_are_not_what_it_announced_is_passed_over_and
 
     pool = SimpleNamespace(tag="m", fleet=SimpleNamespace(artifacts=SimpleNamespace(read=artifact)))
     identities = SimpleNamespace(build=build)
-    reader = ViewReader(cast("Pools", None), cast("Identities", identities), Settings(models=("m",)), Metrics())
+    reader = ViewReader(cast("Pools", None), cast("Identities", identities), Settings(models=("m",)), Metrics(), 1.0)
     await reader._from_workers(cast("Pool", pool), "key", cast("list[WorkerView]", workers))
     assert built == [{"tokenizer.json": b"text"}]
     assert [line.getMessage() for line in caplog.records] == [
@@ -241,7 +241,7 @@ async def test_a_pool_that_is_away_makes_no_failed_load_of_an_identity_that_was_
     fleet = SimpleNamespace(workers=workers)
     pools = Pools([Pool("m", cast("Fleet", fleet), DegradedMode(1.0))])
     identities, metrics = SimpleNamespace(keep=lambda _: None), Metrics()
-    reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), metrics)
+    reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), metrics, 1.0)
     caplog.set_level("INFO", "warmfleet")
     reader._begin("key", loaded())
     await reader._loads["key"]

@@ -169,7 +169,7 @@ async def test_when_all_are_drained_nobody_is_asked_from_memory(valkey_url: str,
 
 async def test_a_worker_with_the_plugin_is_left_alone(valkey_url: str, model: str) -> None:
     async with (
-        replica(valkey_url, model, probe_interval_s=0.1, probe_timeout_s=2.0) as router,
+        replica(valkey_url, model, probe_interval_s=0.1, blocks_timeout_s=2.0) as router,
         simulated(valkey_url, model),
     ):
         await router.proven()

@@ -12,7 +12,6 @@ from tests.support.polling import poll
 from tests.support.redis.servers import PATIENT
 from tests.support.replicas.replica import replica
 
-from warmfleet import main
 from warmfleet.background import upkeep
 from warmfleet.fleet import Fleet, connect
 from warmfleet.fleet.upkeep import AWAITED_STREAMS, Pace
@@ -20,6 +19,7 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.pool import Pool
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -133,8 +133,7 @@ async def test_a_replica_at_rest_asks_redis_little(
     cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(WORKERS)]
     for reporter in cores:
         await reporter.join()
-    clear_s = main.CLEAR_INTERVAL_S
-    async with replica(redis_url, model, view_interval_s=1.0, clear_interval_s=clear_s) as router:
+    async with replica(redis_url, model, view_interval_s=1.0, clear_interval_s=Timing.clear_interval_s) as router:
         await poll(lambda: _workers(router), what="the replica knows the workers")
         async with store.monitor() as monitor:
             count = 0
@@ -151,7 +150,7 @@ async def test_a_replica_at_rest_asks_redis_little(
 async def _rounds(pool: Pool) -> None:
     metrics = Metrics()
     while True:
-        await upkeep.apply(pool, metrics, lambda: LONG_S)
+        await upkeep.apply(pool, metrics, lambda: LONG_S, Timing())
 
 
 async def _blocked(store: aioredis.Redis) -> bool:

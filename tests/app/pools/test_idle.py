@@ -22,6 +22,7 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.idle import Idle
 from warmfleet.pools.pool import Pool
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     import pytest
@@ -141,7 +142,7 @@ async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet, monkeypat
     pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
     pool.show(View(streams=tuple(f"events:w{number}.0" for number in range(upkeep.REST_STREAMS + 1))))
     async with asyncio.timeout(LONG_S / 2):
-        await upkeep.apply(pool, Metrics(), lambda: LONG_S)
+        await upkeep.apply(pool, Metrics(), lambda: LONG_S, Timing())
 
 
 async def _heard(store: aioredis.Redis, fleet: Fleet) -> dict[bytes, float]:
@@ -162,4 +163,4 @@ async def _later(store: aioredis.Redis) -> int:
 async def _rounds(pool: Pool) -> None:
     metrics = Metrics()
     while True:
-        await upkeep.apply(pool, metrics, lambda: LONG_S)
+        await upkeep.apply(pool, metrics, lambda: LONG_S, Timing())

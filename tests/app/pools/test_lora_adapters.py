@@ -47,7 +47,7 @@ async def test_a_request_goes_only_to_a_worker_that_serves_its_adapter(
     async with (
         engine(model) as first,
         engine(model) as second,
-        replica(valkey_url, model, probe_timeout_s=0.3, worker_addresses=LISTED) as router,
+        replica(valkey_url, model, blocks_timeout_s=0.3, worker_addresses=LISTED) as router,
         worker(valkey_url, model, first.url, trackers["a"], name="a", adapters=adapters["a"], **facts),
         worker(valkey_url, model, second.url, trackers["b"], name="b", adapters=adapters["b"], **facts),
     ):

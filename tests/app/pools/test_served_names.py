@@ -100,7 +100,7 @@ async def fleet_of(
         chosen: dict[str, Any] = {
             "policy": "round_robin",
             "worker_addresses": LISTED,
-            "probe_timeout_s": 0.1,
+            "blocks_timeout_s": 0.1,
             "static_workers": tuple(urls),
         } | settings
         router = await stack.enter_async_context(replica(url, model, **chosen))
@@ -498,7 +498,7 @@ async def test_a_name_of_one_pool_goes_to_that_pool(valkey_url: str, model: str)
             told: dict[str, Any] = {"name": f"e{number}", "models": tuple(names), "adapters": {}}
             await stack.enter_async_context(worker(valkey_url, tags[number % 2], one.url, Tracker(), **told))
         router = await stack.enter_async_context(
-            replica(valkey_url, model, models=tags, worker_addresses=LISTED, probe_timeout_s=0.3)
+            replica(valkey_url, model, models=tags, worker_addresses=LISTED, blocks_timeout_s=0.3)
         )
         await router.routable(2)
         assert await asked(router, "alias") == ({200: 24}, {"e1.0"})

@@ -35,7 +35,7 @@ async def two(
     async with (
         simulated(redis_url, model, "s1", facts=facts, leave_out=left),
         simulated(redis_url, model, "s2", facts=facts, leave_out=left),
-        replica(redis_url, model, **({"ask_timeout_s": 5.0} | settings)) as router,
+        replica(redis_url, model, **({"tokenize_timeout_s": 5.0} | settings)) as router,
     ):
 
         async def proven() -> bool:
@@ -119,7 +119,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
 
     monkeypatch.setattr(Api, "render", render)
     body = {"model": model, "messages": LONG, "max_tokens": 1}
-    async with two(valkey_url, model, BOTH, bare=True, ask_timeout_s=0.2) as router:
+    async with two(valkey_url, model, BOTH, bare=True, tokenize_timeout_s=0.2) as router:
         counted = {"refused": 0, "failed": 0}
         for count, (wrong, answer) in enumerate(ANSWERS.items(), 1):
             status, headers, _ = await router.post(body, CHAT)

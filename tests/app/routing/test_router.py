@@ -184,7 +184,7 @@ async def test_engine_dies_within_a_plain_answer(valkey_url: str, model: str) ->
 
 async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: str) -> None:
     async def dies(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2000000\r\n\r\n")
         writer.write(b"{" + b"y" * 2_999)
         await writer.drain()
         await asyncio.sleep(0.05)
@@ -192,7 +192,7 @@ async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: s
 
     async with (
         engine(model, dies) as upstream,
-        replica(valkey_url, model, upstream.url, buffer_max_bytes=1_000) as router,
+        replica(valkey_url, model, upstream.url) as router,
     ):
         with pytest.raises(aiohttp.ClientPayloadError):  # part of it was out
             await router.post({"model": model, "prompt": PROMPT})
@@ -349,7 +349,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         addresses, metrics = Addresses(settings.worker_addresses), Metrics()
         client = Upstream(addresses, 1.0)
         await client.open()
-        tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), metrics)
+        tokenizer = EngineTokenizer(EngineClient(addresses, 1.0), metrics, 0.25)
         identifier = Identifier(tokenizer, metrics)
         served = Router(Pools([pool]), client, identifier, settings, metrics)
         body = json.dumps({"model": model, "prompt": PROMPT}).encode()

@@ -57,7 +57,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     model = "served"
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
+        replica(valkey_url, model, blocks_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -92,7 +92,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
 async def test_approving_takes_a_template_in_and_revoking_puts_it_out(valkey_url: str, model: str) -> None:
     async with (
         engine("served") as upstream,
-        replica(valkey_url, model, probe_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
+        replica(valkey_url, model, blocks_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=PLAIN, tokenizer=TOKENIZER),
     ):
         await router.exact()

@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,16 @@ import uvicorn.server
 from tests.support.polling import poll
 
 from warmfleet import main
-from warmfleet.api import http_connection
-from warmfleet.api.access import client_keys
-from warmfleet.api.listening import tls
 from warmfleet.api.listening.server import Sockets
-from warmfleet.api.status_page import routes as status_page
-from warmfleet.background import hung_engines, outage_checks, pool_changes, probe, upkeep
-from warmfleet.background.stock import checks
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import server
-from warmfleet.pools import degraded
 from warmfleet.prompt.tokenizer import Encoder
-from warmfleet.routing import engine_tokenizer, relay
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from types import ModuleType
 
     from warmfleet.logs.output import LogOutput
 
@@ -48,29 +40,7 @@ shared_tls = cache(engine_tls)
 #: Tokenizers that replicas have loaded, and where their texts may be cut: half a second for the 5 MB of the simulator.
 LOAD, CUTS = Encoder.__dict__["load"], Encoder.cuts
 SHARED = {"load": staticmethod(lru_cache(maxsize=4)(Encoder.load)), "cuts": lru_cache(maxsize=16)(Encoder.cuts)}
-#: Constants of modules that a test may replace for the life of its replica, by a name as if they were settings.
-CONSTANTS: dict[str, list[tuple[ModuleType, str]]] = {
-    "apply_interval_s": [(upkeep, "APPLY_INTERVAL_S")],
-    "ask_timeout_s": [(engine_tokenizer, "ASK_TIMEOUT_S")],
-    "clear_interval_s": [(main, "CLEAR_INTERVAL_S")],
-    "truth_interval_s": [(main, "TRUTH_INTERVAL_S")],
-    "follow_interval_s": [(client_keys, "FOLLOW_INTERVAL_S"), (tls, "FOLLOW_INTERVAL_S")],
-    "body_timeout_s": [(http_connection, "BODY_TIMEOUT_S")],
-    "pools_interval_s": [(pool_changes, "FOLLOW_INTERVAL_S")],
-    "leave_s": [(pool_changes, "LEAVE_S")],
-    "hung_after_s": [(hung_engines, "ASK_AFTER_S")],
-    "hung_interval_s": [(hung_engines, "ASK_INTERVAL_S")],
-    "hung_timeout_s": [(hung_engines, "ASK_TIMEOUT_S")],
-    "limit_interval_s": [(hung_engines, "LIMIT_INTERVAL_S")],
-    "connect_timeout_s": [(main, "CONNECT_TIMEOUT_S")],
-    "buffer_max_bytes": [(relay, "BUFFER_MAX_BYTES")],
-    "header_timeout_s": [(http_connection, "HEADER_TIMEOUT_S")],
-    "health_interval_s": [(outage_checks, "CHECK_INTERVAL_S"), (checks, "HEALTH_INTERVAL_S")],
-    "probe_timeout_s": [(probe, "BLOCKS_TIMEOUT_S")],
-    "redis_retry_s": [(degraded, "REDIS_RETRY_S")],
-    "renew_interval_s": [(upkeep, "RENEW_INTERVAL_S")],
-    "snapshot_s": [(status_page, "SNAPSHOT_S")],
-}
+TIMES = {time.name for time in fields(Timing)}
 
 
 class Prompt:
@@ -174,28 +144,25 @@ async def replica(
     """A replica with ``engines`` as static workers, all of them routable.
 
     look_url: the store by which the test itself reads the fleet. log: gets the access log. settings: fields of
-    Settings, and names of CONSTANTS; any admin_port but 0 stands for a free port of its own.
+    Settings and of Timing; any admin_port but 0 stands for a free port of its own.
     The replica trusts the files that workers bring, unless told otherwise: trying their tokenizers takes time.
     """
     log: LogOutput | None = settings.pop("log", None)
     chosen: dict[str, Any] = {"view_interval_s": 0.1, "health_interval_s": 0.2, "decide_timeout_s": 1.0}
     chosen |= {"shutdown_grace_s": 2.0, "approved_templates": ("*",), "admin_port": 0}
-    chosen |= {"clear_interval_s": 0.5, "follow_interval_s": 0.1} | settings
-    replaced = {name: chosen.pop(name) for name in CONSTANTS.keys() & chosen.keys()}
+    chosen |= {"clear_interval_s": 0.5, "files_interval_s": 0.1} | settings
+    timing = Timing(**{name: chosen.pop(name) for name in TIMES & chosen.keys()})
     chosen = {"models": (model,), "static_workers": engines} | chosen
     made = Settings(redis_url=redis_url, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
     admin = [socket.create_server(("127.0.0.1", 0))] if made.admin_port else []
-    constants = pytest.MonkeyPatch()
-    for name, value in replaced.items():
-        for module, constant in CONSTANTS[name]:
-            constants.setattr(module, constant, value)
-    constants.setattr(uvicorn.server, "asyncio", Prompt())
-    constants.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(uvicorn.server, "asyncio", Prompt())
+    patch.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
     if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
         for name, shared in SHARED.items():
-            constants.setattr(Encoder, name, shared)
-    running = server(made, Sockets([listener], admin), log)
+            patch.setattr(Encoder, name, shared)
+    running = server(made, Sockets([listener], admin), log, timing)
     task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
@@ -209,5 +176,5 @@ async def replica(
     finally:
         running.should_exit = True
         await task
-        constants.undo()
+        patch.undo()
         await fleet.close()

@@ -25,6 +25,7 @@ from warmfleet.pools.served_models import Pools
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class SteppedReplica:
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, approved="*"))
-        self.reader = ViewReader(self.pools, self.identities, Settings(), self.metrics)
+        self.reader = ViewReader(self.pools, self.identities, Settings(), self.metrics, 1.0)
         self.client = EngineClient(Addresses((), ()), 1.0)
-        self.prober = Prober(self.pools, self.client, Settings(), self.metrics)
+        self.prober = Prober(self.pools, self.client, Settings(), Timing(), self.metrics)
 
     async def applied(self) -> None:
         empty = 0

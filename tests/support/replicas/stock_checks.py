@@ -30,7 +30,7 @@ class Checks:
         self.addresses = Addresses(("10.0.0.0/8",))  # the engines of these tests are allowed only if they are listed
         self.client = EngineClient(self.addresses, 1.0)
         pools = Pools([Pool(model, self.fleet, DegradedMode(1.0))])
-        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen)
+        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen, 5.0)
         self.round = self.engines.round
 
     async def workers(self) -> dict[str, WorkerView]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from warmfleet.metrics import Metrics
 
-FOLLOW_INTERVAL_S = 1.0  # between two looks whether the file changed
 MAX_FILE_BYTES = 16_777_216  # some 100,000 keys
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

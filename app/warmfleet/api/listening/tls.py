@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.settings import Settings
 
-FOLLOW_INTERVAL_S = 1.0  # between two looks whether a file changed
 HANDSHAKE_TIMEOUT_S = 10.0  # a handshake is two round trips: a slower client holds a connection for nothing
 MAX_FILE_BYTES = 1_048_576
 HTTP = ["http/1.1"]

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
     from warmfleet.tracing.last_requests import LastRequests
 
-SNAPSHOT_S = 1.0  # a snapshot is given to everybody who asks within so long: the replica reads workers as often
 SLOW = 10  # requests, of all models: the slowest of the last hour
 DATA = "/status.json"
 #: Path -> the file in the folder ``page`` and its type. tests/contract/test_status_page.py compares it with the folder.
@@ -68,13 +67,16 @@ class StatusPage:
         last: LastRequests,
         operators: Operators,
         health: Health,
+        snapshot_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """snapshot_s: a snapshot is given to everybody who asks within so long."""
         self._pools = pools
         self._history = history
         self._last = last
         self._operators = operators
         self._health = health
+        self._snapshot_s = snapshot_s
         self._clock = clock
         self._began = clock()
         self._made_at = float("-inf")
@@ -89,7 +91,7 @@ class StatusPage:
     async def data(self, request: HTTPRequest) -> Response:
         """The data of the status page, at most one second old."""
         self._operators.may_read_sums(request)
-        if self._clock() - self._made_at >= SNAPSHOT_S:
+        if self._clock() - self._made_at >= self._snapshot_s:
             if self._making is None or self._making.done():
                 self._making = asyncio.create_task(self._make())
             await asyncio.shield(self._making)

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-HEALTH_INTERVAL_S = 5.0  # each passed check counts as the engine's heartbeat: a third of the workers' TTL of 15 s
 CHECK_TIMEOUT_S = 3.0
 #: Checks at once; more if there are so many engines that they would not all be checked in ROUND_S if all of them died
 #: at once. A round ends with its slowest check, and engines must be checked again within 15 s.
@@ -90,13 +89,21 @@ class StockEngines:
     """Checks each engine once per round. An engine that passes is registered again, which is its heartbeat."""
 
     def __init__(
-        self, pools: Pools, client: EngineClient, engines: EngineList, addresses: Addresses, settings: Settings
+        self,
+        pools: Pools,
+        client: EngineClient,
+        engines: EngineList,
+        addresses: Addresses,
+        settings: Settings,
+        interval_s: float,
     ) -> None:
+        """interval_s: between two rounds."""
         self._pools = pools
         self._client = client
         self._list = engines
         self._addresses = addresses
         self._settings = settings
+        self._interval_s = interval_s
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
@@ -108,7 +115,7 @@ class StockEngines:
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
         self._known = KnownEngines(pools, client)
-        self._readiness = Readiness(client, self._headers, HEALTH_INTERVAL_S)
+        self._readiness = Readiness(client, self._headers, interval_s)
 
     async def round(self) -> bool:
         """Check all listed engines, but only some of those whose last check failed, and those that leave.
@@ -206,7 +213,7 @@ class StockEngines:
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
-        check = Check("LEAVING", self._replica, HEALTH_INTERVAL_S)
+        check = Check("LEAVING", self._replica, self._interval_s)
         found = await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
         if found.word in ("LISTED", "UP") or (found.in_flight and found.word in ("LEAVING", "OUT")):
             self._checked[url] = last
@@ -218,7 +225,7 @@ class StockEngines:
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
         """Whether it takes requests. It may be another process than last time, which has other paths."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
-        read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * HEALTH_INTERVAL_S
+        read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
 
     async def _let_go(self, url: str) -> None:

@@ -71,7 +71,7 @@ async def workers(
     """The command with so many replicas, all of them ready."""
     port = free_ports(count + 1)
     chosen = {"REDIS_URL": valkey_url, "MODELS": model, "STATIC_WORKERS": engine_url, "DRAIN_S": "1.5"}
-    chosen |= {"PORT": str(port), "ADMIN_PORT": str(port + 1), "DECIDE_TIMEOUT_S": "2", "VIEW_INTERVAL_S": "0.1"}
+    chosen |= {"PORT": str(port), "ADMIN_PORT": str(port + 1), "DECIDE_TIMEOUT_S": "2"}
     environment = os.environ | {f"WARMFLEET_{name}": value for name, value in (chosen | settings).items()}
     (folder / "env").touch()
     command = (sys.executable, "-m", "warmfleet", "serve", "--workers", str(count), "--env-file", str(folder / "env"))

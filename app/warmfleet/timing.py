@@ -1,0 +1,53 @@
+"""The times by which a replica waits and repeats its work, where tests of a whole replica need others.
+
+Operators cannot set these; ``settings`` has the times that they can. A time that no such test changes is a constant in
+the module that uses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``main`` builds a replica by one of these, and hands it to every part that waits."""
+
+    # between two rounds of background work
+    #: Between two readings of the fleet's workers, and twice as long for a pool at rest: a reading that is 3 s old
+    #: counts as an outage of Redis, and token hand-off uses none older than 5 s.
+    view_interval_s: float = 1.0
+    apply_interval_s: float = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
+    clear_interval_s: float = 5.0  # a lease lives 30 s
+    truth_interval_s: float = 5.0  # for the index's figures in /metrics: the interval of heartbeats
+    renew_interval_s: float = 10.0  # a reservation lives 30 s, so two renewals may fail
+    #: Of checks of engines without the plugin, and of all engines during an outage. Each passed check counts as the
+    #: engine's heartbeat: a third of the workers' TTL of 15 s.
+    health_interval_s: float = 5.0
+    files_interval_s: float = 1.0  # for changes of the clients' keys and of certificates
+    pools_interval_s: float = 1.0  # for changes of the registry of pools
+    limit_interval_s: float = 1.0  # for requests over a time limit
+    hung_interval_s: float = 5.0  # for engines that keep requests waiting
+    #: For a proven worker, by any replica. A probe lasts up to 30 s for its answers and 5 s for its blocks; the next
+    #: must not begin before.
+    probe_interval_s: float = 600.0
+
+    # how long an engine may take
+    connect_timeout_s: float = 2.0  # a live engine accepts within milliseconds; then another worker is tried
+    #: A question for token ids, besides a time for each byte: a longer wait would cost more than a cold prefill.
+    tokenize_timeout_s: float = 0.25
+    #: Most first bytes come earlier; a plain answer's may come much later, which the question for /health allows for.
+    hung_after_s: float = 10.0
+    hung_timeout_s: float = 5.0  # for the answer to that question
+    blocks_timeout_s: float = 5.0  # from a probe's answer until its blocks are reported: engines do so every 0.1 s
+
+    # how long a client may take
+    header_timeout_s: float = 10.0  # headers fit into a packet or two: a slower client holds a connection for nothing
+    body_timeout_s: float = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold memory for longer
+    body_look_s: float = 10.0  # between two looks whether a body comes quickly enough
+    write_timeout_s: float = 60.0  # a client that takes no byte of its answer for so long is gone, or means harm
+
+    # how long something stays as it is
+    redis_retry_s: float = 1.0  # after two failures in a row no decision waits for Redis
+    leave_s: float = 30.0  # a removed pool is looked after; the life of a lease: a gateway may settle for so long
+    snapshot_s: float = 1.0  # everybody who asks for the status gets one answer: workers are read as often
