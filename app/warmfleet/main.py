@@ -99,7 +99,8 @@ DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, eac
 TELL_AGAIN_INTERVAL_S = 1.0
 ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
 MEMORY_INTERVAL_S = 1.0
-AUDIT_LOOK_S = 10.0  # between two looks whether a worker's hourly audit is due
+AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
+AUDIT_LOOK_S = 10.0  # between two looks whether a worker's audit is due
 TOKENIZER_THREADS = 2
 #: Middle collections of Python's garbage collector before a full one. A full one stands still for 0.3 s with 5,000
 #: streams, and finds next to nothing: requests and connections leave no cycles (``tests/app/test_garbage.py``).
@@ -156,7 +157,7 @@ def create_app(
 def _replica_of(settings: Settings, timing: Timing, place: ReplicaPlace) -> _Replica:
     """Raises BadArgument."""
     metrics, health = Metrics(settings.models), Health()
-    tracing = tracing_of(os.environ, metrics)
+    tracing = tracing_of(os.environ, timing, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
     keys = ClientKeys(settings.client_keys_file, metrics)
     redis = _redis(settings)
@@ -409,7 +410,7 @@ def _rounds(
         ("limits", timing.limit_interval_s, hung.end_late),
         ("hung", timing.hung_interval_s, hung.round),
         ("clear", timing.clear_interval_s, partial(upkeep.clear, pools)),
-        ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics)),
+        ("audit", AUDIT_LOOK_S, partial(upkeep.audit, pools, metrics, AUDIT_INTERVAL_S)),
         ("files", spare_files.LOOK_S, SpareFiles(pools).look),
         ("kept", SWEEP_INTERVAL_S, replica.upstream.sweep),
         ("announce", ANNOUNCE_S, announcements.round),
@@ -419,10 +420,10 @@ def _rounds(
 @asynccontextmanager
 async def _background(replica: _Replica, identities: Identities, clock: Clock) -> AsyncIterator[None]:
     settings, timing, metrics, pools = replica.settings, replica.timing, replica.metrics, replica.pools
-    client, health_s = replica.engine_client, timing.health_interval_s
+    client = replica.engine_client
     announcements = _announcements(replica)
-    static = StockEngines(pools, client, replica.engines, replica.addresses, settings, health_s)
-    reader = ViewReader(pools, identities, settings, metrics, timing.view_interval_s)
+    static = StockEngines(pools, client, replica.engines, replica.addresses, settings, timing)
+    reader = ViewReader(pools, identities, settings, timing, metrics)
     prober = Prober(pools, client, settings, timing, metrics)
     rounds = _rounds(replica, identities, reader, prober, announcements)
 
@@ -442,7 +443,7 @@ async def _background(replica: _Replica, identities: Identities, clock: Clock) -
     changes = PoolChanges(pools, registries, make, of_pool, replica.router.waits_in, metrics, timing.leave_s)
     rounds.append(("pools", timing.pools_interval_s, changes.round))
     if settings.static_workers:
-        rounds.append(("health", health_s, partial(_check, static, reader, prober, changes)))
+        rounds.append(("health", timing.health_interval_s, partial(_check, static, reader, prober, changes)))
     tasks = [_task(name, seconds, call, metrics, clock, contact) for name, seconds, call in rounds]
     tasks.append(asyncio.create_task(_meet(pools, settings.redis_url, contact)))
     try:

@@ -1,8 +1,8 @@
 """The settings of one replica: a frozen dataclass that is read from ``WARMFLEET_*`` environment variables.
 
 Every field has its unit in its name, a default, and a sentence for ``app/docs/settings.md``, which is generated from
-here. A value becomes a setting only if an operator with a reason would turn it; any other is a constant beside its
-reason in the module that uses it.
+here. A value becomes a setting only if an operator with a reason would turn it. Any other is a constant beside its
+reason in the module that uses it, or a time of ``timing``.
 """
 
 from __future__ import annotations

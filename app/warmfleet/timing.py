@@ -18,6 +18,7 @@ class Timing:
     #: counts as an outage of Redis, and token hand-off uses none older than 5 s.
     view_interval_s: float = 1.0
     apply_interval_s: float = 0.05  # at least, between two steps; less than the plugin's flush of 0.1 s
+    tick_within_s: float = 0.4  # at most, but not at rest: a new worker is met within half a second
     clear_interval_s: float = 5.0  # a lease lives 30 s
     truth_interval_s: float = 5.0  # for the index's figures in /metrics: the interval of heartbeats
     renew_interval_s: float = 10.0  # a reservation lives 30 s, so two renewals may fail
@@ -26,11 +27,14 @@ class Timing:
     health_interval_s: float = 5.0
     files_interval_s: float = 1.0  # for changes of the clients' keys and of certificates
     pools_interval_s: float = 1.0  # for changes of the registry of pools
+    #: Of a stock engine's /metrics, which cost it some 20 ms; and after a failure.
+    facts_interval_s: float = 30.0
     limit_interval_s: float = 1.0  # for requests over a time limit
     hung_interval_s: float = 5.0  # for engines that keep requests waiting
     #: For a proven worker, by any replica. A probe lasts up to 30 s for its answers and 5 s for its blocks; the next
     #: must not begin before.
     probe_interval_s: float = 600.0
+    traces_interval_s: float = 1.0  # for spans that wait: no request wakes the thread
 
     # how long an engine may take
     connect_timeout_s: float = 2.0  # a live engine accepts within milliseconds; then another worker is tried
@@ -38,16 +42,27 @@ class Timing:
     tokenize_timeout_s: float = 0.25
     #: Most first bytes come earlier; a plain answer's may come much later, which the question for /health allows for.
     hung_after_s: float = 10.0
+    check_timeout_s: float = 3.0  # of a stock engine
     hung_timeout_s: float = 5.0  # for the answer to that question
     blocks_timeout_s: float = 5.0  # from a probe's answer until its blocks are reported: engines do so every 0.1 s
 
     # how long a client may take
+    handshake_timeout_s: float = 10.0  # of TLS, two round trips: a slower client holds a connection for nothing
     header_timeout_s: float = 10.0  # headers fit into a packet or two: a slower client holds a connection for nothing
     body_timeout_s: float = 60.0  # the largest body at 4.5 Mbit/s; a slower client would hold memory for longer
     body_look_s: float = 10.0  # between two looks whether a body comes quickly enough
     write_timeout_s: float = 60.0  # a client that takes no byte of its answer for so long is gone, or means harm
 
+    # how long until another try
+    #: After a failed probe; doubled after each further one, from the first figure to the second.
+    backoff_s: tuple[float, float] = (5.0, 60.0)
+    #: From a result to the probe of a suspicion; doubled while suspicions prove wrong.
+    suspected_s: tuple[float, float] = (5.0, 600.0)
+    load_retry_s: float = 10.0  # of a token identity
+    traces_retry_s: tuple[float, float] = (1.0, 3.0)  # the second and the third try to send a batch of spans
+
     # how long something stays as it is
+    identity_wait_s: float = 5.0  # a new worker's probe waits for its tokenizer; then only the scheme is tested
     redis_retry_s: float = 1.0  # after two failures in a row no decision waits for Redis
     leave_s: float = 30.0  # a removed pool is looked after; the life of a lease: a gateway may settle for so long
     snapshot_s: float = 1.0  # everybody who asks for the status gets one answer: workers are read as often

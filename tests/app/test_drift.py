@@ -15,7 +15,6 @@ from tests.support.engines.simulated import Kind, simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
-from warmfleet.background import prober as probe
 from warmfleet.background.probe import random_text
 from warmfleet.background.supervisor import stop
 
@@ -59,11 +58,10 @@ async def chat(router: Replica, model: str, messages: list[dict[str, str]]) -> d
 
 @pytest.mark.parametrize("kind", CHANGES)
 async def test_a_worker_that_changes_is_found_out_within_20_requests_and_comes_back(
-    valkey_url: str, model: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, model: str, kind: Kind
 ) -> None:
-    monkeypatch.setattr(probe, "BACKOFF_S", (0.5, 1.0))
-    monkeypatch.setattr(probe, "SUSPECTED_S", (0.1, 600.0))
-    async with simulated(valkey_url, model) as worker, replica(valkey_url, model) as router:
+    times: dict[str, Any] = {"backoff_s": (0.5, 1.0), "suspected_s": (0.1, 600.0)}
+    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **times) as router:
         await proven(router)
         messages: list[dict[str, str]] = []
         # With the 13th a check of the token hand-off is just over: the next text is twelve requests away.
@@ -195,14 +193,11 @@ async def test_no_tenant_talks_a_worker_down_with_200_requests(valkey_url: str, 
     shows=("six clients turn the cache over all the time: a right worker is left alone, and a wrong one is found out"),
 )
 @pytest.mark.parametrize("kind", ["right", "seed"])
-async def test_constant_evictions_downgrade_no_worker_and_hide_none(
-    valkey_url: str, model: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "BACKOFF_S", (0.5, 1.0))
-    monkeypatch.setattr(probe, "SUSPECTED_S", (0.5, 600.0))
+async def test_constant_evictions_downgrade_no_worker_and_hide_none(valkey_url: str, model: str, kind: Kind) -> None:
+    times: dict[str, Any] = {"probe_interval_s": 1.0, "backoff_s": (0.5, 1.0), "suspected_s": (0.5, 600.0)}
     async with (
         simulated(valkey_url, model, speed="demo") as worker,
-        replica(valkey_url, model, probe_interval_s=1.0, token_handoff=False) as router,
+        replica(valkey_url, model, token_handoff=False, **times) as router,
     ):
         await proven(router)
 
@@ -228,9 +223,11 @@ async def test_constant_evictions_downgrade_no_worker_and_hide_none(
 async def test_a_prompt_that_is_seen_differently_here_causes_few_probes(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "SUSPECTED_S", (0.2, 600.0))
-    monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 60.0))
-    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, token_handoff=False) as router:
+    times: dict[str, Any] = {"backoff_s": (0.1, 60.0), "suspected_s": (0.2, 600.0)}
+    async with (
+        simulated(valkey_url, model) as worker,
+        replica(valkey_url, model, token_handoff=False, **times) as router,
+    ):
         await proven(router)
         plain = worker.engine.tokenizer.chat_ids
 

@@ -19,7 +19,6 @@ from warmfleet.api.listening.server import Sockets
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
-from warmfleet.pools import served_models
 from warmfleet.settings import Settings
 
 
@@ -34,8 +33,7 @@ async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: s
             assert [status for status, _, _ in answers] == [200] * 4
 
 
-async def test_without_redis_all_wait_together_and_not_for_long(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "FIRST_READING_S", 1.0)
+async def test_without_redis_all_wait_together_and_not_for_long(model: str) -> None:
     async with replica("unix:///nowhere/at/all", model) as started:
 
         async def ask(name: str) -> float:

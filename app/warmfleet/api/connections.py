@@ -57,6 +57,7 @@ class Connections:
         self.health = health
         self.max_body_bytes = settings.body_max_bytes
         self.keepalive_s = settings.keepalive_s
+        self.handshake_timeout_s = timing.handshake_timeout_s
         self.header_timeout_s = timing.header_timeout_s
         self.body_timeout_s = timing.body_timeout_s
         self.body_look_s = timing.body_look_s

@@ -2,7 +2,7 @@
 
 Only a failed probe downgrades a worker. An engine's answer or stream that differs from what the router expected
 (``lua/parts/apply/progress.lua``) only makes the worker suspected. So a client that sends odd requests can cause
-probes, at most as often as SUSPECTED_S allows, but no downgrade.
+probes, at most as often as ``suspected_s`` allows, but no downgrade.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.prober")
 
 AT_ONCE = 64  # probes that one replica runs at a time, each with a small request and a connection to Redis
-BACKOFF_S = 5.0, 60.0  # after a failed probe; doubled after each further one, from the first figure to the second
 SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
-SUSPECTED_S = 5.0, 600.0  # from a result to the probe of a suspicion; doubled while suspicions prove wrong
-IDENTITY_WAIT_S = 5.0  # a new worker's probe waits so long for its tokenizer; then only the scheme is tested
 SPREAD = 1.2  # largest ratio of two replicas' intervals: they differ, so that mostly one replica probes
 #: The states in which a probe can be due, the most urgent first.
 URGENCY = {
@@ -57,6 +54,7 @@ class Prober:
         self._worker_probe = Probe(client, settings, timing.blocks_timeout_s)
         self.prewarmer = Prewarmer(client, settings, metrics)
         self._settings = settings
+        self._timing = timing
         self._metrics = metrics
         self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -108,9 +106,9 @@ class Prober:
         tries = int(record.get("tries") or 0)
         if worker.state is WorkerState.PENDING:
             hopeless = view.identity is None and view.reference is None and not self._settings.tokenizer
-            return ready or hopeless or time.monotonic() - self._first_seen[name] >= IDENTITY_WAIT_S
+            return ready or hopeless or time.monotonic() - self._first_seen[name] >= self._timing.identity_wait_s
         if worker.state is WorkerState.UNREACHABLE:
-            return age >= _backoff(BACKOFF_S, tries - 1)
+            return age >= _backoff(self._timing.backoff_s, tries - 1)
         differs = _differs(view, worker)
         if differs:
             return record.get("reason") != differs
@@ -119,9 +117,9 @@ class Prober:
         if worker.state is WorkerState.LOAD_ONLY:
             if record.get("cause") == "unmatched":
                 return False  # its engine has no blocks to match, and says so until it joins anew
-            return record.get("cause") in ("differs", "untested") or age >= _backoff(BACKOFF_S, tries - 1)
+            return record.get("cause") in ("differs", "untested") or age >= _backoff(self._timing.backoff_s, tries - 1)
         if worker.state is WorkerState.SUSPECTED:
-            return age >= _backoff(SUSPECTED_S, tries)
+            return age >= _backoff(self._timing.suspected_s, tries)
         if self._settings.tokenizer and name not in self._next:
             return True  # it may have been proven against the workers' own tokenizer, not the one of the settings
         return age >= self._interval_s
@@ -140,7 +138,8 @@ class Prober:
             logger.info("probe of %s: %s", worker.worker_id, error)
         finally:
             wait = self._next.get(name, (0.0, SOON_S))[1]
-            again = BACKOFF_S[0] if proven else min(max(2 * wait, BACKOFF_S[0]), BACKOFF_S[1])
+            first_s, most_s = self._timing.backoff_s
+            again = first_s if proven else min(max(2 * wait, first_s), most_s)
             self._next[name] = time.monotonic() + wait, again
             del self._running[name]
 

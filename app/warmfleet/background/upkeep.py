@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-TICK_WITHIN_S = 0.4  # longest wait for events, but not at rest: a new worker is met within half a second
 #: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
 REST_STEP_S = 1.0
 REST_SHARES = 8  # moments of REST_STEP_S that pools share: no moment brings Redis the work of all of them
 REST_STREAMS = 640  # a pool with more does not rest: its ticks would look at each only every 4 s
-AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -135,17 +133,20 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], t
         await pool.idle.wait(until_beat())
         return
     if not step.busy:
-        await pool.fleet.upkeep.await_events(pool.view.streams, TICK_WITHIN_S)
+        await pool.fleet.upkeep.await_events(pool.view.streams, timing.tick_within_s)
     await asyncio.sleep(due - loop.time())
 
 
-async def audit(pools: Pools, metrics: Metrics) -> None:
-    """Compare the index with its digests, a piece at a time, until no worker is due. One replica does so at a time."""
+async def audit(pools: Pools, metrics: Metrics, interval_s: float) -> None:
+    """Compare the index with its digests, a piece at a time, until no worker is due. One replica does so at a time.
+
+    interval_s: between two audits of a worker.
+    """
 
     async def audit_model(pool: Pool) -> None:
         walking = True
         while walking:
-            step = await pool.fleet.upkeep.audit(AUDIT_INTERVAL_S)
+            step = await pool.fleet.upkeep.audit(interval_s)
             metrics.audited_blocks.inc(step.blocks)
             if step.differs:
                 metrics.audit_mismatches.inc()

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
     from warmfleet.prompt.prompt_identity import Identity
     from warmfleet.settings import Settings
+    from warmfleet.timing import Timing
 
 logger = logging.getLogger("warmfleet.background.view_reader")
 
-LOAD_RETRY_S = 10.0  # a failed load is tried again after this time
 MAX_FAILED_LOADS = 256
 #: So many pools are read at once, and the next so many TURN_S later: a reading takes a quarter of a millisecond of this
 #: process, and those of 64 pools at once would keep every request waiting.
@@ -53,14 +53,14 @@ class ViewReader:
     """Keeps the view of every pool fresh. An identity loads in the background; views have it once it is loaded."""
 
     def __init__(
-        self, pools: Pools, identities: Identities, settings: Settings, metrics: Metrics, interval_s: float
+        self, pools: Pools, identities: Identities, settings: Settings, timing: Timing, metrics: Metrics
     ) -> None:
-        """interval_s: between two rounds."""
         self._pools = pools
         self._identities = identities
         self._settings = settings
-        self._interval_s = interval_s
-        self._rest_s = 2 * interval_s  # between two readings of a pool at rest
+        self._interval_s = timing.view_interval_s
+        self._rest_s = 2 * timing.view_interval_s  # between two readings of a pool at rest
+        self._load_retry_s = timing.load_retry_s
         self._metrics = metrics
         self._agreement = Agreement(metrics)
         self._groupings: dict[str, announced.Grouping] = {}
@@ -192,7 +192,7 @@ class ViewReader:
         return loaded, group[0]
 
     def _begin(self, key: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start this load, unless it runs already or has failed within LOAD_RETRY_S."""
+        """Start this load, unless it runs already or has failed lately."""
         if key in self._loads or time.monotonic() < self._not_before.get(key, 0.0):
             work.close()
             return
@@ -223,7 +223,7 @@ class ViewReader:
             self._unreadable.clear()
         if not isinstance(error, WarmfleetError):
             self._unreadable.add(key)
-        pause = error.again_s if isinstance(error, Refused) else LOAD_RETRY_S
+        pause = error.again_s if isinstance(error, Refused) else self._load_retry_s
         self._not_before[key] = time.monotonic() + pause
 
     async def _override(self) -> None:

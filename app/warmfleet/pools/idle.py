@@ -14,9 +14,10 @@ AFTER_S = 10.0  # without anything but heartbeats: joins, probes and a request's
 class Idle:
     """``wake`` ends idleness and a wait that is under way; every request calls it, so it costs next to nothing."""
 
-    __slots__ = ("_since", "_waiting", "_woken")
+    __slots__ = ("_after_s", "_since", "_waiting", "_woken")
 
-    def __init__(self) -> None:
+    def __init__(self, after_s: float = AFTER_S) -> None:
+        self._after_s = after_s
         self._since = 0.0  # monotonic seconds
         self._woken = True
         self._waiting: asyncio.Future[None] | None = None
@@ -29,10 +30,10 @@ class Idle:
 
     @property
     def lasts(self) -> bool:
-        """Whether nothing has woken it for AFTER_S."""
+        """Whether nothing has woken it for ``after_s``."""
         if self._woken:
             self._woken, self._since = False, time.monotonic()
-        return time.monotonic() - self._since >= AFTER_S
+        return time.monotonic() - self._since >= self._after_s
 
     async def wait(self, seconds: float) -> None:
         """Return after so many seconds, or when something wakes the pool."""

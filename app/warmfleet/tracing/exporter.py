@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.metrics import Metrics
+    from warmfleet.timing import Timing
     from warmfleet.tracing.options import TracingOptions
     from warmfleet.tracing.spans import RequestSpan
     from warmfleet.tracing.trace_context import TraceContext
@@ -36,8 +37,6 @@ logger = logging.getLogger("warmfleet.tracing")
 
 MAX_WAITING = 4_096  # requests; each takes about 2 kB until it is sent
 MAX_BATCH = 256  # requests in one message: about 300 kB
-INTERVAL_S = 1.0  # between two looks at the queue: no request wakes the thread
-RETRY_AFTER_S = (1.0, 3.0)  # before the second and the third try to send a batch
 RETRYABLE = frozenset({429, 502, 503, 504})  # statuses, by the standard
 MAX_REFUSAL_BYTES = 200  # of a collector's refusal, for the log
 CLOSE_S = 2.0
@@ -46,9 +45,10 @@ CLOSE_S = 2.0
 class Tracing:
     """The traces of one replica: ``open`` starts the thread, ``close`` sends what waits."""
 
-    def __init__(self, options: TracingOptions, metrics: Metrics) -> None:
+    def __init__(self, options: TracingOptions, timing: Timing, metrics: Metrics) -> None:
         """Raises BadArgument if a certificate cannot be used."""
         self._options = options
+        self._timing = timing
         self.context = Sampler(options.share, by_parent=options.by_parent).context
         # A counter may be counted by one thread only: the first one by the event loop's, the two others by ours.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
@@ -89,7 +89,7 @@ class Tracing:
 
     def _run(self) -> None:
         with httpx.HTTPTransport(verify=self._tls or False) as transport:  # a client of httpx would log each request
-            while not self._stopping.wait(INTERVAL_S):
+            while not self._stopping.wait(self._timing.traces_interval_s):
                 self._round(transport)
             self._round(transport)
 
@@ -124,17 +124,17 @@ class Tracing:
             body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
         limits = {"timeout": httpx.Timeout(self._options.timeout_s).as_dict()}
         request = httpx.Request("POST", self._options.endpoint, content=body, headers=headers, extensions=limits)
-        for wait_s in (*RETRY_AFTER_S, 0.0):
+        for wait_s in (*self._timing.traces_retry_s, 0.0):
             refusal, may_help = _exchange(transport, request)
             if not may_help or not wait_s or self._stopping.wait(wait_s):
                 break
         return refusal
 
 
-def tracing_of(environment: Mapping[str, str], metrics: Metrics) -> Tracing | None:
+def tracing_of(environment: Mapping[str, str], timing: Timing, metrics: Metrics) -> Tracing | None:
     """The tracing that these variables ask for; None if it is off. Raises BadArgument."""
     options = tracing_options(environment)
-    return None if options is None else Tracing(options, metrics)
+    return None if options is None else Tracing(options, timing, metrics)
 
 
 def unsampled(context: TraceContext) -> bytes:

@@ -14,7 +14,6 @@ from tests.support.engines.scripted import engine
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
-from warmfleet.api.listening import server
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.errors import BadArgument
@@ -135,11 +134,9 @@ async def test_old_versions_and_plain_http_are_refused(valkey_url: str, model: s
         assert await served(router.url, trusting(ours))
 
 
-async def test_a_handshake_has_a_time_limit(
-    valkey_url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
-    async with replica(valkey_url, model, admin_port=1, **files(certificate(tmp_path, "ours"))) as router:
+async def test_a_handshake_has_a_time_limit(valkey_url: str, model: str, tmp_path: Path) -> None:
+    settings = {"admin_port": 1, "handshake_timeout_s": 0.3, **files(certificate(tmp_path, "ours"))}
+    async with replica(valkey_url, model, **settings) as router:
         for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
             reader, writer = await asyncio.open_connection("localhost", int(router.url.rsplit(":", 1)[1]))
             writer.write(sent)

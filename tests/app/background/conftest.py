@@ -16,8 +16,8 @@ async def replica(valkey_url: str, model: str) -> AsyncIterator[Callable[..., Ch
     """A function that makes the checks of a replica with these engines."""
     made: list[Checks] = []
 
-    def make(*entries: str, **settings: Any) -> Checks:
-        made.append(Checks(valkey_url, model, list(entries), **settings))
+    def make(*entries: str, **times: Any) -> Checks:
+        made.append(Checks(valkey_url, model, list(entries), **times))
         return made[-1]
 
     yield make

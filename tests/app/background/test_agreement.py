@@ -16,6 +16,7 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 from warmfleet_worker.protocol.wire import Scheme, default_none_hash
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Fixed(ConstantsAlone):
 async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     fixed, metrics = Fixed(), Metrics()
     pools = Pools([Pool("m", cast("Fleet", fixed), DegradedMode(1.0))])
-    reader = ViewReader(pools, cast("Identities", fixed), Settings(models=("m",)), metrics, 1.0)
+    reader = ViewReader(pools, cast("Identities", fixed), Settings(models=("m",)), Timing(), metrics)
 
     async def read(*workers: WorkerView) -> list[str]:
         caplog.clear()

@@ -12,7 +12,6 @@ import pytest
 from tests.support.engines.scripted import Engine, answer_well, engine, reply
 from tests.support.replicas.stock_checks import Checks, asked, metrics
 
-from warmfleet.background.stock import checks as stock_engines
 from warmfleet.background.stock.engine_facts import identity_of
 from warmfleet.background.stock.known_engines import EngineKey
 from warmfleet.engines.engine_client import Place
@@ -267,17 +266,16 @@ async def test_another_spelling_takes_over_where_the_first_ends(replica: Callabl
 
 
 async def test_a_new_process_at_one_url_is_no_more_the_worker_of_the_other(
-    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
+    replica: Callable[..., Checks], model: str
 ) -> None:
     """Two URLs that led to one engine, as behind a proxy, may lead to two later."""
     async with engine(model) as one, engine(model) as two:
         metrics(one, ONE)
         metrics(two, ONE)
-        checks = replica(one.url, two.url)
+        checks = replica(one.url, two.url, facts_interval_s=0.0)
         for _ in range(2):
             await checks.round()
         assert len(await checks.workers()) == 1
-        monkeypatch.setattr(stock_engines, "FACTS_INTERVAL_S", 0.0)
         metrics(two, OTHER)
         for _ in range(2):
             await checks.round()

@@ -99,8 +99,7 @@ async def test_workers_take_requests_while_a_tokenizer_loads_slowly(
         return load(tokenizer_json)
 
     monkeypatch.setattr(encoder.Encoder, "load", slow)
-    monkeypatch.setattr(probe, "IDENTITY_WAIT_S", 0.2)
-    async with simulated(valkey_url, model), replica(valkey_url, model) as router:
+    async with simulated(valkey_url, model), replica(valkey_url, model, identity_wait_s=0.2) as router:
         (view,) = (await proofs(router, eng="identity")).values()
         assert (view.routable, view.record["cause"]) == (True, "untested")
         prompt = {"model": model, "prompt": list(range(100)), "max_tokens": 2}
@@ -129,11 +128,9 @@ async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
             assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
 
 
-async def test_all_workers_are_probed_again_once_in_a_while(
-    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
-    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, probe_interval_s=0.3) as router:
+async def test_all_workers_are_probed_again_once_in_a_while(valkey_url: str, model: str) -> None:
+    times: dict[str, Any] = {"probe_interval_s": 0.3, "backoff_s": (0.1, 0.2)}
+    async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **times) as router:
         await proofs(router, eng="proven")
         worker.evict_at_once()
 
@@ -152,8 +149,7 @@ async def test_all_workers_are_probed_again_once_in_a_while(
 async def test_a_probe_that_learns_nothing_changes_nothing(
     valkey_url: str, model: str, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "BACKOFF_S", (0.1, 0.2))
-    settings: dict[str, Any] = {"probe_interval_s": 0.2, "blocks_timeout_s": 0.3}
+    settings: dict[str, Any] = {"probe_interval_s": 0.2, "blocks_timeout_s": 0.3, "backoff_s": (0.1, 0.2)}
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **settings) as router:
         await proofs(router, eng="proven")
         if trouble == "no answer":

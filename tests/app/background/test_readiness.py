@@ -15,7 +15,6 @@ from tests.support.replicas.replica import replica as whole_replica
 from tests.support.replicas.stock_checks import Checks, asked, sent
 
 from warmfleet.background.stock import checks as stock_engines
-from warmfleet.background.stock import readiness
 from warmfleet.background.stock.checks import worker_id
 from warmfleet.background.stock.readiness import figures_of
 
@@ -223,7 +222,6 @@ async def test_an_engine_whose_queue_outlasts_the_next_check_gets_no_new_request
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stock_engines, "TOLD_LATELY", 0.0)
-    monkeypatch.setattr(readiness, "CONFIRM_S", 0.5)
     async with engine(model) as one, engine(model) as two:
         pages = Pages()
         pages.put(one)
@@ -399,14 +397,13 @@ WORKING: dict[str, tuple[Any, str, bool]] = {
 
 @pytest.mark.parametrize(("answer", "check", "stays"), WORKING.values(), ids=WORKING)
 async def test_a_slow_check_is_no_death_while_connections_stand(
-    answer: Any, check: str, stays: bool, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+    answer: Any, check: str, stays: bool, valkey_url: str, model: str
 ) -> None:
-    monkeypatch.setattr(stock_engines, "CHECK_TIMEOUT_S", 0.3)
     stop = asyncio.Event()
     async with engine(model) as one:
         if answer is not None:
             one.answer = answer(stop)
-        async with whole_replica(valkey_url, model, one.url, health_interval_s=0.2, view_interval_s=0.1) as router:
+        async with whole_replica(valkey_url, model, one.url, check_timeout_s=0.3) as router:
             await router.routable(1)
             body = {"model": model, "prompt": "word " * 40, "stream": answer is streaming}
             request = asyncio.create_task(router.post(body)) if answer else None
@@ -425,12 +422,11 @@ async def test_a_slow_check_is_no_death_while_connections_stand(
 async def test_an_engine_that_sends_nothing_for_long_is_at_work_no_more(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stock_engines, "CHECK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(stock_engines, "STILL_S", 1.0)
     stop = asyncio.Event()
     async with (
         engine(model, waiting(stop)) as one,
-        whole_replica(valkey_url, model, one.url, health_interval_s=0.2, view_interval_s=0.1) as router,
+        whole_replica(valkey_url, model, one.url, check_timeout_s=0.3) as router,
     ):
         await router.routable(1)
         request = asyncio.create_task(router.post({"model": model, "prompt": "word " * 40}))

@@ -23,6 +23,7 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -56,12 +57,11 @@ async def test_a_listed_engine_is_a_worker_with_the_cache_that_it_announces(
 
 
 async def test_a_new_process_has_an_empty_mirror_even_if_no_check_failed(
-    replica: Callable[..., Checks], model: str, monkeypatch: pytest.MonkeyPatch
+    replica: Callable[..., Checks], model: str
 ) -> None:
-    monkeypatch.setattr(stock_engines, "FACTS_INTERVAL_S", 0.0)
     async with engines(model, 1) as (engine,):
         metrics(engine, PAGE % 1_763_000_000)
-        checks = replica(engine.url)
+        checks = replica(engine.url, facts_interval_s=0.0)
         await checks.round()
         await checks.fleet.upkeep.step()
         assert [await sent(checks, engine.url), await sent(checks, engine.url)] == [0, 31]
@@ -304,9 +304,8 @@ async def test_a_worker_tells_why_its_check_failed_until_one_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against a key that changed, or an engine that hangs, it helps nobody to read that it is to be started."""
-    monkeypatch.setattr(stock_engines, "CHECK_TIMEOUT_S", 0.3)
     async with engines(model, 1) as (engine,):
-        checks = replica(engine.url)
+        checks = replica(engine.url, check_timeout_s=0.3)
         await checks.round()
         with monkeypatch.context() as patched:
             for name, value in broken.items():
@@ -384,7 +383,7 @@ def test_engines_known_by_their_url_are_spread_over_the_pools_that_serve() -> No
         pools = Pools(made)
         pools.served["m"].drain(frozenset(draining), frozenset({moving}))
         settings = Settings(models=tuple(tags))
-        checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), settings, 5.0)
+        checks = StockEngines(pools, cast("Any", None), EngineList([]), Addresses(()), settings, Timing())
         return {url: checks._pool_of(url, ["m"], None).tag for url in (f"http://gpu{n}:8000" for n in range(60))}
 
     before, after = pools_with(), pools_with("m#2")

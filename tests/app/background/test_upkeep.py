@@ -17,7 +17,6 @@ from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
 
 if TYPE_CHECKING:
-    import pytest
     import redis.asyncio as aioredis
 
 
@@ -54,16 +53,13 @@ async def test_more_reservations_than_fit_one_call_are_renewed(model: str, valke
         assert metrics.renewed.labels("rebuilt")._value.get() == count
 
 
-async def test_an_audit_goes_on_to_its_end_and_is_counted(
-    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_audit_goes_on_to_its_end_and_is_counted(store: aioredis.Redis, fleet: Fleet) -> None:
     reporter, metrics = ReportingWorker(store, fleet), Metrics()
     pools = Pools([Pool(fleet.keys.tag, fleet, DegradedMode(1.0))])
     await reporter.join()
     for start in range(0, 1000, 100):
         await reporter.send("stored", blocks(*range(start, start + 100)))
     await reporter.applied()
-    monkeypatch.setattr(upkeep, "AUDIT_INTERVAL_S", 0.001)
     for seen in (1000.0, 1000.0):
         await poll(lambda: _audited(pools, metrics), what="an audit is due")
         assert metrics.audited_blocks._value.get() >= seen
@@ -73,5 +69,5 @@ async def test_an_audit_goes_on_to_its_end_and_is_counted(
 
 
 async def _audited(pools: Pools, metrics: Metrics, *, differs: bool = False) -> bool:
-    await upkeep.audit(pools, metrics)
+    await upkeep.audit(pools, metrics, 0.001)
     return bool((metrics.audit_mismatches if differs else metrics.audited_blocks)._value.get())

@@ -20,13 +20,14 @@ from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Question
 from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet.metrics import Metrics
-from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import identify_here
+from warmfleet.pools.idle import Idle
 from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools, ServedModel
 from warmfleet.prompt import request as prompt
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -145,33 +146,29 @@ async def test_workers_are_probed_by_the_reading_that_finds_them(readable: bool)
     assert done == ["read", "probe"]
 
 
-async def test_a_pool_at_rest_is_read_every_other_round(
-    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pool_at_rest_is_read_every_other_round(store: aioredis.Redis, fleet: Fleet) -> None:
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     async with stepped_replica(fleet) as replica:
         reader, pool = replica.reader, replica.pool
         assert await reader.round(), "it was never read"
         assert await reader.round(), "a start is no rest"
-        monkeypatch.setattr(idle, "AFTER_S", 0.0)
+        pool.idle = Idle(0.0)
         assert not await reader.round()
         pool.view = replace(pool.view, read_at=pool.view.read_at - 1.6)
         assert await reader.round(), "the next round would come too late"
-        monkeypatch.setattr(idle, "AFTER_S", 10.0)
+        pool.idle = Idle()
         pool.idle.wake()
         assert await reader.round(), "a request has come"
 
 
-async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(
-    store: aioredis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(store: aioredis.Redis, fleet: Fleet) -> None:
     """It is to be asked over HTTP 12.5 s after its last heartbeat, before it expires."""
-    monkeypatch.setattr(idle, "AFTER_S", 0.0)
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     now_ms = 1_000 * int((await store.time())[0])
     async with stepped_replica(fleet) as replica:
+        replica.pool.idle = Idle(0.0)
         for key, name in ((fleet.keys.alive, "w1.0"), (fleet.keys.alive_servers, "w1")):
             await replica.reader.refresh()
             assert not await replica.reader.round()
@@ -221,7 +218,8 @@ async def test_a_server_whose_files_are_not_what_it_announced_is_passed_over_and
 
     pool = SimpleNamespace(tag="m", fleet=SimpleNamespace(artifacts=SimpleNamespace(read=artifact)))
     identities = SimpleNamespace(build=build)
-    reader = ViewReader(cast("Pools", None), cast("Identities", identities), Settings(models=("m",)), Metrics(), 1.0)
+    pools, settings = cast("Pools", None), Settings(models=("m",))
+    reader = ViewReader(pools, cast("Identities", identities), settings, Timing(), Metrics())
     await reader._from_workers(cast("Pool", pool), "key", cast("list[WorkerView]", workers))
     assert built == [{"tokenizer.json": b"text"}]
     assert [line.getMessage() for line in caplog.records] == [
@@ -241,7 +239,7 @@ async def test_a_pool_that_is_away_makes_no_failed_load_of_an_identity_that_was_
     fleet = SimpleNamespace(workers=workers)
     pools = Pools([Pool("m", cast("Fleet", fleet), DegradedMode(1.0))])
     identities, metrics = SimpleNamespace(keep=lambda _: None), Metrics()
-    reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), metrics, 1.0)
+    reader = ViewReader(pools, cast("Identities", identities), Settings(models=("m",)), Timing(), metrics)
     caplog.set_level("INFO", "warmfleet")
     reader._begin("key", loaded())
     await reader._loads["key"]

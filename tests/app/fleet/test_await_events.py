@@ -108,8 +108,7 @@ async def test_a_heartbeat_leaves_nothing_to_do_but_blocks_announce_more(store: 
     assert (await fleet.upkeep.step()).busy, "a slot is left to collect"
 
 
-async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: Fleet, monkeypatch: Any) -> None:
-    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", LONG_S)
+async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: Fleet) -> None:
     pool, reporter = Pool(fleet.keys.tag, fleet, DegradedMode(1.0)), ReportingWorker(store, fleet)
     pool.show(View(streams=STREAMS))
     await reporter.join()
@@ -125,9 +124,7 @@ async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: F
         await asyncio.wait([rounds])
 
 
-async def test_a_replica_at_rest_asks_redis_little(
-    store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_at_rest_asks_redis_little(store: aioredis.Redis, redis_url: str, model: str) -> None:
     """Commands are counted, not time: what a call costs differs between machines."""
     fleet = Fleet(store, model, timeouts=PATIENT)
     cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(WORKERS)]
@@ -150,7 +147,7 @@ async def test_a_replica_at_rest_asks_redis_little(
 async def _rounds(pool: Pool) -> None:
     metrics = Metrics()
     while True:
-        await upkeep.apply(pool, metrics, lambda: LONG_S, Timing())
+        await upkeep.apply(pool, metrics, lambda: LONG_S, Timing(tick_within_s=LONG_S))
 
 
 async def _blocked(store: aioredis.Redis) -> bool:

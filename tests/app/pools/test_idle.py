@@ -17,10 +17,9 @@ from warmfleet.fleet import Fleet, Question, Step, connect
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.metrics import Metrics
-from warmfleet.pools import idle
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
-from warmfleet.pools.idle import Idle
+from warmfleet.pools.idle import AFTER_S, Idle
 from warmfleet.pools.pool import Pool
 from warmfleet.timing import Timing
 
@@ -37,13 +36,13 @@ def test_rest_begins_after_a_while_without_anything(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     found = Idle()
     assert not found.lasts, "a start is no rest: workers are about to join"
-    now[0] += idle.AFTER_S - 0.1
+    now[0] += AFTER_S - 0.1
     assert not found.lasts
     now[0] += 0.1
     assert found.lasts
     found.wake()
     assert not found.lasts
-    now[0] += idle.AFTER_S
+    now[0] += AFTER_S
     assert found.lasts
 
 
@@ -117,12 +116,12 @@ async def test_a_tick_at_rest_looks_at_more_streams_because_it_comes_less_often(
 
 
 async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
-    store: aioredis.Redis, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+    store: aioredis.Redis, redis_url: str, model: str
 ) -> None:
-    monkeypatch.setattr(idle, "AFTER_S", 0.0)
     async with connect(redis_url) as client:
         router = LossyReplica(client, model, "cost", [])
         pool, fleet = router.pool, router.fleet
+        pool.idle = Idle(0.0)
         fleet.upkeep.pace = Pace(rest_gap_ms=0)
         await Keyspace(store, fleet).workers(1)
         rounds = asyncio.create_task(_rounds(pool))
@@ -136,13 +135,12 @@ async def test_a_round_at_rest_waits_for_its_beat_or_a_request(
             await asyncio.wait([rounds])
 
 
-async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "TICK_WITHIN_S", 0.01)
-    monkeypatch.setattr(idle, "AFTER_S", 0.0)
+async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet) -> None:
     pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
+    pool.idle = Idle(0.0)
     pool.show(View(streams=tuple(f"events:w{number}.0" for number in range(upkeep.REST_STREAMS + 1))))
     async with asyncio.timeout(LONG_S / 2):
-        await upkeep.apply(pool, Metrics(), lambda: LONG_S, Timing())
+        await upkeep.apply(pool, Metrics(), lambda: LONG_S, Timing(tick_within_s=0.01))
 
 
 async def _heard(store: aioredis.Redis, fleet: Fleet) -> dict[bytes, float]:

@@ -37,6 +37,7 @@ from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 from warmfleet.tracing import exporter
 from warmfleet.tracing.exporter import Tracing
 from warmfleet.tracing.options import TracingOptions
@@ -52,13 +53,8 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 FROM_CLIENT = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1,other=2", "X-Request-Id": "mine-1"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 SAMPLED = TraceContext(TRACE, SPAN, sampled=True)
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans are sent at once, and again at once."""
-    monkeypatch.setattr(exporter, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(exporter, "RETRY_AFTER_S", (0.01, 0.01))
+#: Spans are sent at once, and again at once.
+SOON: dict[str, Any] = {"traces_interval_s": 0.01, "traces_retry_s": (0.01, 0.01)}
 
 
 @asynccontextmanager
@@ -73,7 +69,7 @@ async def traced(
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
         engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
         urls = [upstream.url for upstream in engines]
-        router = await stack.enter_async_context(replica(redis_url, model, *urls, **settings))
+        router = await stack.enter_async_context(replica(redis_url, model, *urls, **SOON, **settings))
         yield router, found, engines
 
 
@@ -326,8 +322,10 @@ def failures(metrics: Metrics, count: int) -> bool:
 
 
 @asynccontextmanager
-async def sending(found: Collector, metrics: Metrics, **options: Any) -> AsyncIterator[Tracing]:
-    made = Tracing(TracingOptions(found.url + "/v1/traces", **options), metrics)
+async def sending(
+    found: Collector, metrics: Metrics, timing: Timing = Timing(**SOON), **options: Any
+) -> AsyncIterator[Tracing]:
+    made = Tracing(TracingOptions(found.url + "/v1/traces", **options), timing, metrics)
     made.open()
     try:
         yield made
@@ -387,15 +385,14 @@ async def test_a_slow_collector_delays_nothing_and_fills_no_memory(monkeypatch: 
         assert len(await found.requests(6)) == 6
 
 
-async def test_what_waits_at_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "INTERVAL_S", 60.0)
+async def test_what_waits_at_the_end_is_sent() -> None:
     async with collector() as found:
-        async with sending(found, Metrics()) as tracing:
+        async with sending(found, Metrics(), Timing(traces_interval_s=60.0)) as tracing:
             tracing.end(request_span())
         assert len(found.spans) == 1
 
 
-async def test_a_bug_in_a_span_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_a_span_ends_no_thread() -> None:
     async with collector() as found, sending(found, metrics := Metrics()) as tracing:
         tracing.end(request_span(TraceContext("no hex", "", sampled=True)))
         await poll(partial(failures, metrics, 1))

@@ -20,7 +20,6 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from warmfleet.background import prober, view_reader
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
@@ -221,11 +220,10 @@ async def test_a_worker_with_such_a_tokenizer_is_routed_to_by_load(
         return await judged(self, name, content, template)
 
     monkeypatch.setattr(Encoders, "_judged", counted)
-    monkeypatch.setattr(view_reader, "LOAD_RETRY_S", 0.0)
-    monkeypatch.setattr(prober, "IDENTITY_WAIT_S", 0.0)
+    settings: dict[str, Any] = {"approved_templates": (), "load_retry_s": 0.0, "identity_wait_s": 0.0}
     content = HOSTILE["eight times ten"][0]
     monkeypatch.setattr(PromptTokenizer, "artifacts", lambda _: {"tokenizer.json": content})
-    async with simulated(valkey_url, model), replica(valkey_url, model, approved_templates=()) as router:
+    async with simulated(valkey_url, model), replica(valkey_url, model, **settings) as router:
 
         async def routable() -> bool:
             return any(worker.routable for worker in await router.fleet.workers.read())

@@ -46,7 +46,7 @@ class SteppedReplica:
         self.pool = Pool(fleet.keys.tag, fleet, DegradedMode(1.0))
         self.pools = Pools([self.pool])
         self.identities = Identities(executor, Trie(2**20), Templates(self.metrics, approved="*"))
-        self.reader = ViewReader(self.pools, self.identities, Settings(), self.metrics, 1.0)
+        self.reader = ViewReader(self.pools, self.identities, Settings(), Timing(), self.metrics)
         self.client = EngineClient(Addresses((), ()), 1.0)
         self.prober = Prober(self.pools, self.client, Settings(), Timing(), self.metrics)
 

@@ -14,6 +14,7 @@ from warmfleet.pools.pool import Pool
 from warmfleet.pools.served_models import Pools
 from warmfleet.prompt.block_hashes import TEXT_SCHEME, text_chain
 from warmfleet.settings import Settings
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from tests.support.engines.scripted import Engine
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 class Checks:
     """One replica's checks, run by hand."""
 
-    def __init__(self, redis_url: str, model: str, entries: list[str], **settings: Any) -> None:
+    def __init__(self, redis_url: str, model: str, entries: list[str], **times: Any) -> None:
         self.fleet = Fleet(connect(redis_url, timeout_s=5), model)
-        chosen = Settings(redis_url=redis_url, models=(model,), **settings)
+        chosen = Settings(redis_url=redis_url, models=(model,))
         self.addresses = Addresses(("10.0.0.0/8",))  # the engines of these tests are allowed only if they are listed
         self.client = EngineClient(self.addresses, 1.0)
         pools = Pools([Pool(model, self.fleet, DegradedMode(1.0))])
-        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen, 5.0)
+        self.engines = StockEngines(pools, self.client, EngineList(entries), self.addresses, chosen, Timing(**times))
         self.round = self.engines.round
 
     async def workers(self) -> dict[str, WorkerView]:

@@ -14,7 +14,6 @@ import uvicorn
 
 from warmfleet.api.http_connection import HttpConnection
 from warmfleet.api.listening.parent import Listening
-from warmfleet.api.listening.tls import HANDSHAKE_TIMEOUT_S
 from warmfleet.protocol.redis_address import outgoing_address
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        limit_s = None if door.tls is None else HANDSHAKE_TIMEOUT_S
+        limit_s = None if door.tls is None else door.connections.handshake_timeout_s
         return await asyncio.get_running_loop().create_server(
             protocol, sock=sock.dup(), ssl=door.tls, ssl_handshake_timeout=limit_s, backlog=BACKLOG
         )

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.settings import Settings
 
-HANDSHAKE_TIMEOUT_S = 10.0  # a handshake is two round trips: a slower client holds a connection for nothing
 MAX_FILE_BYTES = 1_048_576
 HTTP = ["http/1.1"]
 

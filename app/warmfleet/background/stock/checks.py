@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
     from warmfleet.settings import Settings
+    from warmfleet.timing import Timing
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-CHECK_TIMEOUT_S = 3.0
 #: Checks at once; more if there are so many engines that they would not all be checked in ROUND_S if all of them died
 #: at once. A round ends with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
@@ -56,7 +56,6 @@ ROUND_S = 9.0
 #: Engines whose last check failed that a round asks again, in turn and beside the others: so no number of dead entries
 #: makes rounds longer than one such check. Of 200 dead engines each is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
-FACTS_INTERVAL_S = 30.0  # between two readings of an engine's /metrics, which cost it some 20 ms; and after a failure
 TOLD_LATELY = 0.8  # of an interval: the load of an engine that another replica has read since then is not read again
 NAME_CHARACTERS = 64
 #: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
@@ -95,15 +94,14 @@ class StockEngines:
         engines: EngineList,
         addresses: Addresses,
         settings: Settings,
-        interval_s: float,
+        timing: Timing,
     ) -> None:
-        """interval_s: between two rounds."""
         self._pools = pools
         self._client = client
         self._list = engines
         self._addresses = addresses
         self._settings = settings
-        self._interval_s = interval_s
+        self._timing = timing
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
         self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
@@ -115,7 +113,7 @@ class StockEngines:
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
         self._known = KnownEngines(pools, client)
-        self._readiness = Readiness(client, self._headers, interval_s)
+        self._readiness = Readiness(client, self._headers, timing.health_interval_s)
 
     async def round(self) -> bool:
         """Check all listed engines, but only some of those whose last check failed, and those that leave.
@@ -131,7 +129,7 @@ class StockEngines:
         self._readiness.keep(urls)
         await self._known.look()
         self._failed = {url: None for url in self._failed if url in urls or url in self._leaving}
-        at_once = math.ceil((len(urls) + len(self._leaving)) * CHECK_TIMEOUT_S / ROUND_S)
+        at_once = math.ceil((len(urls) + len(self._leaving)) * self._timing.check_timeout_s / ROUND_S)
         self._gate = asyncio.Semaphore(max(CHECKS_AT_ONCE, at_once))
         again = set(islice((url for url in self._failed if url in urls), FAILED_IN_A_ROUND))
         results = await asyncio.gather(
@@ -213,7 +211,7 @@ class StockEngines:
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
-        check = Check("LEAVING", self._replica, self._interval_s)
+        check = Check("LEAVING", self._replica, self._timing.health_interval_s)
         found = await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
         if found.word in ("LISTED", "UP") or (found.in_flight and found.word in ("LEAVING", "OUT")):
             self._checked[url] = last
@@ -225,7 +223,7 @@ class StockEngines:
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
         """Whether it takes requests. It may be another process than last time, which has other paths."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
-        read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._interval_s
+        read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._timing.health_interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
 
     async def _let_go(self, url: str) -> None:
@@ -234,7 +232,7 @@ class StockEngines:
         self._known.release(url)
         if since is None:
             logger.info("engine %s is no longer listed: it leaves unless others list it", without_userinfo(url))
-        answers = url not in self._failed and await self._client.healthy(url, CHECK_TIMEOUT_S)
+        answers = url not in self._failed and await self._client.healthy(url, self._timing.check_timeout_s)
         if not answers:
             self._failed[url] = None
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
@@ -251,7 +249,7 @@ class StockEngines:
 
     async def _look(self, listed: ListedEngine, last: CheckedEngine | None) -> CheckedEngine:
         url = listed.url
-        status, body = await self._client.get(url, "/v1/models", self._headers, CHECK_TIMEOUT_S)
+        status, body = await self._client.get(url, "/v1/models", self._headers, self._timing.check_timeout_s)
         if status in (401, 403):
             raise LockedError(f"/v1/models answered {status}")
         if status != 200:
@@ -260,7 +258,8 @@ class StockEngines:
         models = [str(entry["id"]) for entry in listed_models]
         pool = self._pool_of(url, models, last)
         facts, facts_at = (EngineFacts(), 0.0) if last is None else (last.facts, last.facts_at)
-        if last is None or last.failing_since is not None or time.monotonic() - facts_at >= FACTS_INTERVAL_S:
+        due = time.monotonic() - facts_at >= self._timing.facts_interval_s
+        if last is None or last.failing_since is not None or due:
             facts, facts_at = await self._facts(url, None if last is None else last.facts), time.monotonic()
         # An engine without the plugin reports no hashes, so it is enough that all routers hash alike. Without a
         # tokenizer in the settings, routers hash the text of a prompt.
@@ -303,14 +302,15 @@ class StockEngines:
         """What the engine tells of itself. All replicas must read the same, so an engine that does not answer now is
         not taken for one that tells nothing: then the facts stay as known, or this raises UpstreamError, ValueError."""
         try:
-            status, page = await self._client.get(url, "/metrics", self._headers, CHECK_TIMEOUT_S)
+            timeout_s = self._timing.check_timeout_s
+            status, page = await self._client.get(url, "/metrics", self._headers, timeout_s)
             if status >= 500:
                 raise ValueError(f"/metrics answered {status}")  # noqa: TRY301
             if status != 200:
                 return EngineFacts()
             facts = engine_facts.from_metrics(page)
             if facts.asks_info:
-                status, page = await self._client.get(url, engine_facts.TGI_FACTS, self._headers, CHECK_TIMEOUT_S)
+                status, page = await self._client.get(url, engine_facts.TGI_FACTS, self._headers, timeout_s)
                 facts = engine_facts.from_info(facts, page if status == 200 else b"")
         except (WarmfleetError, ValueError):
             if known is None:
