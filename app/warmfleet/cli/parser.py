@@ -14,10 +14,11 @@ from warmfleet.version import version
 
 MAX_DAYS = 36_500
 MAX_WATCH_S = 86_400
-MAX_LIMIT = 4_294_967_295  # of a client's key, as in ``warmfleet.fleet``
+MAX_LIMIT = 4_294_967_295  # the highest limit of a client's key, as in ``warmfleet.fleet``
 
 DEFAULT_URL = f"http://127.0.0.1:{ADMIN_PORT}"
 DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
+AS_IT_CAME = "print the replica's answer as it came"
 
 MAIN = """\
 Warmfleet sends each request to the vLLM engine whose KV cache already holds its prefix.
@@ -33,7 +34,7 @@ Warmfleet sends each request to the vLLM engine whose KV cache already holds its
   warmfleet drain WORKER              send an engine no new requests, and let it finish
   warmfleet doctor                    check Redis, engines and routers, and say what to do
   warmfleet explain --message "Hi"    show where a request would go, and why
-  warmfleet why REQUEST               tell why a request was slow; without one the slowest
+  warmfleet why REQUEST               tell why a request was slow; without REQUEST list the slowest
   warmfleet replay FILE               make the decisions of a log again, also by other policies
   warmfleet policy NAME               place requests by another policy, on all replicas at once
   warmfleet artifacts                 list chat templates of workers, and approve them
@@ -132,7 +133,7 @@ examples:
   warmfleet doctor -q                                           faults only, for a cron job
   warmfleet doctor --json > health.json || echo "see health.json"
 
-It changes nothing in the fleet. In Redis it only reads. An engine that you name gets two questions for token ids and
+The doctor changes nothing in the fleet, and only reads in Redis. An engine that you name gets two questions for token ids and
 one short prompt, twice, with one token of answer each; to see that the second one is cached takes no less. Workers
 that you do not name are asked for /health only. Passwords and keys are never printed.
 
@@ -143,7 +144,7 @@ one, such as `admin` of `warmfleet acl`, into WARMFLEET_ADMIN_REDIS_URL. Without
 """
 
 REPLICAS = """\
-Lists the router replicas of a fleet as they tell of themselves in Redis, whichever replica answers: their state, their
+Lists the router replicas of a fleet as they report themselves in Redis, whichever replica answers: their state, their
 load and what they did in the last minute. A replica that was killed is `silent` 8 s later, for ten minutes or until one
 is started at its place.
 
@@ -151,7 +152,7 @@ examples:
   warmfleet replicas
   warmfleet replicas --url http://router:9090 --json
 
-Exit status: 0 if all replicas are heard, 1 if one is silent.
+Exit status: 0 if all replicas are heard, 1 if a replica is silent.
 """
 
 EXPLAIN = """\
@@ -167,7 +168,7 @@ examples:
 WHY = """\
 Tells why a request was slow: where its time went, in sentences and figures, and what helps. REQUEST is the id that the
 client sent or got (X-Request-Id), the id in the body of an answer, or the one in an engine's log. Without it the
-slowest requests of the last hour are listed. Requests that are still under way are told, too.
+slowest requests of the last hour are listed. Requests that are still under way are listed, too.
 
 examples:
   warmfleet why 3f1c09e2aa41b7d0
@@ -274,239 +275,223 @@ def build_parser() -> argparse.ArgumentParser:
     workers = _command(commands, "workers", "list the engines of a running fleet", WORKERS)
     _workers(workers)
     replicas = _command(commands, "replicas", "list the router replicas of a running fleet", REPLICAS)
-    replicas.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    replicas.add_argument("--json", action="store_true", help=AS_IT_CAME)
     commands.add_parser("bridge", help="report engines without the plugin, by their KV events", add_help=False)
     _pools(_command(commands, "pools", "list, add, drain and remove the pools of a model", POOLS))
     _drain(_command(commands, "drain", "send engines no new requests, and let them finish", DRAIN))
     _doctor(_command(commands, "doctor", "check Redis, engines and routers, and say what to do", DOCTOR))
     explain = _command(commands, "explain", "show where a request would go, and why", EXPLAIN)
-    explain.add_argument("file", nargs="?", help="request body as JSON, - for standard input")
-    explain.add_argument("--message", help="a chat request with this one user message")
-    explain.add_argument("--prompt", help="a completion request with this prompt")
-    model = explain.add_argument("--model", help="model name (default: the first that the replica serves)")
-    completed(model, completion.models)
-    explain.add_argument("--json", action="store_true", help="print the replica's answer as it came")
+    _explain(explain)
     _why(_command(commands, "why", "tell why a request was slow", WHY))
     _artifacts(_command(commands, "artifacts", "list chat templates of workers, and approve them", ARTIFACTS))
     _policy(_command(commands, "policy", "show or switch how requests are placed", POLICY))
-    replay = _command(commands, "replay", "make the decisions of a log again", REPLAY)
-    replay.add_argument("file", metavar="FILE", help="lines of a decision log")
-    policy = replay.add_argument(
-        "--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable"
-    )
-    completed(policy, lambda **_: (*POLICIES, "all"))
-    replay.add_argument("--json", action="store_true", help="print one JSON object: decisions, same, policies")
-    _store(replay)
+    _replay(_command(commands, "replay", "make the decisions of a log again", REPLAY))
     _key(_command(commands, "key", "make an API key for a client", KEY))
     _acl(_command(commands, "acl", "print Redis users with least rights", ACL))
     local = running_stack.found()
-    for client in (workers, replicas, explain):
-        client.add_argument(
-            "--url",
-            default=local.operators_url if local else DEFAULT_URL,
-            help=f"address of a replica's WARMFLEET_ADMIN_PORT (default: that of `warmfleet up`, else {DEFAULT_URL})",
-        )
+    url = local.operators_url if local else DEFAULT_URL
+    url_help = f"address of a replica's WARMFLEET_ADMIN_PORT (default: that of `warmfleet up`, else {DEFAULT_URL})"
+    for command in (workers, replicas, explain):
+        command.add_argument("--url", default=url, help=url_help)
     return parser
 
 
 def _up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=8080, help="port to serve on, 0 = any (default %(default)s)")
-    parser.add_argument("--replicas", type=_count, default=2, help="router processes behind it (default %(default)s)")
-    usual = os.environ.get("WARMFLEET_POLICY", "cost")
-    parser.add_argument(
-        "--policy", choices=POLICIES, default=usual, help="placement policy (WARMFLEET_POLICY, else cost)"
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to serve on (default %(default)s)")
+    add("--port", type=_port, default=8080, help="port to serve on, 0 = any (default %(default)s)")
+    add("--replicas", type=_count, default=2, help="router processes behind it (default %(default)s)")
+    policy = os.environ.get("WARMFLEET_POLICY", "cost")
+    add("--policy", choices=POLICIES, default=policy, help="placement policy (WARMFLEET_POLICY, else cost)")
+    redis_help = "your store (default: WARMFLEET_REDIS_URL, else an embedded Valkey)"
+    add("--redis", metavar="URL", default=os.environ.get("WARMFLEET_REDIS_URL", ""), help=redis_help)
+    add("--logs", metavar="DIR", help="folder for the output of every process (default: discarded)")
+    add = parser.add_argument_group("engines that are started for you").add_argument
+    add("--engines", type=_count, help="number of engines (default 4; 2 with --engine vllm)")
+    add("--engine", choices=("sim", "vllm"), default="sim", help="kind (default %(default)s)")
+    add("--model", help="served model name (sim) or model folder (vllm)")
+    add("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
+    add("--vllm-python", metavar="PATH", help="interpreter that has vLLM (default .venv-vllm/bin/python)")
+    flags_help = "flags for vLLM, which win over those of this command"
+    add("engine_flags", nargs="*", metavar="-- FLAG ...", help=flags_help)
+    add = parser.add_argument_group("engines that you already run").add_argument
+    add("--worker", metavar="URL", action="append", default=[], help="base URL of a vLLM server; repeatable")
+    key_help = "the engines' API key (default: WARMFLEET_WORKER_API_KEY, which keeps it out of process lists)"
+    add("--worker-api-key", metavar="KEY", default=os.environ.get("WARMFLEET_WORKER_API_KEY", ""), help=key_help)
+    tokenizer_help = (
+        "folder or name of the engines' tokenizer (needs transformers; default: prompts are matched by text)"
     )
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        default=os.environ.get("WARMFLEET_REDIS_URL", ""),
-        help="your store (default: WARMFLEET_REDIS_URL, else an embedded Valkey)",
-    )
-    parser.add_argument("--logs", metavar="DIR", help="folder for the output of every process (default: discarded)")
-    engines = parser.add_argument_group("engines that are started for you")
-    engines.add_argument(
-        "--engines", type=_count, default=None, help="number of engines (default 4; 2 with --engine vllm)"
-    )
-    engines.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="kind (default %(default)s)")
-    engines.add_argument("--model", help="served model name (sim) or model folder (vllm)")
-    engines.add_argument("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
-    engines.add_argument(
-        "--vllm-python", metavar="PATH", help="interpreter that has vLLM (default .venv-vllm/bin/python)"
-    )
-    engines.add_argument(
-        "engine_flags", nargs="*", metavar="-- FLAG ...", help="flags for vLLM, which win over those of this command"
-    )
-    own = parser.add_argument_group("engines that you already run")
-    own.add_argument(
-        "--worker", metavar="URL", action="append", default=[], help="base URL of a vLLM server; repeatable"
-    )
-    own.add_argument(
-        "--worker-api-key",
-        metavar="KEY",
-        default=os.environ.get("WARMFLEET_WORKER_API_KEY", ""),
-        help="the engines' API key (default: WARMFLEET_WORKER_API_KEY, which keeps it out of process lists)",
-    )
-    own.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="folder or name of the engines' tokenizer (needs transformers; default: prompts are matched by text)",
-    )
+    add("--tokenizer", metavar="PATH", help=tokenizer_help)
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", help="address to listen on (WARMFLEET_HOST)")
-    parser.add_argument("--port", type=_port, help="port to listen on (WARMFLEET_PORT)")
-    parser.add_argument("--policy", choices=POLICIES, help="placement policy (WARMFLEET_POLICY)")
-    parser.add_argument("--redis", metavar="URL", help="address of the store (WARMFLEET_REDIS_URL)")
-    parser.add_argument("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="least level of log lines (WARMFLEET_LOG_LEVEL)")
-    parser.add_argument(
-        "--log-format", choices=LOG_FORMATS, help="lines of text, or a JSON object each (WARMFLEET_LOG_FORMAT)"
-    )
-    parser.add_argument(
-        "--access-log", action="store_true", default=None, help="log a line for each request (WARMFLEET_ACCESS_LOG)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", help="address to listen on (WARMFLEET_HOST)")
+    add("--port", type=_port, help="port to listen on (WARMFLEET_PORT)")
+    add("--policy", choices=POLICIES, help="placement policy (WARMFLEET_POLICY)")
+    add("--redis", metavar="URL", help="address of the store (WARMFLEET_REDIS_URL)")
+    add("--models", metavar="NAME,...", help="base models to route for (WARMFLEET_MODELS)")
+    add("--log-level", choices=LOG_LEVELS, help="least level of log lines (WARMFLEET_LOG_LEVEL)")
+    add("--log-format", choices=LOG_FORMATS, help="lines of text, or a JSON object each (WARMFLEET_LOG_FORMAT)")
+    access_help = "log a line for each request (WARMFLEET_ACCESS_LOG)"
+    add("--access-log", action="store_true", default=None, help=access_help)
+    add(
         "--workers",
         metavar="N",
         type=_count,
         help="run N replicas that share the port; SIGHUP replaces one after the other (operators: WARMFLEET_ADMIN_PORT"
         " and the ports behind it, one for each replica)",
     )
-    parser.add_argument(
-        "--env-file", metavar="FILE", help="lines NAME=value, which win over the environment; read at every start"
-    )
-    parser.add_argument("--place", help=argparse.SUPPRESS)  # of a replica that --workers starts
-    parser.add_argument(
-        "--reuse-port",
-        metavar="PORT",
-        type=_port,
-        help="listen on this port too, shared with other replicas on this machine (SO_REUSEPORT)",
-    )
+    file_help = "lines NAME=value, which win over the environment; read at every start"
+    add("--env-file", metavar="FILE", help=file_help)
+    add("--place", help=argparse.SUPPRESS)  # of a replica that --workers starts
+    shared_help = "listen on this port too, shared with other replicas on this machine (SO_REUSEPORT)"
+    add("--reuse-port", metavar="PORT", type=_port, help=shared_help)
 
 
 def _workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wide", action="store_true", help="more columns, for a wide terminal")
-    one_of = parser.add_mutually_exclusive_group()
-    one_of.add_argument("--json", action="store_true", help="print the replica's answer as it came")
-    one_of.add_argument(
-        "--watch",
-        metavar="SECONDS",
-        type=_seconds,
-        nargs="?",
-        const=1.0,
-        help="print the table again and again: every second, or so many seconds, until Ctrl-C",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--json", action="store_true", help=AS_IT_CAME)
+    watch_help = "print the table again and again: every second, or so many seconds, until Ctrl-C"
+    add("--watch", metavar="SECONDS", type=_seconds, nargs="?", const=1.0, help=watch_help)
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", nargs="?", help="request body as JSON, - for standard input")
+    add("--message", help="a chat request with this one user message")
+    add("--prompt", help="a completion request with this prompt")
+    model = add("--model", help="model name (default: the first that the replica serves)")
+    completed(model, completion.models)
+    add("--json", action="store_true", help=AS_IT_CAME)
 
 
 def _why(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", metavar="REQUEST", help="id of a request (default: list the slowest)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--last", dest="order", action="store_const", const="last", help="list the last requests")
-    failed = "list the last requests that failed, or whose client hung up"
-    which.add_argument("--failed", dest="order", action="store_const", const="failed", help=failed)
+    add = parser.add_argument
+    add("id", nargs="?", metavar="REQUEST", help="id of a request (default: list the slowest)")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--last", dest="order", action="store_const", const="last", help="list the last requests")
+    failed_help = "list the last requests that failed, or whose client hung up"
+    order.add_argument("--failed", dest="order", action="store_const", const="failed", help=failed_help)
     parser.set_defaults(order="slowest")
-    parser.add_argument(
-        "--count", type=partial(_count, most=100), default=10, metavar="N", help="so many (default %(default)s)"
-    )
-    parser.add_argument(
-        "--url",
-        metavar="URL",
-        action="append",
-        default=[],
-        help="address of a replica's WARMFLEET_ADMIN_PORT; repeatable (default: all of this machine)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the replicas' answers by their addresses")
+    add("--count", type=partial(_count, most=100), default=10, metavar="N", help="so many (default %(default)s)")
+    url_help = "address of a replica's WARMFLEET_ADMIN_PORT; repeatable (default: all of this machine)"
+    add("--url", metavar="URL", action="append", default=[], help=url_help)
+    add("--json", action="store_true", help="print the replicas' answers by their addresses")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
-    parser.add_argument(
-        "--conversations", type=_count, default=16, help="conversations of the comparison (default %(default)s)"
-    )
-    parser.add_argument("--turns", type=_count, default=4, help="turns of each conversation (default %(default)s)")
+    add = parser.add_argument
+    add("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
+    add("--conversations", type=_count, default=16, help="conversations of the comparison (default %(default)s)")
+    add("--turns", type=_count, default=4, help="turns of each conversation (default %(default)s)")
 
 
 def _artifacts(parser: argparse.ArgumentParser) -> None:
-    actions = ("list", "show", "approve", "revoke")
-    parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
-    digests = parser.add_argument(
-        "sha256", nargs="*", metavar="SHA256", help="digest of a template, or its first 12 or more hex digits"
-    )
+    _action(parser, "list", "show", "approve", "revoke")
+    digests_help = "digest of a template, or its first 12 or more hex digits"
+    digests = parser.add_argument("sha256", nargs="*", metavar="SHA256", help=digests_help)
     completed(digests, lambda **_: ())
     parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")
-    _store_of_models(parser)
+    _models_and_store(parser)
 
 
 def _drain(parser: argparse.ArgumentParser) -> None:
-    workers = parser.add_argument(
-        "workers", nargs="+", metavar="WORKER", help="name of an engine core, or of its server for all"
-    )
+    workers_help = "name of an engine core, or of its server for all"
+    workers = parser.add_argument("workers", nargs="+", metavar="WORKER", help=workers_help)
     completed(workers, completion.workers)
     parser.add_argument("--undo", action="store_true", help="send them requests again")
     parser.add_argument("--wait", action="store_true", help="return when no request runs there any more")
-    _store_of_models(parser)
+    _models_and_store(parser)
 
 
 def _pools(parser: argparse.ArgumentParser) -> None:
-    actions = ("list", "add", "drain", "remove")
-    parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
-    tags = parser.add_argument("tags", nargs="*", metavar="POOL", help="tag of a pool: the model's name, or NAME#POOL")
+    _action(parser, "list", "add", "drain", "remove")
+    add = parser.add_argument
+    tags = add("tags", nargs="*", metavar="POOL", help="tag of a pool: the model's name, or NAME#POOL")
     completed(tags, lambda **_: ())
-    spread = "add: choose a tag for the master with the fewest pools, of all models of --model"
-    parser.add_argument("--spread", action="store_true", help=spread)
-    parser.add_argument("--move", action="store_true", help="drain: its engines move to other pools now")
-    parser.add_argument("--undo", action="store_true", help="drain: let it serve again")
-    parser.add_argument("--force", action="store_true", help="remove: even if it has engines or requests")
-    parser.add_argument("--json", action="store_true", help="print the list as one JSON object, by model")
-    _store_of_models(parser)
+    spread_help = "add: choose a tag for the master with the fewest pools, of all models of --model"
+    add("--spread", action="store_true", help=spread_help)
+    add("--move", action="store_true", help="drain: its engines move to other pools now")
+    add("--undo", action="store_true", help="drain: let it serve again")
+    add("--force", action="store_true", help="remove: even if it has engines or requests")
+    add("--json", action="store_true", help="print the list as one JSON object, by model")
+    _models_and_store(parser)
 
 
 def _policy(parser: argparse.ArgumentParser) -> None:
     name = parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(POLICIES)}, or default")
     completed(name, lambda **_: (*POLICIES, "default"))
     parser.add_argument("--json", action="store_true", help="print the policy of each model as one JSON object")
-    _store_of_models(parser)
+    _models_and_store(parser)
 
 
-def _store_of_models(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        action="append",
-        default=[],
-        help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
-    )
-    completed(model, completion.models)
+def _replay(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="lines of a decision log")
+    policy = add("--policy", metavar="NAME", action="append", default=[], help="another policy, or all; repeatable")
+    completed(policy, lambda **_: (*POLICIES, "all"))
+    add("--json", action="store_true", help="print one JSON object: decisions, same, policies")
     _store(parser)
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="base URL of an engine to examine, with a probe")
-    parser.add_argument("--router", metavar="URL", action="append", default=[], help="a replica to check; repeatable")
-    model = parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        action="append",
-        default=[],
-        help="model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)",
+    add = parser.add_argument
+    add("engines", nargs="*", metavar="ENGINE", help="base URL of an engine to examine, with a probe")
+    add("--router", metavar="URL", action="append", default=[], help="a replica to check; repeatable")
+    _models(parser)
+    redis_help = (
+        "the routers' Redis (default: WARMFLEET_REDIS_URL, which hides a password, else that of `warmfleet up`)"
     )
+    add("--redis", metavar="URL", help=redis_help)
+    admin_help = "the same Redis as a user who may look at the rights of others (default: WARMFLEET_ADMIN_REDIS_URL)"
+    add("--admin-redis", metavar="URL", help=admin_help)
+    add("--env-file", metavar="FILE", help="lines NAME=value, as for `warmfleet serve`")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("-q", "--quiet", action="store_true", help="print faults only; nothing if there is none")
+    add("--json", action="store_true", help="print one JSON object: status, findings")
+
+
+def _key(parser: argparse.ArgumentParser) -> None:
+    add, limit = parser.add_argument, partial(_count, most=MAX_LIMIT)
+    add("name", metavar="NAME", help="the client; keys with one name are one tenant")
+    add("--models", metavar="A,B", help="names of models that the key is for (default: all)")
+    days_help = "days until the key expires (default: never)"
+    add("--days", type=partial(_count, most=MAX_DAYS), metavar="N", help=days_help)
+    add("--concurrency", type=limit, metavar="N", help="requests that it may have in flight (default: any number)")
+    tokens_help = "tokens that it may use in a minute (default: any number)"
+    add("--tokens-per-minute", type=limit, metavar="N", help=tokens_help)
+
+
+def _acl(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    models = running_stack.models_of_environment()
+    add("models", nargs="*", metavar="MODEL", default=models, help="model tag (WARMFLEET_MODELS)")
+    add("--shared-worker", action="store_true", help="print one user `worker` for all workers, whatever their names")
+    add("--worker", metavar="ID", action="append", default=[], help="WARMFLEET_WORKER_ID of a worker; repeatable")
+    add("--ranks", type=_count, default=1, help="data-parallel ranks of a worker (default %(default)s)")
+    add("--no-router", action="store_true", help="print workers only, to add them to existing users")
+    add("--sentinel", action="store_true", help="print users `replica` and `sentinel`, too, for Redis itself")
+    add("--cluster", action="store_true", help="allow CLUSTER SLOTS, too, which Redis Cluster needs")
+    add("--commands", action="store_true", help="print ACL SETUSER commands in place of an aclfile")
+    file_help = "file with lines `NAME PASSWORD`, or a folder with a file for each user (default: generated passwords)"
+    add("--password-file", metavar="PATH", help=file_help)
+
+
+def _action(parser: argparse.ArgumentParser, *actions: str) -> None:
+    parser.add_argument("action", nargs="?", choices=actions, default="list", help="action (default: list)")
+
+
+def _models_and_store(parser: argparse.ArgumentParser) -> None:
+    _models(parser)
+    _store(parser)
+
+
+def _models(parser: argparse.ArgumentParser) -> None:
+    model_help = "model tag; repeatable (default: WARMFLEET_MODELS, else those of `warmfleet up`)"
+    model = parser.add_argument("--model", metavar="MODEL", action="append", default=[], help=model_help)
     completed(model, completion.models)
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        help="the routers' Redis (default: WARMFLEET_REDIS_URL, which hides a password, else that of `warmfleet up`)",
-    )
-    parser.add_argument(
-        "--admin-redis",
-        metavar="URL",
-        help="the same Redis as a user who may look at the rights of others (default: WARMFLEET_ADMIN_REDIS_URL)",
-    )
-    parser.add_argument("--env-file", metavar="FILE", help="lines NAME=value, as for `warmfleet serve`")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("-q", "--quiet", action="store_true", help="print faults only; nothing if there is none")
-    form.add_argument("--json", action="store_true", help="print one JSON object: status, findings")
 
 
 def _store(parser: argparse.ArgumentParser) -> None:
@@ -520,60 +505,14 @@ def _store(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _key(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="the client; keys with one name are one tenant")
-    parser.add_argument("--models", metavar="A,B", help="names of models that the key is for (default: all)")
-    parser.add_argument(
-        "--days", type=partial(_count, most=MAX_DAYS), metavar="N", help="days until the key expires (default: never)"
-    )
-    parser.add_argument(
-        "--concurrency",
-        type=partial(_count, most=MAX_LIMIT),
-        metavar="N",
-        help="requests that it may have in flight (default: any number)",
-    )
-    parser.add_argument(
-        "--tokens-per-minute",
-        type=partial(_count, most=MAX_LIMIT),
-        metavar="N",
-        help="tokens that it may use in a minute (default: any number)",
-    )
-
-
-def _acl(parser: argparse.ArgumentParser) -> None:
-    named = [name.strip() for name in os.environ.get("WARMFLEET_MODELS", "").split(",") if name.strip()]
-    parser.add_argument("models", nargs="*", metavar="MODEL", default=named, help="model tag (WARMFLEET_MODELS)")
-    parser.add_argument(
-        "--shared-worker", action="store_true", help="print one user `worker` for all workers, whatever their names"
-    )
-    parser.add_argument(
-        "--worker", metavar="ID", action="append", default=[], help="WARMFLEET_WORKER_ID of a worker; repeatable"
-    )
-    parser.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of a worker (default %(default)s)")
-    parser.add_argument("--no-router", action="store_true", help="print workers only, to add them to existing users")
-    parser.add_argument(
-        "--sentinel", action="store_true", help="print users `replica` and `sentinel`, too, for Redis itself"
-    )
-    parser.add_argument("--cluster", action="store_true", help="allow CLUSTER SLOTS, too, which Redis Cluster needs")
-    parser.add_argument("--commands", action="store_true", help="print ACL SETUSER commands in place of an aclfile")
-    parser.add_argument(
-        "--password-file",
-        metavar="PATH",
-        help="file with lines `NAME PASSWORD`, or a folder with a file for each user (default: generated passwords)",
-    )
-
-
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, short: str, text: str
 ) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
     parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=short,
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        name, help=short, description=text, formatter_class=form, allow_abbrev=False
     )
-    parser.set_defaults(parser=parser)  # its usage belongs to an error that only `main` notices
+    parser.set_defaults(parser=parser)  # `main` prints its usage beside an error that argparse does not notice
     return parser
 
 

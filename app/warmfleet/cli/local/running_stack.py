@@ -106,11 +106,15 @@ def models_of(options: argparse.Namespace) -> list[str]:
 
 def models_of_settings(options: argparse.Namespace) -> list[str]:
     """The tags of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its store."""
-    models = [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
-    local = found()
+    models, local = models_of_environment(), found()
     if not models and local is not None and local.redis_url == options.redis:
         models = list(local.models)
     return models
+
+
+def models_of_environment() -> list[str]:
+    """The tags of WARMFLEET_MODELS."""
+    return [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
 
 
 def no_model(local: RunningStack | None) -> CommandError:
