@@ -1,1 +1,1 @@
-"""One request's way: parse, identify, decide, forward, settle."""
+"""A request's way: parse, identify, decide, forward, settle."""

@@ -1,6 +1,6 @@
-"""What one attempt holds in one pool: the lease, the ticket and the load that it takes.
+"""A booking is the lease, the ticket and the load that one attempt holds in one pool.
 
-``Booking.release`` is the one place where all of these are given back.
+``Booking.release`` is the one place where all of them are given back.
 """
 
 from __future__ import annotations

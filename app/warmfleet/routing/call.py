@@ -1,4 +1,4 @@
-"""One request of a client: as it was read from its connection, and as it is ready to be decided.
+"""A client's request, as a replica has read it (``Call``) and as it is ready to be decided (``Job``).
 
 A named tuple cannot be changed, as a frozen dataclass, and is made in a quarter of the time.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client told about its request.
+    """The client's wishes for its request.
 
     session: the key of its conversation, empty if it has none. prefix_tokens: how many tokens at the beginning of the
     prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
@@ -48,7 +48,7 @@ NO_HINTS = Hints()
 
 
 class Call(NamedTuple):
-    """One request as it was read from its connection.
+    """A request as it was read from its connection.
 
     record: of what happens to the request. headers: the lines of the headers that the engine gets. tenant: the
     value of the tenant header, empty unless tenants are kept apart. flow: 8 bytes made of the tenant header's

@@ -105,7 +105,7 @@ class Counting:
         failures: of this renewal, by pool; a failure of this pool is put in.
         """
         for start in range(0, len(requests), KEEP_AT_ONCE):
-            # Those that ended meanwhile are left out: nobody would end them again.
+            # Requests that ended meanwhile are left out: nobody would end them again.
             batch = [counted for counted in requests[start : start + KEEP_AT_ONCE] if counted.name in self.open]
             if not batch:
                 continue
@@ -165,7 +165,7 @@ class Counting:
             ends[name] = tokens
 
     def answers(self, pool: Pool) -> None:
-        """This pool answers: it gets the ends that it did not take before."""
+        """Send this pool, which answers again, the ends that it did not take before."""
         for name, tokens in self._not_taken.pop(pool, {}).items():
             self.end_in(pool, name, tokens)
 
@@ -291,7 +291,7 @@ class Counted:
         return True
 
     def counts_in(self, pool: Pool) -> None:
-        """This pool counts the request from now on. Pools that counted it before are told when it ends."""
+        """Let this pool count the request from now on. The pools that counted it before hear of its end, too."""
         self._charged.setdefault(pool, 0)
 
     def end(self, tokens: int | None) -> None:

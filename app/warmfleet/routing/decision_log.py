@@ -36,7 +36,7 @@ MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dr
 def record(
     model: str, question: Question, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """One line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
+    """A line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
 
     ``costs`` is for people: the chosen worker and the cheapest others, each with the terms of its cost in seconds.
     rings: the order of the hash ring, by policy. Raises ValueError if the decision was not asked for its explanation.

@@ -26,7 +26,7 @@ FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the
 
 
 class Handover(NamedTuple):
-    """What a gateway asks for besides the call that it will send by itself.
+    """A gateway's wishes besides the call, which it sends by itself.
 
     key: the same key gets the same reservation; empty: a new one. exclude: ids of workers that must not be chosen.
     """
@@ -48,7 +48,7 @@ class Ending(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What the client's limit of tokens counts besides the prompt: a failure costs nothing."""
+        """The tokens that the client's limit counts besides the prompt: a failure costs nothing."""
         return 0 if self.outcome == "failed" else self.output_tokens
 
     @property
@@ -81,7 +81,7 @@ class Placement(NamedTuple):
 
 
 class Gateway:
-    """The requests of one replica that gateways send by themselves. It shares the queue and the pools of the router."""
+    """The requests of one replica that gateways send by themselves. They share the router's queue and pools."""
 
     def __init__(self, router: Router, settings: Settings) -> None:
         self._router = router

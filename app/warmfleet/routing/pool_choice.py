@@ -270,7 +270,7 @@ class _Comparison:
                 task.result()  # raises a bug of ours
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
-        """The prompt as the workers of this pool have it. It is identified once, however long it waits."""
+        """The prompt as the workers of this pool have it. The request is identified once, however long it waits."""
         prompt, job = self._prompts.get(pool), self._job
         if prompt is None:
             prompt = same_in(job.prompt, job.request, job.pool.view, pool.view)
@@ -381,7 +381,7 @@ def _line(booking: Booking) -> Queued | None:
 
 
 def _offer(booking: Booking) -> Offer | None:
-    """What the request costs there; None if it got neither a worker nor a ticket."""
+    """The request's costs there; None if it got neither a worker nor a ticket."""
     answer, view = booking.answer, booking.pool.view
     if isinstance(answer, Decision):
         token_s = view.token_s_of(answer.worker_id)
@@ -392,7 +392,7 @@ def _offer(booking: Booking) -> Offer | None:
 
 
 def _in_words(booking: Booking) -> dict[str, object]:
-    """One pool's answer, for people."""
+    """A pool's answer, for people."""
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):

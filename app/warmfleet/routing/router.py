@@ -1,4 +1,4 @@
-"""One request's way through this replica: parse → identify → decide → forward → settle."""
+"""A request's way through this replica: parse → identify → decide → forward → settle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Forward = Callable[["Job", "Attempt", "Decision", "ClientAnswer", frozenset[int]
 
 
 class Router:
-    """Serves the calls of one replica. It holds nothing that another replica needs."""
+    """Serves the calls of one replica, and holds nothing that another replica needs."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Handoff:
         return made
 
     def refused(self, worker_id: str, status: int) -> None:
-        """This worker refused a request with ids, and took the same request with its text."""
+        """Note that a worker refused a request with ids, and took the same request with its text."""
         self._results("refused").inc()
         if len(self._paused_until) >= MAX_WORKERS:
             self._paused_until.clear()

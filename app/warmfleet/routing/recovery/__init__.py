@@ -1,1 +1,1 @@
-"""What a request gets when its worker fails it or is late: another one, within a budget."""
+"""A request gets another worker when its own fails it or is late, within a budget."""

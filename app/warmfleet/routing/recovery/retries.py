@@ -17,7 +17,7 @@ MAX_ATTEMPTS = 4  # at different workers that take the request, before the first
 MAX_GONE = 16  # workers that are found dead on the way: half of a large fleet may die at once
 MAX_DEATHS = 2  # of workers that had read the request: the request may have killed them
 #: Where other workers are left then, a third one gets the request, but only after a moment: engines that die of a
-#: common cause have died by then, and hardly any request meets three of them. One that kills engines gets no fourth.
+#: common cause have died by then, and hardly any request meets three of them. A fourth gets no request that kills.
 LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # it did; the request may be the reason
@@ -92,8 +92,8 @@ class Retries:
         gone = error.refused and not error.answered
         self._deaths += not error.refused
         by_name = isinstance(error, NameRefused)
-        # What was under way at a worker that died is asked again once, however much that is. To refuse a name costs a
-        # worker nothing.
+        # All requests that were under way at a worker that died are tried again once. To refuse a name costs a worker
+        # nothing.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
         free = gone or by_name
         if (self._attempts_left == 1 and not free) or self._too_much or (costs and self._budget.empty):
