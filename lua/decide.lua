@@ -12,7 +12,7 @@ The steps, each a part (lua/README.md says how a part is included):
 Before step 2 shared/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
 ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
-      BOOK; 1 DRY: books nothing; 2 TELL: books, and answers all that the choice saw), exclude (ids of workers not to
+      BOOK; 1 DRY: books nothing; 2 EXPLAIN: books, and answers all that the choice saw), exclude (ids of workers not to
       choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
       joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
       0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
@@ -151,7 +151,7 @@ if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
   url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why }
-if mode == MODE_TELL then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
+if mode == MODE_EXPLAIN then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
 if client then -- after `served`, which gave back what the ticket held
   client.hold(now + replica.lease_ms)
   local used = per_minute and client.spend(prompt_tokens, per_minute) or 0

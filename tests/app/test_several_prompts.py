@@ -54,8 +54,8 @@ async def test_the_first_byte_speaks_for_one_prompt(
     seen: list[str] = []
     decide, settle_later = Queue.decide_in_turn, Bookings.settle_later
 
-    async def decides(self: Queue, question: Question, *, tell: bool) -> Decision | Queued:
-        decision = await decide(self, question, tell=tell)
+    async def decides(self: Queue, question: Question, *, explain: bool) -> Decision | Queued:
+        decision = await decide(self, question, explain=explain)
         assert isinstance(decision, Decision)
         return replace(decision, approximate=reporter == "nobody")
 

@@ -279,7 +279,7 @@ async def test_explaining_books_nothing(keyspace: Keyspace) -> None:
     limits = ClientLimits("team-a", 1, 1_000)
     await keyspace.fleet.queue.explain(asked(keyspace, limits))
     assert await keys_of_clients(keyspace) == set()
-    decision = await keyspace.fleet.bookings.decide(asked(keyspace, limits), tell=True)
+    decision = await keyspace.fleet.bookings.decide(asked(keyspace, limits), explain=True)
     assert decision.seen is not None
     assert [row.worker_id for row in decision.seen.candidates] == ["w1.0"]
     assert decision.use is not None

@@ -11,6 +11,7 @@ import zlib
 from base64 import urlsafe_b64encode
 from binascii import b2a_base64
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from warmfleet.errors import BadArgument
@@ -122,7 +123,7 @@ class Decision:
     outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
     open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
     tokens ahead of the request when the worker was chosen. trial: the request is the worker's trial (lua/eject.lua).
-    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``tell`` was set. use: of the limits of the
+    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``explain`` was set. use: of the limits of the
     request's client; None if it has none, and if the id was known.
     """
 
@@ -248,13 +249,13 @@ class Bookings:
         self._decide_heads: dict[int, bytes] = {}  # up to the second argument, by the number of chains
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
-    async def decide(self, question: Question, *, tell: bool = False) -> Decision:
+    async def decide(self, question: Question, *, explain: bool = False) -> Decision:
         """Choose a worker and book the request there, whether or not others wait.
 
-        The same reservation id again gets the same answer. tell: the decision has ``seen``, too, unless the id was
+        The same reservation id again gets the same answer. explain: the decision has ``seen``, too, unless the id was
         known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
-        command = self.decide_command(question, Mode.TELL if tell else Mode.BOOK, in_turn=False)
+        command = self.decide_command(question, Mode.EXPLAIN if explain else Mode.BOOK, in_turn=False)
         answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
         return self.decision(question, answer)
 
@@ -379,25 +380,35 @@ class Bookings:
             head,
             pack_text(question.reservation),
             self._scripts.constants.argument,
-            pack_text(question.policy),
+            _packed_policy(question.policy),
             pack_int(question.prompt_tokens),
             pack_int(question.decode_tokens),
             PACKED[mode],
-            pack_names(question.exclude),
+            pack_names(question.exclude) if question.exclude else NOTHING,
             b"$10\r\n%010d\r\n" % question.tie_seed,
-            pack_int(question.prefix_tokens),
-            pack_names(question.order),
+            pack_int(question.prefix_tokens) if question.prefix_tokens else PACKED[0],
+            pack_names(question.order) if question.order else NOTHING,
             pack(question.objective_s) if question.objective_s else NO_OBJECTIVE,
             pack_bytes(question.tenant) if in_turn else NOTHING,
             PACKED[question.priority_class],
             pack_int(question.waited_ms),
             PACKED[question.may_wait_code],
-            pack_names(question.barred),
+            pack_names(question.barred) if question.barred else NOTHING,
             question.limits.packed if question.limits is not None else NOTHING,
         ]
         for chain in chains:
-            pieces += (pack_int(chain.scheme_id), pack_int(chain.block_tokens), pack_bytes(chain.hashes))
+            pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))
         return b"".join(pieces)
+
+
+@lru_cache(maxsize=64)
+def _packed_policy(policy: str) -> bytes:
+    return pack_text(policy)
+
+
+@lru_cache(maxsize=64)
+def _packed_scheme(scheme_id: int, block_tokens: int) -> bytes:
+    return pack_int(scheme_id) + pack_int(block_tokens)
 
 
 def _candidate(

@@ -14,7 +14,7 @@ class Mode(IntEnum):
 
     BOOK = 0  # choose and book
     DRY = 1  # choose, book nothing, answer all that the choice saw
-    TELL = 2  # choose, book, answer all that the choice saw
+    EXPLAIN = 2  # choose, book, answer all that the choice saw
 
 
 class Next(IntEnum):

@@ -91,14 +91,14 @@ class Queue:
         self._scripts = scripts
         self._bookings = bookings
 
-    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
+    async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
         """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
         RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
         be a ticket that was asked about too late.
         """
-        command = self._bookings.decide_command(question, Mode.TELL if tell else Mode.BOOK)
+        command = self._bookings.decide_command(question, Mode.EXPLAIN if explain else Mode.BOOK)
         answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             word, waiting, work_ms, turn_s, matched_tokens = answer

@@ -67,7 +67,7 @@ class Decider:
             return STILL_QUEUED if booking.keeps_place else await self.without_redis(job, attempt, booking, "open")
         question, explain = self._question(job, booking, may_wait=may_wait, displaces=True)
         try:
-            answer = await pool.fleet.queue.decide_in_turn(question, tell=explain)
+            answer = await pool.fleet.queue.decide_in_turn(question, explain=explain)
         except WarmfleetError as error:
             if self._goes_on_waiting(job, booking, error):
                 return STILL_QUEUED
@@ -95,7 +95,7 @@ class Decider:
             return
         question, explain = self._question(job, booking, may_wait=may_wait, displaces=displaces)
         try:
-            booking.answer = await pool.fleet.queue.decide_in_turn(question, tell=explain)
+            booking.answer = await pool.fleet.queue.decide_in_turn(question, explain=explain)
         except WarmfleetError as error:
             if self._goes_on_waiting(job, booking, error):
                 booking.answer = STILL_QUEUED

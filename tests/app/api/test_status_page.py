@@ -315,8 +315,8 @@ async def test_every_decision_without_redis_has_a_sentence(
         pool = _pool(router)
         for error in (*errors, None):
 
-            async def refuse(_question: object, *, tell: bool, error: WarmfleetError | None = error) -> None:
-                assert error is not None, f"Redis failed twice, so it is not asked (tell={tell})"
+            async def refuse(_question: object, *, explain: bool, error: WarmfleetError | None = error) -> None:
+                assert error is not None, f"Redis failed twice, so it is not asked (explain={explain})"
                 raise error
 
             monkeypatch.setattr(type(pool.degraded), "asks_redis", error is not None)

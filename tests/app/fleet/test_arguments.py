@@ -124,7 +124,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "barred": "e",
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
     }
-    assert fleet.bookings.decide_command(question, Mode.TELL) == sent_by_redis_py(
+    assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
     )
 

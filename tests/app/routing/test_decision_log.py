@@ -98,8 +98,8 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
 async def decided(keyspace: Keyspace, ask: Question, *, in_turn: bool) -> Decision:
     """in_turn: only workers with room are chosen, if there are any."""
     keyspace.fleet.use(limits=QueueLimits(0.001))
-    answer = await keyspace.fleet.queue.decide_in_turn(replace(ask, may_wait=False), tell=True) if in_turn else None
-    return answer if isinstance(answer, Decision) else await keyspace.fleet.bookings.decide(ask, tell=True)
+    answer = await keyspace.fleet.queue.decide_in_turn(replace(ask, may_wait=False), explain=True) if in_turn else None
+    return answer if isinstance(answer, Decision) else await keyspace.fleet.bookings.decide(ask, explain=True)
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:

@@ -100,7 +100,7 @@ class Store(ConstantsAlone):
         self.bookings = self.queue = self.workers = self
         self.clients: Any = None  # a test may count in a real Redis
 
-    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
+    async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
         self.asked += 1
         self.may_wait = question.may_wait
         name = question.reservation

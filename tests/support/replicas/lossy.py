@@ -119,14 +119,14 @@ class ForetellingQueue(Queue):
         self.asked: dict[str, Question] = {}
         self.foretold: dict[str, str] = {}
 
-    async def decide_in_turn(self, question: Question, *, tell: bool = False) -> Decision | Queued:
+    async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
         self.asked[question.reservation] = question
         if self.foretells:
             fates, self._lossy.fates = self._lossy.fates, deque()
             with suppress(NoWorker):
                 self.foretold[question.reservation], _ = await self.explain(question)
             self._lossy.fates = fates
-        return await super().decide_in_turn(question, tell=tell)
+        return await super().decide_in_turn(question, explain=explain)
 
 
 class GivenOrder(PolicyChoice):
