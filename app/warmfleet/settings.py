@@ -350,8 +350,8 @@ class Settings:
     )
     body_max_bytes: int = _setting(
         33_554_432,
-        "longest request body; a longer one is answered with 413. All bodies of a port may take 32 times as much; beyond, "
-        "the largest unfinished one is answered with 503",
+        "longest request body; a longer one is answered with 413. All bodies of a port may take 32 times as much; "
+        "beyond, the largest unfinished one is answered with 503",
         group="Bounds of a replica, its start and its end",
     )
     max_connections: int = _setting(
