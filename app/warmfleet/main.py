@@ -370,7 +370,7 @@ def _pool(tag: str, settings: Settings, timing: Timing, redis: RedisConnections)
     limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), Constants(limits=limits))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    return Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s)
+    return Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s, timing)
 
 
 def _announcements(replica: _Replica) -> ReplicaAnnouncements:

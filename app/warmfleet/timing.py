@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -42,8 +44,8 @@ class Timing:
     tokenize_timeout_s: float = 0.25
     #: Most first bytes come earlier; a plain answer's may come much later, which the question for /health allows for.
     hung_after_s: float = 10.0
-    check_timeout_s: float = 3.0  # of a stock engine
     hung_timeout_s: float = 5.0  # for the answer to that question
+    check_timeout_s: float = 3.0  # for a check of a stock engine
     blocks_timeout_s: float = 5.0  # from a probe's answer until its blocks are reported: engines do so every 0.1 s
 
     # how long a client may take
@@ -62,6 +64,11 @@ class Timing:
     traces_retry_s: tuple[float, float] = (1.0, 3.0)  # the second and the third try to send a batch of spans
 
     # how long something stays as it is
+    grace_s: float = WORKER_TTL_SECONDS  # until a silent worker counts as lost
+    #: And more while it may move: the halves of a server that moves to another pool part for so long at most
+    #: (``ASK_SECONDS`` of the plugin's seat); meanwhile its worker is alive in neither pool.
+    parted_s: float = 15.0
+    quiet_s: float = 3.0  # a worker that lost only its way to Redis still streams: its requests go on
     identity_wait_s: float = 5.0  # a new worker's probe waits for its tokenizer; then only the scheme is tested
     redis_retry_s: float = 1.0  # after two failures in a row no decision waits for Redis
     leave_s: float = 30.0  # a removed pool is looked after; the life of a lease: a gateway may settle for so long

@@ -18,6 +18,7 @@ from warmfleet.pools.recent_decisions import RecentDecisions
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
@@ -42,7 +43,13 @@ class Pool:
     """
 
     def __init__(
-        self, tag: str, fleet: Fleet, degraded: DegradedMode, policy: str = "cost", objective_s: float = 0.0
+        self,
+        tag: str,
+        fleet: Fleet,
+        degraded: DegradedMode,
+        policy: str = "cost",
+        objective_s: float = 0.0,
+        timing: Timing = Timing(),
     ) -> None:
         self.tag = tag
         self.name = tag.partition("#")[0]
@@ -53,7 +60,7 @@ class Pool:
         self.policy = PolicyChoice(policy)
         self.view = View()
         self.reservations = OpenReservations()
-        self.tries = Tries()
+        self.tries = Tries(timing)
         self.outliers = Outliers()
         self.ttft = TtftWindow(objective_s)
         self.lead_time = EngineLeadTime(fleet, objective_s)

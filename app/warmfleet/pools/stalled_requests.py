@@ -4,8 +4,8 @@ No request has a timer: all of them are looked at in rounds. There are three gro
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
-no byte from a lost worker for QUIET_S is given up. An outage of Redis silences all workers, so it ends no request: no
-worker is lost until the fleet was readable for a whole TTL without a gap. A worker that moved to another pool of its
+no byte from a lost worker for ``quiet_s`` is given up. An outage of Redis silences all workers, so it ends no request:
+no worker is lost until the fleet was readable for a whole TTL without a gap. A worker that moved to another pool of its
 model works on what it had begun: it is lost only if it is not alive there either.
 
 *A hung worker* is heard, but does not work: its API server does not answer ``/health`` (``background/hung_engines``),
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.protocol.wire import WORKER_TTL_SECONDS
+from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -32,13 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
-GRACE_S = WORKER_TTL_SECONDS
-#: The halves of a server that moves to another pool part for so long at most (``ASK_SECONDS`` of the plugin's seat);
-#: meanwhile its worker is alive in neither pool.
-PARTED_S = 15.0
 GAP_S = WORKER_TTL_SECONDS / 2  # a shorter outage is no gap: heartbeats come every third of a TTL
 STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from its running streams for seconds
-QUIET_S = 3.0  # a worker that lost only its way to Redis still streams: its requests go on
 
 
 class Try:
@@ -65,7 +61,8 @@ class Try:
 class Tries:
     """The requests of one model that are under way in this replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, timing: Timing = Timing()) -> None:
+        self._timing = timing
         self._open: dict[str, Try] = {}
         self._out_since: dict[str, float] = {}
         self._looked_at = self._steady_since = float("-inf")
@@ -88,9 +85,9 @@ class Tries:
         self._looked_at = now
         out = [worker for worker in workers if not worker.state.alive]
         self._out_since = {worker.worker_id: self._out_since.get(worker.worker_id, now) for worker in out}
-        if len(out) == len(workers) or now - self._steady_since < GRACE_S:
+        if len(out) == len(workers) or now - self._steady_since < self._timing.grace_s:
             return 0
-        out_s = GRACE_S + (PARTED_S if others else 0.0)
+        out_s = self._timing.grace_s + (self._timing.parted_s if others else 0.0)
         lost = {w.worker_id for w in out if _expired(w) or now - self._out_since[w.worker_id] > out_s}
         if lost:
             lost -= {worker.worker_id for some in others for worker in some if worker.state.alive}
@@ -132,7 +129,7 @@ class Tries:
         return self._give_up(waiting, now)
 
     def _give_up(self, requests: Sequence[Try], now: float) -> int:
-        quiet = [request for request in requests if request.quiet_s(now) >= QUIET_S]
+        quiet = [request for request in requests if request.quiet_s(now) >= self._timing.quiet_s]
         given_up = [request.worker_id for request in quiet if request.response.fail(_gone())]
         if given_up:
             names = ", ".join(sorted(set(given_up)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,9 +31,9 @@ from warmfleet.errors import EngineTimeout, UpstreamGone
 from warmfleet.fleet import Flag, Fleet, LoadRow, WorkerView, connect
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.fleet.worker.state import state_of
-from warmfleet.pools import stalled_requests
-from warmfleet.pools.stalled_requests import GAP_S, GRACE_S, QUIET_S, STILL_S, Tries, Try
+from warmfleet.pools.stalled_requests import GAP_S, STILL_S, Tries, Try
 from warmfleet.protocol.pools import weight
+from warmfleet.timing import Timing
 from warmfleet_worker import load
 from warmfleet_worker.pool_assignment import ASK_SECONDS
 
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
 BODY = {"prompt": "a prompt with blocks of its own " * 20, "stream": True}
+GRACE_S, QUIET_S = Timing.grace_s, Timing.quiet_s
 FROZEN, LEFT, WELL = 20.0, None, 1.0  # seconds since the last heartbeat
+
+impatient = partial(replica, grace_s=0.3, parted_s=0.0, quiet_s=0.3)
 
 
 def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerView:
@@ -148,13 +152,6 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
     waiting.cancel()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalled_requests, "GRACE_S", 0.3)
-    monkeypatch.setattr(stalled_requests, "PARTED_S", 0.0)
-    monkeypatch.setattr(stalled_requests, "QUIET_S", 0.3)
-
-
 async def let_expire(fleet: Fleet, one: Engine) -> None:
     """Make its last heartbeat a minute old."""
     (seconds, _) = await fleet.redis.time()
@@ -167,7 +164,7 @@ async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterato
     async with (
         engine(model, answer) as frozen,
         engine(model) as good,
-        replica(valkey_url, model, frozen.url, good.url, policy="round_robin", health_interval_s=60.0) as router,
+        impatient(valkey_url, model, frozen.url, good.url, policy="round_robin", health_interval_s=60.0) as router,
     ):
         asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
         await poll(lambda: frozen.seen, what="one of two goes to the frozen engine")
@@ -180,7 +177,6 @@ async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterato
         await router.unloaded()
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("head", [b"", STREAM_HEAD], ids=["nothing", "headers only"])
 async def test_frozen_before_the_first_byte_is_tried_elsewhere(valkey_url: str, model: str, head: bytes) -> None:
     async with two_asked(valkey_url, model, freezing(head)) as (router, good, bodies):
@@ -189,7 +185,6 @@ async def test_frozen_before_the_first_byte_is_tried_elsewhere(valkey_url: str, 
         assert await router.metric('warmfleet_retries_total{where="another"}') == 1
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("second", ["freezes", "dies"])
 async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
     valkey_url: str, model: str, second: str
@@ -207,7 +202,7 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
         engine(model, poisoned) as one,
         engine(model, poisoned) as two,
         engine(model, poisoned) as three,
-        replica(valkey_url, model, one.url, two.url, three.url, health_interval_s=60.0) as router,
+        impatient(valkey_url, model, one.url, two.url, three.url, health_interval_s=60.0) as router,
     ):
         request = asyncio.create_task(router.post(BODY | {"model": model}))
         for number in range(1 if second == "dies" else 2):
@@ -221,7 +216,6 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
         await router.unloaded()
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_frozen_within_a_stream_ends_it_with_an_error(valkey_url: str, model: str) -> None:
     async with two_asked(valkey_url, model, freezing(STREAM_HEAD, event(" one"))) as (_, good, bodies):
         (cut,) = [body for body in bodies if b"[DONE]" not in body]
@@ -230,7 +224,6 @@ async def test_frozen_within_a_stream_ends_it_with_an_error(valkey_url: str, mod
         assert len(good.seen) == 1
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: str) -> None:
     async def streams(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
@@ -244,7 +237,7 @@ async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: 
     async with (
         engine(model, streams) as one,
         engine(model, streams) as two,
-        replica(valkey_url, model, one.url, two.url, policy="round_robin", health_interval_s=60.0) as router,
+        impatient(valkey_url, model, one.url, two.url, policy="round_robin", health_interval_s=60.0) as router,
     ):
         asked = [asyncio.create_task(router.post(BODY | {"model": model})) for _ in range(2)]
         await poll(lambda: one.seen, what="each has a request")
@@ -253,7 +246,6 @@ async def test_a_worker_that_lost_only_redis_streams_on(valkey_url: str, model: 
         assert await router.metric("warmfleet_given_up_requests_total") == 0
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +273,7 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
             (moves if weight(second, one.url) > weight(first, one.url) else stays).append(one)
         engines = [one.url for one in (*moves, *stays)]
         settings: dict[str, Any] = {"models": (first,), "policy": "round_robin", "pools_interval_s": 0.1}
-        router = await stack.enter_async_context(replica(valkey_url, model, *engines, **settings))
+        router = await stack.enter_async_context(impatient(valkey_url, model, *engines, **settings))
         asked = [asyncio.create_task(router.post({"model": model, "prompt": "x", "stream": False})) for _ in engines]
         await poll(lambda: all(one.seen for one in (*moves, *stays)), 20, "each has a request")
         await registry.write([PoolEntry(second)])
@@ -303,7 +295,6 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
     await registry.close()
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, model: str) -> None:
     whole = 8_000_000  # more than all buffers on the way hold
 
@@ -315,7 +306,7 @@ async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, m
     async with (
         engine(model, long) as one,
         engine(model, long) as two,
-        replica(valkey_url, model, one.url, two.url, health_interval_s=60.0) as router,
+        impatient(valkey_url, model, one.url, two.url, health_interval_s=60.0) as router,
     ):
         async with router.client.post(f"{router.url}/v1/completions", json=BODY | {"model": model}) as answer:
             await let_expire(router.fleet, one if one.seen else two)
@@ -377,12 +368,11 @@ async def test_a_slow_client_is_not_over_the_limit_of_silence() -> None:
         await slow.read_any()
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str, model: str) -> None:
     async with (
         engine(model) as hung,
         engine(model) as good,
-        replica(
+        impatient(
             valkey_url,
             model,
             hung.url,
@@ -410,7 +400,6 @@ async def test_an_engine_that_hangs_with_heartbeats_is_given_up(valkey_url: str,
         await router.unloaded()
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, model: str) -> None:
     async def slow(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(1.5)
@@ -419,7 +408,7 @@ async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, mod
     async with (
         engine(model, slow) as one,
         engine(model, slow) as two,
-        replica(valkey_url, model, one.url, two.url, hung_after_s=0.1, hung_interval_s=0.1) as router,
+        impatient(valkey_url, model, one.url, two.url, hung_after_s=0.1, hung_interval_s=0.1) as router,
     ):
         assert (await router.post(BODY | {"model": model, "stream": False}))[0] == 200
         assert await router.metric("warmfleet_given_up_requests_total") == 0
@@ -440,12 +429,10 @@ async def test_a_core_that_hangs_behind_a_live_api_server_is_given_up(
 ) -> None:
     """A plain request to it waits without a byte, while ``/health`` answers and the thread of the plugin runs."""
     monkeypatch.setattr(load, "STANDSTILL_SECONDS", 0.5)
-    monkeypatch.setattr(stalled_requests, "GRACE_S", 0.5)
-    monkeypatch.setattr(stalled_requests, "QUIET_S", 0.2)
     async with (
         simulated(valkey_url, model, "a") as hung,
         simulated(valkey_url, model, "b"),
-        replica(valkey_url, model, policy="round_robin", view_interval_s=0.2) as router,
+        replica(valkey_url, model, policy="round_robin", view_interval_s=0.2, grace_s=0.5, quiet_s=0.2) as router,
     ):
         await router.routable(2)
         monkeypatch.setattr(hung.engine.core, "costs", Held())
