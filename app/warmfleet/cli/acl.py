@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-OLD = ".old"  # after a name: the password of before, which opens the user as well while passwords are changed
+OLD = ".old"  # suffix of a user's name for the previous password, which stays valid while passwords are changed
 PASSWORD_BYTES = 24  # long and random, because Redis keeps an unsalted SHA-256
 MAX_PASSWORD_FILE_BYTES = 1_048_576
 ADMIN_RULES = ("~*", "&*", "+@all")
@@ -31,20 +31,18 @@ ADMIN_RULES = ("~*", "&*", "+@all")
 def run(options: argparse.Namespace) -> int:
     """Print rules on standard output and generated passwords on standard error, so ``> users.acl`` gets no password."""
     rules = rules_of(options)
-    given = read_passwords(options.password_file, list(rules)) if options.password_file else {}
-    passwords = given or {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in rules}
+    own = read_passwords(options.password_file, list(rules)) if options.password_file else {}
+    passwords = own or {name: secrets.token_urlsafe(PASSWORD_BYTES) for name in rules}
     for line in lines(rules, passwords, commands=options.commands):
         print(line)
     sys.stdout.flush()
-    if not given:
+    if not own:
         print("passwords (they are stored nowhere, Redis gets their digests):", file=sys.stderr)
         for name in rules:
             print(f"  {name} {passwords[name]}", file=sys.stderr)
     if options.commands:
-        print(
-            "user `default` is unchanged: once you have an admin of your own, run ACL SETUSER default off",
-            file=sys.stderr,
-        )
+        text = "user `default` is unchanged: once you have an admin of your own, run ACL SETUSER default off"
+        print(text, file=sys.stderr)
     return 0
 
 
@@ -77,20 +75,20 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
     valid = {name: [passwords[key] for key in (name, name + OLD) if key in passwords] for name in rules}
-    return closed + [f"{verb} {user(name, valid[name], given)}" for name, given in rules.items()]
+    return closed + [f"{verb} {user(name, valid[name], allowed)}" for name, allowed in rules.items()]
 
 
 def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
-    """The passwords of these users, and those of before, as ``NAME.old``. Raises CommandError if a user has none.
+    """The passwords of these users, and their previous ones as ``NAME.old``. Raises CommandError if a user has none.
 
     place: a file with ``NAME PASSWORD`` on each line, or a folder with a file for each user (a mounted Secret).
     ``NAME.old`` may be missing or empty.
     """
     path = Path(place)
-    asked = [key for name in names for key in (name, name + OLD)]
+    keys = [key for name in names for key in (name, name + OLD)]
     try:
         if path.is_dir():
-            found = {name: _read(path / name).strip() for name in asked if (path / name).is_file()}
+            found = {name: _read(path / name).strip() for name in keys if (path / name).is_file()}
         else:
             lines = (line.split(maxsplit=1) for line in _read(path).splitlines())
             found = {line[0]: line[1].strip() for line in lines if len(line) == 2}
@@ -99,7 +97,7 @@ def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
     if missing := [name for name in names if not found.get(name)]:
         wanted = "file with a password" if path.is_dir() else "line 'NAME PASSWORD'"
         raise CommandError(f"--password-file {place}: no {wanted} for {', '.join(missing)}")
-    return {name: found[name] for name in asked if found.get(name)}
+    return {name: found[name] for name in keys if found.get(name)}
 
 
 def _read(path: Path) -> str:

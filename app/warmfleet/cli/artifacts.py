@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.pools.served import answers_of, fleets_of, tag_of, tags_of
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, printable, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, in_short, printable, show
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 HEADER = ("SHA256", "ARTIFACT", "BYTES", "WORKERS", "STATE")
 TEMPLATE = "chat_template.jinja"  # the only artifact that is code
-NAMED_WORKERS = 8
 APPROVED_TEMPLATES = "WARMFLEET_APPROVED_TEMPLATES"
 MAY_BE_APPROVED = (
     f"Settings of routers may approve templates, too: {APPROVED_TEMPLATES} with digests, or with `*`, as "
@@ -34,7 +33,7 @@ _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 
 @dataclass
 class Artifact:
-    """One file of one model. ``entry``: its row of a server's manifest; ``servers``: the servers that announced it."""
+    """A file of a model. entry: its row of a server's manifest. servers: those that announced it."""
 
     name: str
     entry: dict[str, Any]
@@ -101,30 +100,31 @@ async def _shelf(fleet: Fleet) -> Shelf:
             found = artifacts.setdefault(entry["sha256"], Artifact(name, entry))
             if server_id not in found.servers:
                 found.servers.append(server_id)
-    by_settings = frozenset(one.strip() for one in os.environ.get(APPROVED_TEMPLATES, "").split(","))
+    by_settings = frozenset(digest.strip() for digest in os.environ.get(APPROVED_TEMPLATES, "").split(","))
     return Shelf(fleet, artifacts, await fleet.operator.approved(), by_settings)
 
 
 def rows(shelf: Shelf) -> list[dict[str, Any]]:
     """The files of one model, by name, and approvals of templates that no worker has announced."""
-    found = [
-        {"sha256": sha256, "artifact": artifact.name, "bytes": artifact.entry.get("bytes"), "servers": artifact.servers}
-        for sha256, artifact in sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0]))
-    ]
-    others = sorted(shelf.approved - shelf.artifacts.keys())
-    found += [{"sha256": sha256, "artifact": TEMPLATE, "bytes": None, "servers": []} for sha256 in others]
+    announced = sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0]))
+    others = [(sha256, Artifact(TEMPLATE, {})) for sha256 in sorted(shelf.approved - shelf.artifacts.keys())]
     return [
-        row | {"approved": row["sha256"] in shelf.approved if row["artifact"] == TEMPLATE else None} for row in found
+        {
+            "sha256": sha256,
+            "artifact": artifact.name,
+            "bytes": artifact.entry.get("bytes"),
+            "servers": artifact.servers,
+            "approved": sha256 in shelf.approved if artifact.name == TEMPLATE else None,
+        }
+        for sha256, artifact in [*announced, *others]
     ]
 
 
 def listing(shelf: Shelf) -> list[Part]:
-    """One model's table, with whole digests, because an approval names a digest."""
+    """The table of a model, with whole digests, because an approval names a digest."""
     title = Toned(shelf.fleet.keys.tag, Tone.HEAD)
-    found = rows(shelf)
-    if not found:
-        return [title, "no worker has announced a file"]
-    return [title, Table(HEADER, [_cells(row, shelf.by_settings) for row in found])]
+    files = [_cells(row, shelf.by_settings) for row in rows(shelf)]
+    return [title, Table(HEADER, files) if files else "no worker has announced a file"]
 
 
 def may_be_approved(shelf: Shelf) -> bool:
@@ -135,14 +135,12 @@ def may_be_approved(shelf: Shelf) -> bool:
 def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ...]:
     by_setting = Toned(f"approved by {APPROVED_TEMPLATES}", Tone.GOOD)
     states = {
-        None: "-",  # it is no code
+        None: "-",  # only a template is approved
         True: Toned("approved", Tone.GOOD),
         False: by_setting if row["sha256"] in by_settings else Toned("not approved by command", Tone.MIND),
     }
-    servers = ", ".join(row["servers"][:NAMED_WORKERS]) or "-"
-    more = f" and {len(row['servers']) - NAMED_WORKERS} more" if len(row["servers"]) > NAMED_WORKERS else ""
     size = "-" if row["bytes"] is None else row["bytes"]
-    return row["sha256"], row["artifact"], size, servers + more, states[row["approved"]]
+    return row["sha256"], row["artifact"], size, in_short(row["servers"]) or "-", states[row["approved"]]
 
 
 def whole(digest: str, known: set[str]) -> str:

@@ -29,8 +29,8 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
     except ValueError as error:
         raise CommandError(f"{url}{path} answered {answer.status_code}, and not in JSON: is that a replica?") from error
     if answer.is_error:
-        told = value.get("error") if isinstance(value, dict) else None
-        fields = told if isinstance(told, dict) else {}
+        detail = value.get("error") if isinstance(value, dict) else None
+        fields = detail if isinstance(detail, dict) else {}
         message = fields.get("message", value)
         unknown_path = answer.status_code == httpx.codes.NOT_FOUND and fields.get("code") != ModelNotFound.code
         hint = f" (does --url name {OPERATORS_PORT}?)" if unknown_path else ""

@@ -1,4 +1,4 @@
-"""The one error that a command reports: ``__main__`` prints its text and exits with status 2."""
+"""The error that a command reports: ``__main__`` prints its text and exits with status 2."""
 
 from __future__ import annotations
 

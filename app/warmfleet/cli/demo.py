@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     request fails.
     """
     try:
-        return _shown(options)
+        return _show(options)
     except httpx.HTTPStatusError as error:
         answer = error.response
         raise CommandError(f"{error.request.url} answered {answer.status_code}: {answer.text[:500]}") from error
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"a request of the demo failed: {str(error) or type(error).__name__}") from error
 
 
-def _shown(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> int:
     work = Work(options.conversations, options.turns)
     plan = Plan(engines=EngineOptions(count=options.engines, blocks=BLOCKS))
     with Progress() as progress:
@@ -64,9 +64,9 @@ def _shown(options: argparse.Namespace) -> int:
             progress.say(f"\n{work.conversations} conversations of {work.turns} turns, policy {policy}")
             with Stack(replace(plan, policy=policy), progress.say, progress.step) as stack:
                 results[policy] = asyncio.run(converse(stack, work, progress))
-    better, told = verdict(results)
+    better, sentence = verdict(results)
     end = Toned("all passed", Tone.GOOD) if passed and better else Toned("FAIL: see above", Tone.BAD)
-    show(sys.stdout, ["", compare(results), "", (_word(better), f"  {told}"), "", end])
+    show(sys.stdout, ["", compare(results), "", (_word(better), f"  {sentence}"), "", end])
     return 0 if passed and better else 1
 
 

@@ -1,4 +1,4 @@
-"""``warmfleet drain``: an engine gets no new request and finishes what it has; or it is put back into rotation."""
+"""``warmfleet drain``: takes an engine out of rotation while its requests finish, or puts it back."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 POLL_S = 0.5
-#: A worker has finished when no request was seen there for so long. A replica that could not reach Redis when the drain
-#: began may still send requests until its next reading of the fleet.
+#: A worker has finished when it had no request for so long. A replica that could not reach Redis when the drain began
+#: may still send requests until its next reading of the fleet.
 QUIET_S = 3.0
 
 
@@ -55,20 +55,24 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
     known = [(fleet, worker) for fleet, workers in answered for worker in workers]
     chosen: list[tuple[Fleet, WorkerView]] = []
     for name in names:
-        found = [(fleet, one) for fleet, one in known if name in (one.worker_id, str(one.record.get("server_id", "")))]
-        if lost and not any(worker.heard for _, worker in found):  # it may be alive in a pool that does not answer
+        found = [
+            (fleet, worker)
+            for fleet, worker in known
+            if name in (worker.worker_id, str(worker.record.get("server_id", "")))
+        ]
+        if lost and not any(worker.heard for _, worker in found):  # a pool that does not answer may have it alive
             raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(lost)} cannot be asked")
         if not found:
             workers = ", ".join(dict.fromkeys(worker.worker_id for _, worker in known)) or "none"
             raise CommandError(f"no worker is called {name!r}; known are: {workers}")
-        chosen += [one for one in found if one not in chosen]
+        chosen += [pair for pair in found if pair not in chosen]
     return chosen
 
 
 async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Progress) -> None:
     left = len(chosen)
 
-    async def one(fleet: Fleet, worker_id: str) -> None:
+    async def wait_for(fleet: Fleet, worker_id: str) -> None:
         nonlocal left
         await _finished(fleet, worker_id, progress)
         left -= 1
@@ -76,13 +80,13 @@ async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Pr
 
     waiting = f"waiting for requests to finish at {', '.join(worker.worker_id for _, worker in chosen)}"
     progress.step(waiting, 0, len(chosen))
-    await asyncio.gather(*[one(fleet, worker.worker_id) for fleet, worker in chosen])
+    await asyncio.gather(*[wait_for(fleet, worker.worker_id) for fleet, worker in chosen])
 
 
 async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
-    """Return when nothing runs at this worker; prints the requests that are left whenever they change.
+    """Return when nothing runs at this worker; print the requests that are left whenever they change.
 
-    An outage of Redis meanwhile only delays the end. Raises CommandError if the drain ends before the requests do.
+    An outage of Redis only delays the end. Raises CommandError if the drain ends before the requests do.
     """
     loop, printed, quiet_since = asyncio.get_running_loop(), "", float("inf")
     while True:

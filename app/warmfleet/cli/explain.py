@@ -68,13 +68,13 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2))
     else:
         show(sys.stdout, parts_of(answer))
-    return 0 if answer["candidates"] and (answer["chosen"] or not answer.get("fresh", True)) else 1
+    return 0 if answer["candidates"] and (answer["chosen"] or not answer["fresh"]) else 1
 
 
 def body_of(options: argparse.Namespace) -> bytes:
     """The request body that the options describe. Raises CommandError unless there is exactly one."""
-    given = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
-    if len(given) != 1:
+    sources = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
+    if len(sources) != 1:
         raise CommandError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
     if options.file is not None:
         return _read(options.file)
@@ -90,9 +90,9 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     """The table of workers, the cheapest first, with an arrow at the choice, and a sentence about it."""
     prompt = answer["prompt_tokens"]
     known = f"prompt identified: {answer['identity']}" + (f" ({answer['reason']})" if answer["reason"] else "")
-    head = Toned(f"{answer['model']}", Tone.HEAD)
+    head = Toned(answer["model"], Tone.HEAD)
     about = f"  policy {answer['policy']}: {prompt} tokens, {answer['blocks']} full blocks, {known}"
-    if not answer.get("fresh", True):
+    if not answer["fresh"]:
         return [(head, about), *_by_last_reading(answer)]
     rows = sorted(answer["candidates"], key=lambda row: float(row["cost_s"]))
     if not rows:
@@ -102,21 +102,19 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if answer["policy"] == "cost":
         parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:
-        would = f"would go to {answer['chosen']} ({answer.get('because', answer['why'])})"
+        would = f"would go to {answer['chosen']} ({answer['because']})"
         if answer["waits"]:
             parts += _waits(answer)
             parts.append(f"By COST alone it {would}. Nothing was booked.")
         else:
             parts.append(f"It {would}. Nothing was booked.")
-    for home in answer.get("pools", ()):
-        worker, cost = home["worker_id"], f"{1_000 * home['price_s']:.1f} ms"
-        waits = " (it would wait for its turn)" if home.get("waits") else ""
-        parts.append(
-            f"Home pool {home['pool']}: {worker}, {home['matched_tokens']} tokens held, priced at {cost}{waits}"
-        )
-    if len(answer.get("pools", ())) > 1:
+    for pool in answer["pools"]:
+        held, price = f"{pool['matched_tokens']} tokens held", f"priced at {1_000 * pool['price_s']:.1f} ms"
+        waits = " (it would wait for its turn)" if pool["waits"] else ""
+        parts.append(f"Home pool {pool['pool']}: {pool['worker_id']}, {held}, {price}{waits}")
+    if len(answer["pools"]) > 1:
         parts.append(PRICES)
-    parts += [f"Home pool {one['pool']} is passed over: {one['why']}" for one in answer.get("passed_over", ())]
+    parts += [f"Home pool {pool['pool']} is passed over: {pool['why']}" for pool in answer["passed_over"]]
     if answer["moved"]:
         parts.append(f"It moves: {answer['moved']}.")
     if not answer["blocks"] and answer["identity"] == "exact":
@@ -143,12 +141,11 @@ def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
 
 
 def _waits(answer: dict[str, Any]) -> list[Part]:
-    """Sentences about the queue in which the request would wait. A replica of an older version tells less."""
-    if answer.get("waits_for") == "":
+    """Sentences about the queue in which the request would wait; none about its length if Redis told none."""
+    if not answer["waits_for"]:
         return ["The queue is full: it would be refused."]
-    at = f" at {answer['waits_for']}, at a price of {answer['turn_s']:.2f} s" if "waits_for" in answer else ""
-    turn = f"It would wait for its turn{at}."
-    if (queue := answer.get("queue")) is None:
+    turn = f"It would wait for its turn at {answer['waits_for']}, at a price of {answer['turn_s']:.2f} s."
+    if (queue := answer["queue"]) is None:
         return [turn]
     count = queue["waiting"]
     line = f"{count} request{'s wait' if count > 1 else ' waits'}, which the engines need {queue['work_s']:.2f} s for."

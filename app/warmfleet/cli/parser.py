@@ -133,9 +133,9 @@ examples:
   warmfleet doctor -q                                           faults only, for a cron job
   warmfleet doctor --json > health.json || echo "see health.json"
 
-The doctor changes nothing in the fleet, and only reads in Redis. An engine that you name gets two questions for token
-ids and one short prompt, twice, with one token of answer each; to see that the second one is cached takes no less.
-Workers that you do not name are asked for /health only. Passwords and keys are never printed.
+The doctor changes nothing, and only reads in Redis. An engine that you name gets two questions for token ids and
+one short prompt, twice, with one token of answer each; to see that the second one is cached takes no less. Workers
+that you do not name are asked for /health only. Passwords and keys are never printed.
 
 Exit status: 0 no fault (notes are no faults), 1 a fault, 2 wrong usage, or a check that failed by itself.
 

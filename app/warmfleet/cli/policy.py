@@ -24,7 +24,7 @@ DEFAULT = "default"
 
 def run(options: argparse.Namespace) -> int:
     """Show or switch the policy of each pool; returns 0. Raises CommandError, FleetUnavailable."""
-    logging.basicConfig(level=logging.CRITICAL)  # the error of an outage says it
+    logging.basicConfig(level=logging.CRITICAL)  # the error of the command tells an outage
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     asyncio.run(_run(options.name, options.redis, tags_of(options), as_json=options.json))
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool) -> None:
     async with fleets_of(url, tags) as fleets:
-        answers, lost = await answers_of(fleets, partial(_one, name))
+        answers, lost = await answers_of(fleets, partial(_switched, name))
     switched = {tag_of(fleet): switched_to for fleet, switched_to in answers}
     if as_json:
         print(json.dumps(switched, indent=2))
@@ -44,15 +44,13 @@ async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool
         raise CommandError(f"{', '.join(lost)} may go by another policy: call this again when all answer")
 
 
-async def _one(name: str | None, fleet: Fleet) -> str | None:
+async def _switched(name: str | None, fleet: Fleet) -> str | None:
     """The policy that the pool is switched to; None: each replica goes by its own."""
     if name is not None:
         await fleet.operator.switch("" if name == DEFAULT else name)
     switched_to = await fleet.operator.switched()
     if not await fleet.workers.read():
         tag = tag_of(fleet)
-        print(
-            f"warmfleet policy: warning: no worker of {tag} is known; the policy is for workers to come",
-            file=sys.stderr,
-        )
+        text = f"warmfleet policy: warning: no worker of {tag} is known; the policy is for workers to come"
+        print(text, file=sys.stderr)
     return switched_to or None

@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
     changed = [(record, made) for record, made in zip(records, again[""], strict=True) if not same(record, made)]
     rows = [_row(name or AS_IT_WAS, records, choices) for name, choices in again.items()] if wanted else []
     if options.json:
-        told = {"decisions": len(records), "same": len(records) - len(changed), "damaged_lines": damaged}
-        print(json.dumps(told | {"policies": [row.as_dict() for row in rows]}, indent=2))
+        figures = {"decisions": len(records), "same": len(records) - len(changed), "damaged_lines": damaged}
+        print(json.dumps(figures | {"policies": [asdict(row) for row in rows]}, indent=2))
     else:
         show(sys.stdout, _parts(len(records), changed, rows))
     return int(bool(changed or damaged))
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 async def _again(
     replays: Replays, records: Sequence[dict[str, Any]], policies: Sequence[str]
 ) -> dict[str, list[Choice]]:
-    """The choices by each of these policies; "": by that of the record."""
+    """The choices by each of these policies; "" is the policy of the record."""
     found = {}
     try:
         with Progress() as progress:
@@ -86,7 +86,7 @@ def same(record: dict[str, Any], new: Choice) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures of one policy over single choices, each on its logged state; a fleet under it would differ.
+    """Figures of a policy over single choices, each on its logged state; a fleet under that policy would differ.
 
     same_worker: the share that went where the log says. matched: of prompt tokens. cost_s: mean of the predicted ones.
     busiest_worker: the share of the worker that was chosen most.
@@ -102,16 +102,13 @@ class Row:
         shares = f"{self.same_worker:.1%}", f"{self.matched:.1%}"
         return self.policy, *shares, f"{self.cost_s:.4f} s", f"{self.busiest_worker:.1%}"
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]) -> Row:
     count, chosen = max(1, len(choices)), [choice.worker_id for choice in choices]
     agreed = sum(record["worker_id"] == worker for record, worker in zip(records, chosen, strict=True))
     prompt = max(1, sum(record["prompt_tokens"] for record in records))
     busiest = max((chosen.count(worker) for worker in set(chosen)), default=0)
-    matched, cost_s = (sum(choice.matched_tokens for choice in choices), sum(float(one.cost_s) for one in choices))
+    matched, cost_s = sum(choice.matched_tokens for choice in choices), sum(float(choice.cost_s) for choice in choices)
     return Row(name, agreed / count, matched / prompt, cost_s / count, busiest / count)
 
 

@@ -32,13 +32,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts_of(answer: dict[str, Any], now: float) -> list[Part]:
-    """The table of replicas, and a line about each that is not heard. now: Unix time."""
+    """The table of replicas, and a line about each silent one. now: Unix time."""
     rows = answer["replicas"]
     parts: list[Part] = []
     if not answer["fresh"]:
         parts.append(Toned("Redis does not answer: the replicas of some models are not known", Tone.BAD))
     if not rows:
-        return [*parts, "no replica has told of itself yet: they do so every 3 s"]
+        return [*parts, "no replica has reported itself yet: each does so every 3 s"]
     parts += [Table(HEADER, [_row(row, now) for row in rows]), LEGEND]
     return parts + [
         (

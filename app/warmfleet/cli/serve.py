@@ -30,13 +30,16 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
     Raises BadArgument that names the variable at fault, CommandError if the file cannot be read.
     """
-    given: dict[str, Any] = {"host": options.host, "port": options.port, "policy": options.policy}
-    given |= {"redis_url": options.redis, "access_log": options.access_log}
-    given |= {"log_level": options.log_level, "log_format": options.log_format}
-    given |= {"models": tuple(options.models.split(",")) if options.models else None}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    environment = os.environ | (variables(options.env_file) if options.env_file else {})
-    return replace(Settings.from_environment(environment), **chosen).checked()
+    shared = ("host", "port", "policy", "access_log", "log_level", "log_format")  # names of options and of settings
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in shared} | {"redis_url": options.redis}
+    chosen["models"] = tuple(options.models.split(",")) if options.models else None
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return replace(Settings.from_environment(environment_of(options)), **chosen).checked()
+
+
+def environment_of(options: argparse.Namespace) -> dict[str, str]:
+    """The environment with the file of ``--env-file`` on top. Raises CommandError if the file cannot be read."""
+    return os.environ | (variables(options.env_file) if options.env_file else {})
 
 
 def variables(path: str) -> dict[str, str]:
@@ -93,7 +96,7 @@ def _several(options: argparse.Namespace) -> int:
 def _bound(settings: Settings, shared_port: int | None) -> Sockets:
     """The sockets of a replica without a parent. Raises CommandError if a port is taken."""
     host, admin = settings.host, settings.admin_port
-    with ExitStack() as bound:  # if a later port is taken, the earlier ones are given back
+    with ExitStack() as bound:  # gives the earlier ports back if a later one is taken
         clients = [bound.enter_context(closing(listen(host, settings.port)))]
         if shared_port:
             clients.append(bound.enter_context(closing(listen(host, shared_port, shared=True))))
@@ -102,13 +105,12 @@ def _bound(settings: Settings, shared_port: int | None) -> Sockets:
     return Sockets(clients, operators)
 
 
-def _inherited(told: str) -> tuple[str, Sockets]:
-    """The place of this replica, and its sockets, as ``Replicas`` hands them over."""
-    place, line, clients, operators = told.split(",")
-    found = [
-        [socket.socket(fileno=int(number)) for number in numbers.split("+") if number]
-        for numbers in (clients, operators, line)
-    ]
-    for sock in (*found[0], *found[1], *found[2]):
-        sock.set_inheritable(False)  # they are this process's only
-    return place, Sockets(found[0], found[1], Parent(found[2][0]))
+def _inherited(option: str) -> tuple[str, Sockets]:
+    """The place of this replica, and its sockets, as ``Replicas`` hands them over by ``--place``."""
+    place, *numbers = option.split(",")
+    line, clients, operators = (
+        [socket.socket(fileno=int(number)) for number in joined.split("+") if number] for joined in numbers
+    )
+    for sock in (*line, *clients, *operators):
+        sock.set_inheritable(False)  # the processes that this one starts get none of them
+    return place, Sockets(clients, operators, Parent(line[0]))

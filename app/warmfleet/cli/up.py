@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-POLL_SECONDS = 0.5  # between two looks for dead processes and first answers, both of which are read from files
+POLL_SECONDS = 0.5  # between two looks for dead processes and first answers
 
 #: Long enough for several blocks of any engine, so that the second request visibly finds them.
 RULES = (
@@ -57,6 +57,11 @@ See the fleet:  {command} workers
 Live:           {live}
 Its metrics:    {operators}/metrics   (each replica has a port of its own for operators)
 Why there:      echo "$ask" | {command} explain -   (what each engine holds of it and would cost)
+"""
+
+WITHOUT_PLUGIN = """\
+Your engines run without the plugin: their cached blocks are inferred from the requests sent to them.
+After each of the first answers a line says how much of its prompt was matched.
 """
 
 OTHER_MODELS = """\
@@ -110,16 +115,16 @@ def run(options: argparse.Namespace) -> int:
             local = RunningStack(stack.address, stack.redis_url, stack.models, os.getpid(), operators)
             with announced(local):
                 say(usage(stack.address, operators, stack.names[0]))
-                tell_of_models(stack.models)
+                note_other_models(stack.models)
                 if plan.workers:
-                    say(_stock_note())
+                    say(WITHOUT_PLUGIN)
                 return serve(stack)
     except KeyboardInterrupt:
         say("\nstopped: every process that was started is gone")
         return 0
 
 
-def tell_of_models(served: Sequence[str]) -> None:
+def note_other_models(served: Sequence[str]) -> None:
     """Say that WARMFLEET_MODELS has no effect here, if it names other models than those ``served``."""
     if os.environ.get("WARMFLEET_MODELS") not in (None, "", ",".join(served)):
         say(OTHER_MODELS.format(models=", ".join(served)))
@@ -128,7 +133,7 @@ def tell_of_models(served: Sequence[str]) -> None:
 def serve(stack: Stack) -> int:
     """Report dead processes and, for engines without the plugin, how much the first answers matched.
 
-    Returns 1 once no replica is alive. Nothing is restarted, because a user of this command wants to see a death.
+    Returns 1 once no replica is alive. No process is restarted, because a user of this command wants to see a death.
     """
     watch = AnswerWatch(stack, say) if stack.plan.workers else None
     while True:
@@ -144,7 +149,7 @@ def serve(stack: Stack) -> int:
 
 
 def usage(address: str, operators: Sequence[str], model: str) -> str:
-    """operators: the URL of each replica for them. The commands to type next, which work as printed."""
+    """The commands to type next, which work as printed. operators: the URL of each replica for its operators."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
     pages = " ".join(f"{url}/status" for url in operators)
@@ -156,13 +161,6 @@ def usage(address: str, operators: Sequence[str], model: str) -> str:
 def say(line: str) -> None:
     """Print a line of progress at once, also into a pipe."""
     print(line, flush=True)
-
-
-def _stock_note() -> str:
-    return (
-        "Your engines run without the plugin: their cached blocks are inferred from the requests sent to them.\n"
-        "After each of the first answers a line says how much of its prompt was matched.\n"
-    )
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import argparse
 
 HEADER = ("TIME", "REQUEST", "WAITED", "WORKER", "STATUS", "WHY")
-MAX_WHY = 90  # characters of the sentences in a row of the table; with an id they are told whole
-#: The facts that are told below the sentences, by their names in the answer.
+MAX_WHY = 90  # characters of the sentences in a row of the table; of a single request they are whole
+#: The facts below the sentences, by their names in the answer.
 FACTS = {
     "model": "model",
     "identity": "identified",
@@ -60,14 +60,14 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(answers, indent=2))
     elif options.id:
-        show(sys.stdout, about_one(options.id, answers))
+        show(sys.stdout, about_request(options.id, answers))
     else:
         show(sys.stdout, table(answers, options.order, options.count))
     return 0 if any(answer["requests"] for answer in answers.values()) else 1
 
 
 def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
-    """The answer of each replica, by its URL. named: by the user, so that each of them must answer; else one must.
+    """The answer of each replica, by its URL. named: the user named them, so each must answer; else any of them must.
 
     Raises CommandError.
     """
@@ -92,28 +92,28 @@ def _ask_the_others(answers: dict[str, Any], path: str) -> None:
                     answers[url] = ask("GET", url, path)
 
 
-def about_one(asked: str, answers: dict[str, Any]) -> list[Part]:
+def about_request(request_id: str, answers: dict[str, Any]) -> list[Part]:
     """Everything about the requests with this id, the newest first."""
-    found = [(answer["replica"], one) for answer in answers.values() for one in answer["requests"]]
+    found = [(answer["replica"], request) for answer in answers.values() for request in answer["requests"]]
     if not found:
         kept = [
             f"{answer['replica']} at {url} keeps {answer['kept']} requests{_since(answer['since'])}"
             for url, answer in answers.items()
         ]
-        return [f"No request with the id {asked} is known:", *kept, ELSEWHERE]
+        return [f"No request with the id {request_id} is known:", *kept, ELSEWHERE]
     parts: list[Part] = []
-    for replica, one in sorted(found, key=lambda pair: -float(pair[1]["at"])):
-        head = f"  {one['method']} {one['path']} at {_clock(one['at'])}, by {replica}"
-        parts += [(Toned(one["request_id"], Tone.HEAD), head), one["because"]]
-        if one["remedy"]:
-            parts.append(f"-> {one['remedy']}")
-        rows = [(words, _fact(name, one[name])) for name, words in FACTS.items() if one.get(name) not in (None, "")]
-        parts.append(Table(("FACT", ""), rows))
-        parts.append(Table(("TRY", "WORKER", "QUEUE", "IN THE ENGINE", "OUTCOME", "RESERVATION"), _tries(one)))
+    for replica, request in sorted(found, key=lambda pair: -float(pair[1]["at"])):
+        head = f"  {request['method']} {request['path']} at {_clock(request['at'])}, by {replica}"
+        parts += [(Toned(request["request_id"], Tone.HEAD), head), request["because"]]
+        if request["remedy"]:
+            parts.append(f"-> {request['remedy']}")
+        known = [(name, words) for name, words in FACTS.items() if request.get(name) not in (None, "")]
+        parts.append(Table(("FACT", ""), [(words, _fact(name, request[name])) for name, words in known]))
+        parts.append(Table(("TRY", "WORKER", "QUEUE", "IN THE ENGINE", "OUTCOME", "RESERVATION"), _tries(request)))
     return parts
 
 
-def _tries(one: dict[str, Any]) -> list[tuple[object, ...]]:
+def _tries(request: dict[str, Any]) -> list[tuple[object, ...]]:
     return [
         (
             number,
@@ -123,39 +123,39 @@ def _tries(one: dict[str, Any]) -> list[tuple[object, ...]]:
             row["error"] or row["outcome"] or "under way",
             row["reservation"],
         )
-        for number, row in enumerate(one["attempts"], 1)
+        for number, row in enumerate(request["attempts"], 1)
     ]
 
 
 def table(answers: dict[str, Any], order: str, count: int) -> list[Part]:
     """The requests of all replicas that answered, in this order."""
-    found = [one for answer in answers.values() for one in answer["requests"]]
-    found.sort(key=(lambda one: -_waited_ms(one)) if order == "slowest" else (lambda one: -float(one["at"])))
-    if not found:
-        return [f"No {'request has failed' if order == 'failed' else 'request is known'}: {_asked(answers)}."]
-    rows = []
-    for one in found[:count]:
-        why = one["because"].partition(": ")[2] or one["because"]  # how long it waited stands in its own column
-        status = "under way" if one["running"] else one["status"] or "none"
-        rows.append(
-            (
-                _clock(one["at"]),
-                one["request_id"],
-                _fact("ms", _waited_ms(one)),
-                one.get("worker") or "none",
-                status,
-                why if len(why) <= MAX_WHY else why[: MAX_WHY - 3] + "...",
-            )
-        )
-    return [Table(HEADER, rows), f"`warmfleet why REQUEST` tells more of one. Asked: {_asked(answers)}."]
+    requests = [request for answer in answers.values() for request in answer["requests"]]
+    if not requests:
+        return [f"No {'request has failed' if order == 'failed' else 'request is known'}: {_replicas(answers)}."]
+    requests.sort(key=_waited_ms if order == "slowest" else lambda request: float(request["at"]), reverse=True)
+    rows = [_row(request) for request in requests[:count]]
+    return [Table(HEADER, rows), f"`warmfleet why REQUEST` tells more of a request. Asked: {_replicas(answers)}."]
 
 
-def _waited_ms(one: dict[str, Any]) -> float:
-    """For the first byte, or in the middle of the answer, as a replica orders them."""
-    return max(float(one["ms"] if one.get("first_ms") is None else one["first_ms"]), float(one.get("gap_ms") or 0))
+def _row(request: dict[str, Any]) -> tuple[object, ...]:
+    why = request["because"].partition(": ")[2] or request["because"]  # without the time, which has its own column
+    return (
+        _clock(request["at"]),
+        request["request_id"],
+        _fact("ms", _waited_ms(request)),
+        request.get("worker") or "none",
+        "under way" if request["running"] else request["status"] or "none",
+        why if len(why) <= MAX_WHY else why[: MAX_WHY - 3] + "...",
+    )
 
 
-def _asked(answers: dict[str, Any]) -> str:
+def _waited_ms(request: dict[str, Any]) -> float:
+    """The longest time for which the client waited: for the first byte, or in the middle of the answer."""
+    first_ms = request["ms"] if request.get("first_ms") is None else request["first_ms"]
+    return max(float(first_ms), float(request.get("gap_ms") or 0))
+
+
+def _replicas(answers: dict[str, Any]) -> str:
     return ", ".join(f"{answer['replica']} at {url}" for url, answer in answers.items())
 
 

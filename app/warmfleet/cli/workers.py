@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
 WIDE = ("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS")
-#: Of pools that do not just serve.
+#: Sentences about pools that do not just serve.
 POOL_STATES = {
     "draining": "this pool drains: it gets no new request unless no other pool can serve it",
     "moving": "this pool drains: its workers move to other pools",
@@ -26,37 +26,31 @@ WELL = ("proven", "approximate")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or with ``--watch`` one table after the other; 1 if no worker is routable, at last."""
-    if options.json:
+    """Print the table, or with ``--watch`` a table after the other; 1 if at last no worker is routable."""
+    answer: dict[str, Any] = {"models": []}
+
+    def read() -> dict[str, Any]:
+        nonlocal answer
         answer = ask("GET", options.url, "/workers")
-        print(json.dumps(answer, indent=2))
-        return _status(answer)
-    last: dict[str, Any] = {"models": []}
+        return answer
 
     def picture() -> list[Part]:
-        nonlocal last
-        last = ask("GET", options.url, "/workers")
-        return parts_of(last, wide=options.wide)
-
-    def picture_or_why_not() -> list[Part]:
         try:
-            return picture()
+            return parts_of(read(), wide=options.wide)
         except CommandError as error:  # the replica may come back
             return [Toned(str(error), Tone.BAD)]
 
-    if options.watch is None:
-        show(sys.stdout, picture())
+    if options.watch is not None:
+        redraw(sys.stdout, picture, options.watch)
+    elif options.json:
+        print(json.dumps(read(), indent=2))
     else:
-        redraw(sys.stdout, picture_or_why_not, options.watch)
-    return _status(last)
-
-
-def _status(answer: dict[str, Any]) -> int:
+        show(sys.stdout, parts_of(read(), wide=options.wide))
     return 0 if any(worker["routable"] for model in answer["models"] for worker in model["workers"]) else 1
 
 
 def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
-    """One table per model, and below it a line and a remedy for each worker that is not used, or not fully.
+    """A table per model, and below it a line and a remedy for each worker that is not used, or not fully.
 
     STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
     requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
@@ -79,16 +73,16 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
 
 
 def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
-    workers = [one for one in model["workers"] if not one.get("moved_to") and one["state"] != "left"]
+    workers = [worker for worker in model["workers"] if not worker["moved_to"] and worker["state"] != "left"]
     ready = sum(bool(worker["routable"]) for worker in workers)
-    told = f"  {ready} of {len(workers)} workers take requests; policy: {model['policy']} by {model['policy_by']}"
-    if waiting := model.get("queue", {}).get("waiting"):
-        told += f"; {waiting} requests wait for a worker"
-    yield Toned(model["model"], Tone.HEAD), told
-    if state := POOL_STATES.get(model.get("pool_state", "")):
+    title = f"  {ready} of {len(workers)} workers take requests; policy: {model['policy']} by {model['policy_by']}"
+    if waiting := model["queue"]["waiting"]:
+        title += f"; {waiting} requests wait for a worker"
+    yield Toned(model["model"], Tone.HEAD), title
+    if state := POOL_STATES.get(model["pool_state"]):
         yield Toned(state, Tone.MIND)
-    if first := model.get("queue", {}).get("next"):
-        yield _first(first)
+    if first := model["queue"]["next"]:
+        yield _first_in_queue(first)
     yield (
         f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
     )
@@ -99,11 +93,10 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
     yield _ttft(model["ttft"])
 
 
-def _first(first: dict[str, Any]) -> str:
-    """The request that is first in the queue. A replica of an older version tells only how long some engine needs."""
-    worker, there_s = first["worker_id"], first.get("to_compute_there_s")
-    where = f"goes to {worker}" if first.get("has_room") else f"waits for {worker}"
-    needs = f", which needs {there_s:.2f} s for it" if there_s else ""
+def _first_in_queue(first: dict[str, Any]) -> str:
+    where = f"{'goes to' if first['has_room'] else 'waits for'} {first['worker_id']}"
+    needs_s = first["to_compute_there_s"]  # 0 with policies that predict no time
+    needs = f", which needs {needs_s:.2f} s for it" if needs_s else ""
     waited = f"has waited {first['waited_s']:.2f} s"
     return f"first in the queue: {first['prompt_tokens']} tokens, {where}{needs}, {waited}: {first['because']}"
 
@@ -111,43 +104,41 @@ def _first(first: dict[str, Any]) -> str:
 def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
     load, truth, state = worker["load"], worker["truth"], worker["state"]
     tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
-    if worker.get("moved_to"):
+    if worker["moved_to"]:
         state, tone = "moved", Tone.MIND
     elif state == "left":
         tone = Tone.FAINT
     filled = 100 * load["blocks"] / load["capacity_blocks"] if load["capacity_blocks"] else 0.0
-    usual = (
+    narrow = (
         worker["worker_id"],
         Toned(state, tone),
         f"{filled:.0f}%",
         load["in_flight"],
         load["prefill_tokens"] + load["foreign_prefill_tokens"],
         load["speed_tps"] or "-",
-        "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # of one that left it is forgotten
+        "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # forgotten of a worker that left
         _age(truth["lag_s"]) if truth else "-",
     )
     if not wide:
-        return usual
+        return narrow
     decode = load["decode_tokens"] + load["foreign_decode_tokens"]
-    more = (decode, worker["url"] or "-", worker.get("version") or "-", worker["proof"])
-    return *usual, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth)
+    more = (decode, worker["url"] or "-", worker["version"] or "-", worker["proof"])
+    return *narrow, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth)
 
 
 def _not_well(worker: dict[str, Any]) -> list[Part]:
     """Why a worker takes no requests, or fewer than it could, and what to do; nothing of a worker that is well."""
-    name, state, remedy = worker["worker_id"], worker["state"], worker.get("remedy", "")
+    name, state, remedy = worker["worker_id"], worker["state"], worker["remedy"]
     if worker["routable"] and not remedy:
         return []
-    if moved_to := worker.get("moved_to"):
+    if moved_to := worker["moved_to"]:
         return [(f"{name}: ", Toned(f"moved to {moved_to}", Tone.MIND))]
     if state == "left":
         return []
-    head = (
-        f"{state}, but routable" if worker["routable"] else state if state == "draining" else f"{state}, not routable"
-    )
+    suffix = ", but routable" if worker["routable"] else "" if state == "draining" else ", not routable"
     tone = Tone.MIND if worker["routable"] else Tone.BAD
-    told = (f"{name}: ", Toned(head, tone), f": {worker.get('why', worker['reason'])}")
-    return [told, ("  -> ", remedy)] if remedy else [told]
+    sentence = (f"{name}: ", Toned(f"{state}{suffix}", tone), f": {worker['why']}")
+    return [sentence, ("  -> ", remedy)] if remedy else [sentence]
 
 
 def _truth(truth: dict[str, Any] | None) -> tuple[object, ...]:

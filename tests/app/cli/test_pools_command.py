@@ -311,16 +311,6 @@ def test_what_cannot_be_done_is_refused_with_a_reason(pools: Commands, model: st
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
 
 
-def test_a_nameless_pool_of_an_earlier_version_is_struck_out_and_nothing_else(pools: Commands, model: str) -> None:
-    """Its keys would be those of the pool that has the model's name."""
-    pools("add", model, f"{model}#1")
-    pools.client.hset(Keys(model).pools, f"{model}#", pools.client.hget(Keys(model).pools, model) or b"")
-    pools.client.set(f"{Keys(model).prefix}tick", "1")
-    assert f"{model}# is not in the registry any more" in pools("remove", f"{model}#")
-    assert pools.client.hkeys(Keys(model).pools) == [model.encode(), f"{model}#1".encode()]
-    assert pools.client.exists(f"{Keys(model).prefix}tick")
-
-
 def test_without_a_registry_no_pool_in_use_is_removed(pools: Commands, model: str) -> None:
     """The model's name is its only pool then, and pools that only the routers' settings name have live workers."""
     one = f"{model}#1"

@@ -45,7 +45,7 @@ def test_models_of_the_environment_have_no_effect_and_that_is_told(
     models: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WARMFLEET_MODELS", models)
-    up.tell_of_models(("demo",))
+    up.note_other_models(("demo",))
     assert ("they serve demo" in capsys.readouterr().out) == told
 
 

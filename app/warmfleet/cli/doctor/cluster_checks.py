@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
+from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.connection.reply_errors import RefusedCall
 
@@ -14,11 +15,10 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort
 
 COVERAGE, TIMEOUT = "cluster-require-full-coverage", "cluster-node-timeout"
-MOST_NAMED = 8  # nodes in a finding
 
 
 async def coverage(url: str) -> list[Finding]:
-    """Whether every node serves its slots while those of a lost master have no owner. url: redis+cluster://."""
+    """Check that every node serves its slots while those of a lost master have no owner. url: redis+cluster://."""
     connections = RedisConnections(url)
     try:
         answers = await connections.of_every_node("CONFIG", "GET", "cluster-*")
@@ -29,19 +29,16 @@ async def coverage(url: str) -> list[Finding]:
 
 def of_settings(nodes: dict[HostPort, dict[str, str] | Exception]) -> list[Finding]:
     """The findings for these nodes, each with its settings, or with the error by which they could not be read."""
-    failed = {place: told for place, told in nodes.items() if isinstance(told, Exception)}
-    read = {place: told for place, told in nodes.items() if not isinstance(told, Exception)}
-    strict = [place for place, told in read.items() if told.get(COVERAGE) != "no"]
+    failed = {place: answer for place, answer in nodes.items() if isinstance(answer, Exception)}
+    read = {place: answer for place, answer in nodes.items() if not isinstance(answer, Exception)}
+    strict = [place for place, settings in read.items() if settings.get(COVERAGE) != "no"]
     if not read:
-        refused = next((why for why in failed.values() if isinstance(why, RefusedCall)), None)
-        why = refused or "no node answers"
-        return [
-            skipped(
-                "coverage",
-                f"{COVERAGE} cannot be read (CONFIG GET; {why}): name an admin's redis+cluster:// URL in"
-                " WARMFLEET_ADMIN_REDIS_URL, or see for yourself that it is no on every node (app/docs/redis.md)",
-            )
-        ]
+        why = next((error for error in failed.values() if isinstance(error, RefusedCall)), "no node answers")
+        text = (
+            f"{COVERAGE} cannot be read (CONFIG GET; {why}): name an admin's redis+cluster:// URL in"
+            " WARMFLEET_ADMIN_REDIS_URL, or see for yourself that it is no on every node (app/docs/redis.md)"
+        )
+        return [skipped("coverage", text)]
     findings = []
     if strict:
         text = (
@@ -55,13 +52,13 @@ def of_settings(nodes: dict[HostPort, dict[str, str] | Exception]) -> list[Findi
         findings.append(note("coverage", text, f"see that these nodes run, and that {COVERAGE} is no there"))
     if findings:
         return findings
-    slowest = max(int(told.get(TIMEOUT, 0)) for told in read.values()) / 1_000
+    slowest = max(int(settings.get(TIMEOUT, 0)) for settings in read.values()) / 1_000
     text = f"a lost master touches its own pools only; no replica takes its place within {slowest:g} s ({TIMEOUT})"
     return [ok("coverage", text)]
 
 
 def _settings(answer: Any) -> dict[str, str] | Exception:
-    """An answer to CONFIG GET. redis-py makes a mapping of it; with raw answers it is a list of names and values."""
+    """An answer to CONFIG GET: redis-py makes a mapping of it, and a raw answer is a list of names and values."""
     if isinstance(answer, Exception):
         return answer
     pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=False)
@@ -73,6 +70,4 @@ def _text(value: Any) -> str:
 
 
 def _named(places: Iterable[HostPort]) -> str:
-    names = [f"{host}:{port}" for host, port in places]
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    return in_short([f"{host}:{port}" for host, port in places])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,8 @@ from warmfleet.cli.doctor.finding import Finding, Report, State, skipped
 from warmfleet.cli.doctor.parity_checks import Subject
 from warmfleet.cli.doctor.reach import is_loopback, place_of, resolve
 from warmfleet.cli.local import running_stack
-from warmfleet.cli.serve import variables
+from warmfleet.cli.pools.served import slot_ranges
+from warmfleet.cli.serve import environment_of
 from warmfleet.cli.terminal.progress import Progress
 from warmfleet.engines.allowed_addresses import Addresses
 from warmfleet.engines.engine_client import EngineClient
@@ -68,15 +68,15 @@ PATIENCE = Timeouts(request_s=5.0, upkeep_s=5.0)
 URLS_AT_ONCE = 16
 MAX_URLS = 256
 TRIE_BYTES = 1_048_576
-MIN_SECRET = 8  # a shorter one is also a usual word, which would be blotted out everywhere
+MIN_SECRET = 8  # a shorter secret may be a usual word, which would be blotted out everywhere
 ADMIN_REDIS = "WARMFLEET_ADMIN_REDIS_URL"
 ANYWHERE = ("0.0.0.0/0", "::/0")
-OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # checks that take its answers
+OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # checks that need answers of Redis
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to check. url: of Redis, complete. admin_url: of a user who may look at the rights of others; or empty.
+    """The subjects of the checks. url: of Redis, complete. admin_url: of a user who may see others' rights; or empty.
 
     url_from: where ``url`` was given, for remedies. wall: this machine's clock, in seconds.
     """
@@ -92,7 +92,7 @@ class Plan:
 
 @dataclass
 class Known:
-    """What was learned of the fleet: all workers by model tag, and the clients to look at them again.
+    """The fleet as the checks have seen it so far: all workers by model tag, and the clients to look at them again.
 
     listed: the engines of WARMFLEET_STATIC_WORKERS. pools: of all models.
     """
@@ -107,15 +107,19 @@ class Known:
         return next((entry for entry in self.pools if entry.tag == tag), None)
 
     @property
-    def everybody(self) -> list[WorkerView]:
+    def all_workers(self) -> list[WorkerView]:
         return [worker for workers in self.workers.values() for worker in workers]
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """By model tag the names that its workers announce."""
+        return {tag: [name for worker in workers for name in worker.models] for tag, workers in self.workers.items()}
 
 
 def run(options: argparse.Namespace) -> int:
     """Check and print. 0: no fault; 1: a fault; 2: a check failed by itself. Raises CommandError and BadArgument."""
     logging.basicConfig(level=logging.CRITICAL)  # the findings tell what matters
-    environment = os.environ | (variables(options.env_file) if options.env_file else {})
-    plan = plan_of(options, environment)
+    plan = plan_of(options, environment_of(options))
     quiet = bool(options.json)
     with Progress() as progress:
         report = Report(quiet=quiet, faults_only=options.quiet, busy=progress, secrets=secrets_of(plan))
@@ -129,28 +133,29 @@ def run(options: argparse.Namespace) -> int:
 
 def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
     """The command line and the environment of a router as a Plan. Raises CommandError, BadArgument."""
-    given, routers, url_from = dict(environment), tuple(options.router), redis_checks.VARIABLE
+    variables, routers, url_from = dict(environment), tuple(options.router), redis_checks.VARIABLE
     if options.redis:
         url_from = "--redis"
-        given.pop("WARMFLEET_REDIS_URL_FILE", None)
-        given["WARMFLEET_REDIS_URL"] = options.redis
+        variables.pop("WARMFLEET_REDIS_URL_FILE", None)
+        variables["WARMFLEET_REDIS_URL"] = options.redis
     if options.model:
-        given["WARMFLEET_MODELS"] = ",".join(options.model)
+        variables["WARMFLEET_MODELS"] = ",".join(options.model)
     local = running_stack.found(environment)
-    if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & given.keys():
-        given["WARMFLEET_REDIS_URL"], url_from = local.redis_url, redis_checks.OF_UP
-    if local is not None and given.get("WARMFLEET_REDIS_URL") == local.redis_url:
-        given.setdefault("WARMFLEET_MODELS", ",".join(local.models))
+    if local is not None and not {"WARMFLEET_REDIS_URL", "WARMFLEET_REDIS_URL_FILE"} & variables.keys():
+        variables["WARMFLEET_REDIS_URL"], url_from = local.redis_url, redis_checks.OF_UP
+    if local is not None and variables.get("WARMFLEET_REDIS_URL") == local.redis_url:
+        variables.setdefault("WARMFLEET_MODELS", ",".join(local.models))
         routers = routers or (local.operators_url,)
-    settings = Settings.from_environment(given)
+    settings = Settings.from_environment(variables)
     if not settings.models:
         raise running_stack.no_model(local)
-    admin = options.admin_redis or secret(ADMIN_REDIS, given) or ""
+    admin = options.admin_redis or secret(ADMIN_REDIS, variables) or ""
     try:
         url = with_ca(settings.redis_url, settings.redis_ca)
-        admin = with_ca(admin, settings.redis_ca) if admin else ""
-        for one in (url, *([admin] if admin else ())):
-            parse(one)
+        parse(url)
+        if admin:
+            admin = with_ca(admin, settings.redis_ca)
+            parse(admin)
         for model in settings.models:
             model_tag(model)
     except (RedisAddressError, WireError) as error:
@@ -164,7 +169,7 @@ def secrets_of(plan: Plan) -> tuple[str, ...]:
     urls = (plan.url, plan.admin_url, *plan.engines, *plan.routers, *plan.settings.static_workers)
     for password in [parse(plan.url).sentinel_password, *(urlsplit(url).password for url in urls)]:
         found |= {password or "", unquote(password or "")}
-    return tuple(sorted((one for one in found if len(one) >= MIN_SECRET), key=len, reverse=True))
+    return tuple(sorted((text for text in found if len(text) >= MIN_SECRET), key=len, reverse=True))
 
 
 async def examine(plan: Plan, report: Report) -> None:
@@ -194,7 +199,7 @@ async def examine(plan: Plan, report: Report) -> None:
                 report.add([skipped("workers", "Redis does not answer, where they join")])
         if answers:
             await _pools(plan, known, named, report)
-            if any(worker.approximate for worker in known.everybody):
+            if any(worker.approximate for worker in known.all_workers):
                 await _checked(report, "address", _twice(plan, known))
             if plan.settings.static_workers:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
@@ -206,16 +211,14 @@ async def examine(plan: Plan, report: Report) -> None:
         for url in plan.routers:
             report.part(f"Router {fleet_checks.shown(url)}")
             report.progress("asking the router")
-            names = {tag: [one.worker_id for one in workers] for tag, workers in known.workers.items()}
-            registered = [entry.tag for entry in known.pools if entry.since_ms]
-            asked = router_checks.replica(
-                url, names, plan.settings.admin_key, plan.wall, engine_tls(""), registered=registered
-            )
-            await _checked(report, "router", asked)
+            ids = {tag: [worker.worker_id for worker in workers] for tag, workers in known.workers.items()}
+            registered, key = [entry.tag for entry in known.pools if entry.since_ms], plan.settings.admin_key
+            work = router_checks.replica(url, ids, key, plan.wall, engine_tls(""), registered)
+            await _checked(report, "router", work)
 
 
 async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterable[Finding]]) -> list[Finding]:
-    """Add what a check finds. A check that fails by itself is a finding, and the others go on."""
+    """Add the findings of a check. A check that fails by itself is a finding, and the others go on."""
     try:
         got = await work
         found = [got] if isinstance(got, Finding) else list(got)
@@ -223,7 +226,7 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
         found = [Finding(check, State.FAULT, str(error), "see the rights of this Redis user, and Redis' log")]
     except WarmfleetError as error:
         found = [Finding(check, State.FAULT, str(error), "read the log of what was asked")]
-    except Exception as error:  # noqa: BLE001  one broken check must not hide the others
+    except Exception as error:  # noqa: BLE001  a broken check must not hide the others
         found = [Finding(check, State.BROKEN, f"{type(error).__name__}: {error}", "please report this")]
     report.add(found)
     return found
@@ -233,20 +236,20 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
 
 
 async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
-    """Whether Redis answers. In a Cluster each pool may have a master of its own: those without one are left out."""
+    """Whether Redis answers. In a Cluster each pool may have its own master: pools that lost theirs are left out."""
     report.progress("connecting to Redis")
     where, fleets = parse(plan.url), list(known.fleets.values())
 
     async def look(fleet: Fleet) -> list[Finding]:
         return await redis_checks.reachable(fleet.redis, where, plan.url, plan.url_from)
 
-    first = asyncio.create_task(look(fleets[0]))  # it measures the login, which the others share
-    told = await asyncio.gather(*[trouble_with(fleet.redis, where) for fleet in fleets])
-    troubles = {tag: trouble for tag, trouble in zip(known.fleets, told, strict=True) if trouble is not None}
+    first = asyncio.create_task(look(fleets[0]))  # measures the login, which the others share
+    answers = await asyncio.gather(*[trouble_with(fleet.redis, where) for fleet in fleets])
+    troubles = {tag: trouble for tag, trouble in zip(known.fleets, answers, strict=True) if trouble is not None}
     answering = {tag: fleet for tag, fleet in known.fleets.items() if tag not in troubles}
     await asyncio.wait([first])
-    speaks = first if fleets[0] in answering.values() or not answering else look(next(iter(answering.values())))
-    found = await _checked(report, "reachable", speaks)
+    work = first if fleets[0] in answering.values() or not answering else look(next(iter(answering.values())))
+    found = await _checked(report, "reachable", work)
     if found[-1].state is not State.OK:
         return False
     report.add([redis_checks.lost(tag, trouble, where) for tag, trouble in troubles.items()])
@@ -258,9 +261,9 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
     where = parse(plan.url)
     looks = {model: Inspection(fleet.scripts) for model, fleet in known.fleets.items()}
     for model, fleet in known.fleets.items():
-        with suppress(WarmfleetError):  # told where the workers are checked
+        with suppress(WarmfleetError):  # the check of the workers tells it
             known.workers[model] = await fleet.workers.read()
-    capacity = sum(worker.load.capacity_blocks for worker in known.everybody)
+    capacity = sum(worker.load.capacity_blocks for worker in known.all_workers)
 
     async def servers() -> list[Finding]:
         """In a Cluster each model may have a server of its own."""
@@ -285,12 +288,12 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
 async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], report: Report) -> None:
     cluster = parse(plan.url).kind == "cluster"
     first, look = next(iter(looks.items()))
-    told: set[tuple[str, Finding]] = set()
+    reported: set[tuple[str, Finding]] = set()
 
     async def once(redis: aioredis.Redis, work: Awaitable[list[Finding]]) -> list[Finding]:
-        """Without that which another pool on the same server has told word for word."""
-        found = [one for one in await work if (master_of(redis), one) not in told]
-        told.update((master_of(redis), one) for one in found)
+        """The findings without those that another pool on the same server has reported word for word."""
+        found = [finding for finding in await work if (master_of(redis), finding) not in reported]
+        reported.update((master_of(redis), finding) for finding in found)
         return found
 
     async with _administrator(plan, first, look.redis) as admin:
@@ -305,7 +308,7 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
 
 @asynccontextmanager
 async def _administrator(plan: Plan, tag: str, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
-    """The client to look at users with: that of ``admin_url``, else the router's own. tag: of a pool that answers."""
+    """The client that looks at users: that of ``admin_url``, else the router's own. tag: of a pool that answers."""
     if not plan.admin_url:
         yield router
         return
@@ -330,14 +333,16 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         entry = known.entry(model)
         streams = await look.streams()
         alone = streams.servers - {str(worker.record.get("server_id", "")) for worker in workers}
-        reading = fleet_checks.Fleet(
+        reading = fleet_checks.PoolReading(
             model,
             workers,
             await fleet.index.truth(workers),
             streams,
             [] if workers else [tag for tag in await look.models() if known.entry(tag) is None],
             drained=entry is not None and entry.draining,
-            moved=await _moved(plan, known, model) if alone or not all(one.state.alive for one in workers) else {},
+            moved=await _moved(plan, known, model)
+            if alone or not all(worker.state.alive for worker in workers)
+            else {},
             beside=_beside(known, model),
             configured=served_model(model) if entry is not None and entry.since_ms else model,
         )
@@ -365,12 +370,12 @@ def _beside(known: Known, model: str) -> list[str]:
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
     """Workers that another pool hears, and servers on their way between pools of the model: name -> that pool.
 
-    Of another model's pool these are engines known by their URL: they go with the name that they serve.
+    In another model's pool only engines known by their URL count: they move with the name that they serve.
     """
     found: dict[str, str] = {}
     siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
     for tag in known.fleets.keys() - {model}:
-        with suppress(WarmfleetError):  # told where its own workers are checked
+        with suppress(WarmfleetError):  # the check of its own workers tells it
             known.workers[tag] = await known.fleets[tag].workers.read()
             heard = [worker for worker in known.workers[tag] if worker.heard]
             found |= {worker.worker_id: tag for worker in heard if worker.approximate or tag in siblings}
@@ -381,12 +386,12 @@ async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
 
 
 async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report) -> None:
-    """The pools of each served model beside each other, where there are several. named: model tags of the settings."""
-    tags = {*(one.tag for one in known.pools), *(tag for tag in named if "#" in tag)}
+    """Compare the pools of each served model that has several. named: model tags of the settings."""
+    tags = {*(entry.tag for entry in known.pools), *(tag for tag in named if "#" in tag)}
     several = [name for name, count in Counter(map(served_model, sorted(tags))).items() if count > 1]
-    for name in sorted({served_model(one.tag) for one in known.pools if one.since_ms}):
+    for name in sorted({served_model(entry.tag) for entry in known.pools if entry.since_ms}):
         strays: list[Finding] = []
-        with suppress(WarmfleetError):  # a registry that cannot be read is told of before
+        with suppress(WarmfleetError):  # a registry that cannot be read has a finding already
             strays = await pool_checks.strays(plan.url, name, known.pools, named, plan.wall())
         if strays:
             report.part(f"Servers of {name}")
@@ -399,33 +404,31 @@ async def _pools(plan: Plan, known: Known, named: Sequence[str], report: Report)
     if several and parse(plan.url).kind == "cluster":
 
         async def look() -> list[Finding]:
-            busy = [tag for tag, workers in known.workers.items() if any(one.routable for one in workers)]
-            return pool_checks.masters(busy, plan.settings.models, await pool_checks.slots(plan.url))
+            busy = [tag for tag, workers in known.workers.items() if any(worker.routable for worker in workers)]
+            return pool_checks.masters(busy, plan.settings.models, await slot_ranges(plan.url))
 
         await _checked(report, "masters", look())
 
 
 async def _replicas(known: Known, report: Report) -> None:
-    """The routers of the fleet, as they tell of themselves in Redis."""
-    told: dict[str, list[ReplicaView]] = {}
+    """Check the routers of the fleet, as they announce themselves in Redis."""
+    views: dict[str, list[ReplicaView]] = {}
     for tag, fleet in known.fleets.items():
-        with suppress(WarmfleetError):  # told where its workers are checked
-            told[tag] = await fleet.replicas.read()
-    if any(told.values()):
+        with suppress(WarmfleetError):  # the check of its workers tells it
+            views[tag] = await fleet.replicas.read()
+    if any(views.values()):
         report.part("Routers of the fleet")
-        report.add(router_checks.announced(told))
+        report.add(router_checks.announced(views))
 
 
 async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:
-    """Whether the URLs that workers announce can be reached from here. Those of workers that left, or are silent, are
-    not asked."""
+    """Check that the URLs of workers can be reached from here. Workers that left, or are silent, are not asked."""
     here = [worker for worker in workers if worker.heard and worker.state is not WorkerState.LEFT]
     urls = dict.fromkeys(worker.url.rstrip("/") for worker in here if worker.url)
-    addresses = Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
-    room = asyncio.Semaphore(URLS_AT_ONCE)
+    addresses, room = await _addresses(plan, known), asyncio.Semaphore(URLS_AT_ONCE)
     async with _client(addresses, plan) as (client, tls):
 
-        async def one(url: str) -> list[Finding]:
+        async def check(url: str) -> list[Finding]:
             host, port = place_of(url)
             async with room:
                 got = await resolve(host, port)
@@ -438,7 +441,7 @@ async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list
             wrong = [_of_url(found, names, url, listed=listed) for found in reached if found.state is not State.OK]
             return wrong or [_url_ok(plan, names, url)]
 
-        groups = await asyncio.gather(*[one(url) for url in list(urls)[:MAX_URLS]])
+        groups = await asyncio.gather(*[check(url) for url in list(urls)[:MAX_URLS]])
     return [finding for group in groups for finding in group]
 
 
@@ -447,47 +450,49 @@ async def _named(known: Known) -> list[str]:
     return [engine.url for engine in await known.listed.look()]
 
 
+async def _addresses(plan: Plan, known: Known) -> Addresses:
+    """The addresses that the checks may connect to."""
+    return Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
+
+
 async def _keys(plan: Plan, known: Known, urls: Sequence[str] = ()) -> dict[str, EngineKey]:
-    """By what the engines of these URLs and of all workers are known again."""
-    addresses = Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
-    heard = [worker.url for worker in known.everybody if worker.heard and worker.url]
-    async with _client(addresses, plan) as (client, _):
+    """The keys of the engines of these URLs and of all workers, by URL."""
+    heard = [worker.url for worker in known.all_workers if worker.heard and worker.url]
+    async with _client(await _addresses(plan, known), plan) as (client, _):
         return await same_engine_checks.keys_of(client, [*urls, *heard])
 
 
 async def _twice(plan: Plan, known: Known) -> list[Finding]:
-    return same_engine_checks.booked_twice(known.everybody, await _keys(plan, known))
+    return same_engine_checks.booked_twice(known.all_workers, await _keys(plan, known))
 
 
 async def _listed(plan: Plan, known: Known) -> list[Finding]:
-    """Each engine of the list against the workers, and what of the list cannot be read."""
+    """Compare each engine of the list with the workers; an entry of the list that cannot be read is a fault."""
     urls = (await _named(known))[:MAX_URLS]
     remedy = "mend that entry of WARMFLEET_STATIC_WORKERS; see app/docs/connect.md"
     found = [Finding("listed", State.FAULT, problem, remedy) for problem in known.listed.problems]
-    keys = await _keys(plan, known, urls)
-    wanted = {tag: [name for one in workers for name in one.models] for tag, workers in known.workers.items()}
-    room = asyncio.Semaphore(URLS_AT_ONCE)
+    keys, room = await _keys(plan, known, urls), asyncio.Semaphore(URLS_AT_ONCE)
     async with _client(Addresses(ANYWHERE, urls), plan) as (client, tls):
 
-        async def one(url: str) -> list[Finding]:
-            if booked := same_engine_checks.worker_of(url, known.everybody, keys):
+        async def check(url: str) -> list[Finding]:
+            if booked := same_engine_checks.worker_of(url, known.all_workers, keys):
                 return [booked]
-            worker = next(iter(engine_checks.same_engine(url, known.everybody, ())), None)
+            worker = next(iter(engine_checks.same_engine(url, known.all_workers, ())), None)
             engine = Engine(url, client, tls, plan.settings.worker_api_key)
             async with room:
-                return await engine_checks.listed(engine, worker, wanted)
+                return await engine_checks.listed(engine, worker, known.names)
 
-        groups = await asyncio.gather(*map(one, urls))
+        groups = await asyncio.gather(*map(check, urls))
     return [*found, *(finding for group in groups for finding in group)]
 
 
 def _of_url(found: Finding, names: str, url: str, *, listed: bool) -> Finding:
-    """listed: the operator lists the engine, so it announces no URL."""
+    """A finding about a URL as a finding about its workers. listed: the operator lists the engine at this URL."""
     shown, remedy = fleet_checks.shown(url), found.remedy
     if not listed and found.check == "reachable" and is_loopback(place_of(url)[0]):
         remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
-    said = "is listed as" if listed else "announces"
-    return Finding("url", found.state, f"{names} {said} {shown}: {found.detail.removeprefix(f'{shown}: ')}", remedy)
+    origin = f"{names} {'is listed as' if listed else 'announces'} {shown}"
+    return Finding("url", found.state, f"{origin}: {found.detail.removeprefix(f'{shown}: ')}", remedy)
 
 
 def _url_ok(plan: Plan, names: str, url: str) -> Finding:
@@ -528,24 +533,23 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
 
         async def models() -> list[Finding]:
             nonlocal served
-            wanted = {tag: [n for one in workers for n in one.models] for tag, workers in known.workers.items()}
-            served = await engine_checks.served(engine, wanted)
+            served = await engine_checks.served(engine, known.names)
             by_plugin = served.with_key and any(not worker.approximate for worker in mine)
             listed = plan.settings.lists_workers
             return [*served.findings, *engine_checks.key_reaches(engine, wanted=by_plugin, listed=listed)]
 
         await _checked(report, "models", models())
         if known.workers:
-            report.add([engine_checks.joined(engine, mine, known.everybody, list(known.workers))])
+            report.add([engine_checks.joined(engine, mine, known.all_workers, list(known.workers))])
         if served.names:
-            worker = next((one for one in mine if one.server is not None), mine[0] if mine else None)
+            worker = next((worker for worker in mine if worker.server is not None), mine[0] if mine else None)
             subject = Subject(engine, served.names[0], known.fleets.get(tag), worker, _rank(worker, mine))
             await _probe(plan, subject, report)
 
 
 def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
     """The rank to name in a request; empty for a server with a single core, which refuses such a header."""
-    if worker is None or sum(one.record.get("server_id") == worker.record.get("server_id") for one in mine) < 2:
+    if worker is None or sum(core.record.get("server_id") == worker.record.get("server_id") for core in mine) < 2:
         return ""
     return str(worker.record.get("rank", 0))
 
@@ -555,7 +559,7 @@ def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[W
     found = [(tag, engine_checks.same_engine(url, workers, addresses)) for tag, workers in known.workers.items()]
     mine = [(tag, workers) for tag, workers in found if workers]
     heard = [(tag, workers) for tag, workers in mine if any(worker.heard for worker in workers)]
-    return next(iter([*heard, *mine]), ("", []))  # the pool that it has left knows it for ten minutes
+    return next(iter([*heard, *mine]), ("", []))  # a pool that the engine has left knows it for ten minutes
 
 
 async def _probe(plan: Plan, subject: Subject, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Checks of one engine over HTTP: the way to it, what it is, what it serves, and whether it has joined this fleet."""
+"""Checks of an engine over HTTP: the way to it, its version, its models, and whether it has joined this fleet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOOPBACK_HELP = "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT at that engine: 1
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine by its URL. key: its API key; empty = none is sent. addresses: of its host, if they are known."""
+    """An engine by its URL. key: its API key; empty = none is sent. addresses: of its host, if they are known."""
 
     url: str
     client: EngineClient
@@ -61,37 +61,34 @@ class Engine:
     async def get(self, path: str, *, key: bool = True) -> tuple[int, Any]:
         """Status and JSON (None for another form). Raises UpstreamError."""
         status, body = await self.client.get(self.url, path, self.headers if key else {}, GET_S)
-        return status, _json(body)
+        return status, json_of(body)
 
 
 async def reachable(engine: Engine) -> list[Finding]:
-    """Name, connection and TLS from here, and /health."""
+    """Check name, connection and TLS from here, and /health."""
     tls = engine.tls if engine.url.startswith("https") else None
     got = await reach(engine.host, engine.port, tls, engine.addresses)
     if got.failed:
         remedy = REACH_REMEDIES[got.failed]
         if is_loopback(engine.host) and got.failed == "connection":
             remedy = "start the engine on this machine, or correct the URL: 127.0.0.1 means each machine itself"
-        what = {"name": "the name cannot be resolved", "connection": "no connection", "tls": "TLS fails"}[got.failed]
-        return [fault("reachable", f"{shown(engine.url)}: {what} ({got.why})", remedy)]
+        step = {"name": "the name cannot be resolved", "connection": "no connection", "tls": "TLS fails"}[got.failed]
+        return [fault("reachable", f"{shown(engine.url)}: {step} ({got.why})", remedy)]
     found = [ok("reachable", f"connection in {1000 * got.seconds:.1f} ms")]
     try:
         status, _ = await engine.get("/health")
     except UpstreamError as error:
-        return [
-            *found,
-            fault("health", f"/health gives no answer ({error})", "read the engine's log: it hangs or speaks TLS"),
-        ]
+        remedy = "read the engine's log: it hangs or speaks TLS"
+        return [*found, fault("health", f"/health gives no answer ({error})", remedy)]
     if status == 200:
         return [*found, ok("health", "/health answers 200")]
-    remedy = (
-        "read the engine's log: its core may be dead; restart it" if status >= 500 else "is this URL that of an engine?"
-    )
+    dead = "read the engine's log: its core may be dead; restart it"
+    remedy = dead if status >= 500 else "is this URL that of an engine?"
     return [*found, fault("health", f"/health answers {status}", remedy)]
 
 
 def allowed(url: str, addresses: Addresses, resolved: Sequence[str]) -> list[Finding]:
-    """Whether routers with these settings would send requests there."""
+    """Check that routers with these settings would send requests there."""
     try:
         addresses.check(url)
         addresses.allowed_of(place_of(url)[0], resolved)
@@ -102,9 +99,9 @@ def allowed(url: str, addresses: Addresses, resolved: Sequence[str]) -> list[Fin
 
 
 async def version(engine: Engine) -> Finding:
-    """The version of vLLM against those that the plugin is tested with."""
-    _, told = await engine.get("/version")
-    text = str(told.get("version", "")) if isinstance(told, dict) else ""
+    """Check the version of vLLM against those that the plugin is tested with."""
+    _, answer = await engine.get("/version")
+    text = str(answer.get("version", "")) if isinstance(answer, dict) else ""
     numbers = _VERSION.match(text)
     if text.endswith("-sim"):
         return ok("version", f"{text}, the simulator")
@@ -123,7 +120,7 @@ async def version(engine: Engine) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an engine serves, as far as it told. with_key: it wants a key, and took ours."""
+    """The names that an engine serves, as far as it tells them. with_key: it wants a key, and took ours."""
 
     findings: list[Finding]
     names: tuple[str, ...] = ()
@@ -131,27 +128,26 @@ class Served:
 
 
 async def served(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> Served:
-    """Key and served names. wanted: by model tag the names that its workers announce."""
-    bare, told = await engine.get("/v1/models", key=False)
-    with_key = bare in (401, 403)
+    """Check key and served names. wanted: by model tag the names that its workers announce."""
+    status, answer = await engine.get("/v1/models", key=False)
+    with_key = status in (401, 403)
     if with_key:
         if not engine.key:
-            return Served([fault("key", f"the engine wants an API key ({bare}), and none is set here", KEY_HELP)])
-        status, told = await engine.get("/v1/models")
+            return Served([fault("key", f"the engine wants an API key ({status}), and none is set here", KEY_HELP)])
+        status, answer = await engine.get("/v1/models")
         if status in (401, 403):
-            return Served(
-                [fault("key", f"the engine refuses the key of WARMFLEET_WORKER_API_KEY ({status})", KEY_HELP)]
-            )
+            text = f"the engine refuses the key of WARMFLEET_WORKER_API_KEY ({status})"
+            return Served([fault("key", text, KEY_HELP)])
     words = "a key, and takes that of WARMFLEET_WORKER_API_KEY" if with_key else "no key"
     key = ok("key", f"the engine wants {words}")
-    entries = told.get("data") if isinstance(told, dict) else None
-    names = tuple(str(one.get("id")) for one in entries or () if isinstance(one, dict))
+    entries = answer.get("data") if isinstance(answer, dict) else None
+    names = tuple(str(entry.get("id")) for entry in entries or () if isinstance(entry, dict))
     if not names:
         remedy = "is this URL that of an engine with OpenAI's API? Leave out /v1 and what follows"
         return Served([key, fault("models", "/v1/models names no model", remedy)])
-    known = {tag: {tag.partition("#")[0], *more} for tag, more in wanted.items()}
-    if known and not any(more.intersection(names) for more in known.values()):
-        text = f"it serves {', '.join(names[:8])}, but the fleet is of {', '.join(known)}"
+    known = {name for tag, announced in wanted.items() for name in (tag.partition("#")[0], *announced)}
+    if wanted and known.isdisjoint(names):
+        text = f"it serves {', '.join(names[:8])}, but the fleet is of {', '.join(wanted)}"
         remedy = (
             "name the model by --model here and WARMFLEET_MODELS at routers, or set --served-model-name at the engine"
         )
@@ -160,7 +156,7 @@ async def served(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> Served:
 
 
 def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
-    """Whether routers would give an engine with the plugin its key. listed: WARMFLEET_WORKER_ADDRESSES is set."""
+    """Check that routers would give an engine with the plugin its key. listed: WARMFLEET_WORKER_ADDRESSES is set."""
     if not wanted or listed:
         return []
     text = (
@@ -177,14 +173,13 @@ def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str
 
 
 def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
-    """Whether the plugin in this engine has joined the fleet in this Redis. mine: the workers with its URL."""
+    """Check that the plugin in this engine has joined the fleet in this Redis. mine: the workers with its URL."""
     if mine:
         names = ", ".join(worker.worker_id for worker in mine)
         if all(worker.approximate for worker in mine):
             text = f"it is known as {names}, without the plugin: its cache is inferred from the requests sent to it"
-            return note(
-                "plugin", text, "install the plugin (pip install ./worker_plugin) for exact knowledge of its cache"
-            )
+            remedy = "install the plugin (pip install ./worker_plugin) for exact knowledge of its cache"
+            return note("plugin", text, remedy)
         return ok("plugin", f"it has joined as {names}")
     near = [worker for worker in others if worker.url and place_of(worker.url)[1] == engine.port]
     loop = [worker for worker in near if is_loopback(place_of(worker.url)[0])]
@@ -202,7 +197,7 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
 
 
 async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """An engine of WARMFLEET_STATIC_WORKERS: which worker it is, or by its own word why it is none, or gets nothing.
+    """Check an engine of WARMFLEET_STATIC_WORKERS: it is a worker, or a fault says why it is none or gets no requests.
 
     wanted: as in ``served``. Raises UpstreamError.
     """
@@ -210,22 +205,21 @@ async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str,
     if worker is not None and worker.routable:
         return [ok("listed", f"{url} is the worker {worker.worker_id} ({worker.state})")]
     found = await reachable(engine)
-    if all(one.state is State.OK for one in found):
+    if all(finding.state is State.OK for finding in found):
         found = (await served(engine, wanted)).findings
-    if faults := [one for one in found if one.state is not State.OK]:
-        return [replace(one, check="listed", detail=f"{url}: {one.detail.removeprefix(f'{url}: ')}") for one in faults]
+    if faults := [finding for finding in found if finding.state is not State.OK]:
+        return [
+            replace(finding, check="listed", detail=f"{url}: {finding.detail.removeprefix(f'{url}: ')}")
+            for finding in faults
+        ]
     if worker is not None:
         return [ok("listed", f"{url} answers, and is the worker {worker.worker_id} ({worker.state})")]
-    return [
-        fault(
-            "listed",
-            f"{url} answers, but no router has registered it",
-            "give every router this list, and see the routers' log; one that has just begun is registered in 5 s",
-        )
-    ]
+    remedy = "give every router this list, and see the routers' log; a new engine is registered in 5 s"
+    return [fault("listed", f"{url} answers, but no router has registered it", remedy)]
 
 
-def _json(body: bytes) -> Any:
+def json_of(body: bytes) -> Any:
+    """The JSON of an answer's body; None for another form."""
     try:
         return json.loads(body)
     except ValueError:

@@ -1,10 +1,11 @@
-"""What a check found, and how findings are printed."""
+"""The findings of checks, and how they are printed."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,12 +21,12 @@ WIDTH = 8  # of the column with the state
 
 
 class State(StrEnum):
-    """The value is the word that is printed."""
+    """The state of a finding; the value is the word that is printed."""
 
     OK = "ok"
-    NOTE = "note"  # it works; the remedy says how it would work better
+    NOTE = "note"  # the thing works; the remedy says how it would work better
     FAULT = "FAULT"
-    SKIPPED = "skipped"  # a fault that is told above, or missing rights, made this check impossible
+    SKIPPED = "skipped"  # a fault above, or missing rights, made this check impossible
     BROKEN = "broken"  # the check itself failed, which is a bug of the doctor
 
 
@@ -40,7 +41,7 @@ TONES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. check: a stable word for scripts. remedy: what to do; empty where there is nothing."""
+    """The result of a check. check: a stable word for scripts. remedy: what to do; empty where there is nothing."""
 
     check: str
     state: State
@@ -69,7 +70,7 @@ class Report:
     """All findings in order, by the part that they belong to. Findings are printed as they come, unless ``quiet``.
 
     faults_only: only faults are printed, and checks that failed by themselves, each under the heading of its part.
-    secrets: texts that are never printed, whatever an error message quotes. busy: shows what takes a while now.
+    secrets: texts that are never printed, whatever an error message quotes. busy: shows the step that takes a while.
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
@@ -82,14 +83,14 @@ class Report:
     _headed: str | None = None  # the last part whose heading was printed
 
     def part(self, name: str) -> None:
-        """What is checked from now on, as a heading."""
+        """Begin a part of the report, by its heading."""
         self._part = self._safe(name)
         if not self.faults_only:
             self._heading()
 
     def add(self, findings: Iterable[Finding]) -> None:
-        for one in findings:
-            safe = Finding(one.check, one.state, self._safe(one.detail), self._safe(one.remedy))
+        for finding in findings:
+            safe = replace(finding, detail=self._safe(finding.detail), remedy=self._safe(finding.remedy))
             self.found.append((self._part, safe))
             if self.faults_only:
                 if safe.state not in (State.FAULT, State.BROKEN):
@@ -101,25 +102,31 @@ class Report:
                 self._line(f"  {'':{WIDTH}}-> {safe.remedy}")
 
     def progress(self, text: str) -> None:
-        """What takes a while now."""
+        """Show a step that takes a while."""
         if self.busy is not None:
             self.busy.step(self._safe(text))
 
     @property
     def status(self) -> int:
         """0: no fault; 1: a fault; 2: no fault was found, but a check failed by itself."""
-        states = {one.state for _, one in self.found}
+        states = {finding.state for _, finding in self.found}
         if State.FAULT in states:
             return FAULTS
         return NOT_CHECKED if State.BROKEN in states else ALL_WELL
 
     def summary(self) -> str:
-        counts = {state: sum(one.state is state for _, one in self.found) for state in State}
-        told = [f"{count} {word}" for word, count in _counted(counts) if count]
-        return f"{', '.join(told)}."
+        counts = Counter(finding.state for _, finding in self.found)
+        words = {
+            State.FAULT: "fault" if counts[State.FAULT] == 1 else "faults",
+            State.NOTE: "note" if counts[State.NOTE] == 1 else "notes",
+            State.OK: "ok",
+            State.SKIPPED: "skipped",
+            State.BROKEN: "broken (a bug of this command: please report it)",
+        }
+        return ", ".join(f"{counts[state]} {word}" for state, word in words.items() if counts[state]) + "."
 
     def as_json(self) -> str:
-        rows = [{"part": part, **asdict(one), "state": one.state.lower()} for part, one in self.found]
+        rows = [{"part": part, **asdict(finding), "state": finding.state.lower()} for part, finding in self.found]
         return json.dumps({"status": self.status, "findings": rows}, indent=2)
 
     def _heading(self) -> None:
@@ -136,18 +143,7 @@ class Report:
             print(text, file=self.out, flush=True)
 
     def _safe(self, text: str) -> str:
-        """Without secrets."""
+        """The text without secrets."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
-
-
-def _counted(counts: dict[State, int]) -> list[tuple[str, int]]:
-    faults = counts[State.FAULT]
-    return [
-        ("fault" if faults == 1 else "faults", faults),
-        ("notes" if counts[State.NOTE] != 1 else "note", counts[State.NOTE]),
-        ("ok", counts[State.OK]),
-        ("skipped", counts[State.SKIPPED]),
-        ("broken (a bug of this command: please report it)", counts[State.BROKEN]),
-    ]

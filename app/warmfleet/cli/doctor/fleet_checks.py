@@ -1,8 +1,7 @@
-"""Checks of one model's workers as Redis knows them: halves, states, schemes, identities, and how true the index is."""
+"""Checks of a pool's workers as Redis knows them: halves, states, schemes, identities, and the truth of the index."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from warmfleet.background import announced
 from warmfleet.background.worker_words import CAUSES, REMEDIES, remedy, why
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok
+from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
 from warmfleet.protocol.pools import served_model
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 UNREAD_S = 5.0  # replicas look at the streams once a second at least
 LATE_S = 5.0  # entries are applied within half a second, and within two at rest
 SEEDS = 1_024  # PYTHONHASHSEED=0, 1, ... is recognised up to here
-NAMED = 8
 
 PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
 BRIDGE_HELP = (
@@ -38,8 +37,8 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may be empty.
+class PoolReading:
+    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may have no worker.
 
     moved: workers and servers that are alive in another pool of the model, or on their way: name -> that pool.
     beside: other pools of the model, which have engines.
@@ -61,38 +60,37 @@ class Fleet:
         return self.configured or self.tag
 
 
-def all_of(fleet: Fleet) -> list[Finding]:
-    findings = [applied(fleet.streams, fleet.tag, fleet.name)]
-    findings += _missing_cores(fleet)
-    gone = {
-        worker.worker_id: to for worker in fleet.workers if not worker.state.alive and (to := _place(worker, fleet))
-    }
-    here = [worker for worker in fleet.workers if worker.worker_id not in gone]
+def all_of(pool: PoolReading) -> list[Finding]:
+    """The findings of all checks of this module."""
+    findings = [applied(pool.streams, pool.tag, pool.name)]
+    findings += _missing_cores(pool)
+    gone = {worker.worker_id: to for worker in pool.workers if not worker.state.alive and (to := _place(worker, pool))}
+    here = [worker for worker in pool.workers if worker.worker_id not in gone]
     if gone:
         where = " or ".join(dict.fromkeys(gone.values()))
-        findings.append(ok("moved", f"{some(list(gone))} moved to {where}, or will be there within a minute"))
+        findings.append(ok("moved", f"{in_short(list(gone))} moved to {where}, or will be there within a minute"))
     left = [worker.worker_id for worker in here if worker.state is WorkerState.LEFT]
     here = [worker for worker in here if worker.worker_id not in left]
-    if gone and not here and not any(served_model(to) == served_model(fleet.tag) for to in gone.values()):
-        findings.append(fault("workers", f"no engine of {fleet.tag} is left", "start one that serves this name"))
-    elif not here and not findings[1:] and not fleet.drained:
-        findings.append(_nobody(fleet, left))
+    if gone and not here and not any(served_model(to) == served_model(pool.tag) for to in gone.values()):
+        findings.append(fault("workers", f"no engine of {pool.tag} is left", "start one that serves this name"))
+    elif not here and not findings[1:] and not pool.drained:
+        findings.append(_no_engine(pool, left))
     elif left:
-        findings.append(ok("left", f"{some(left)} said goodbye"))
-    findings += [worker_finding(worker, fleet.tag) for worker in here]
+        findings.append(ok("left", f"{in_short(left)} said goodbye"))
+    findings += [worker_finding(worker, pool.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
     findings += schemes(exact) + identities(exact) + shared_urls(exact)
-    findings += [one for worker in exact for one in index(worker, fleet.truth)]
-    return [*findings, *dropped(fleet.truth)]
+    findings += [finding for worker in exact for finding in index(worker, pool.truth)]
+    return [*findings, *dropped(pool.truth)]
 
 
-def _place(worker: WorkerView, fleet: Fleet) -> str:
-    """The pool that a worker is in, if it is another one; else empty."""
-    return fleet.moved.get(worker.worker_id) or fleet.moved.get(str(worker.record.get("server_id", "")), "")
+def _place(worker: WorkerView, pool: PoolReading) -> str:
+    """The other pool that a worker is in; empty if it is in this pool."""
+    return pool.moved.get(worker.worker_id) or pool.moved.get(str(worker.record.get("server_id", "")), "")
 
 
 def applied(streams: Streams, tag: str, configured: str) -> Finding:
-    """Whether some router works on the streams of this pool. configured: as in ``Fleet``."""
+    """Check that a router applies the streams of this pool. configured: as in ``PoolReading``."""
     if streams.ticked_s is not None and streams.ticked_s <= UNREAD_S:
         return ok("routers", "a router applies the workers' streams")
     since = "ever since this Redis is empty" if streams.ticked_s is None else f"for {streams.ticked_s:.0f} s"
@@ -105,51 +103,51 @@ def applied(streams: Streams, tag: str, configured: str) -> Finding:
     )
 
 
-def _nobody(fleet: Fleet, left: Sequence[str]) -> Finding:
-    """left: the engines that were there, and said goodbye."""
-    if fleet.beside:
+def _no_engine(pool: PoolReading, left: Sequence[str]) -> Finding:
+    """The finding about a pool without engines. left: those that said goodbye."""
+    if pool.beside:
         return note(
             "workers",
-            f"no engine has joined {fleet.tag}, while {some(fleet.beside)} have some: its prompts go there",
-            f"start engines: with WARMFLEET_MODEL={fleet.name} they join the pool with the least capacity; or send"
-            f" those of another pool: warmfleet pools drain {fleet.beside[0]} --move (app/docs/pools.md)",
+            f"no engine has joined {pool.tag}, while {in_short(pool.beside)} have some: its prompts go there",
+            f"start engines: with WARMFLEET_MODEL={pool.name} they join the pool with the least capacity; or send"
+            f" those of another pool: warmfleet pools drain {pool.beside[0]} --move (app/docs/pools.md)",
         )
     if left:
-        return fault("workers", f"no engine of {fleet.tag} is left: {some(left)} said goodbye", "start an engine")
-    others = sorted(fleet.others, key=lambda name: SequenceMatcher(None, name, fleet.tag).ratio(), reverse=True)
-    meant = f"if one of {some(others)} is meant, which this Redis has: --model NAME; else " if others else ""
+        return fault("workers", f"no engine of {pool.tag} is left: {in_short(left)} said goodbye", "start an engine")
+    others = sorted(pool.others, key=lambda name: SequenceMatcher(None, name, pool.tag).ratio(), reverse=True)
+    meant = f"if one of {in_short(others)} is meant, which this Redis has: --model NAME; else " if others else ""
     return fault(
         "workers",
-        f"no engine has joined {fleet.tag}",
+        f"no engine has joined {pool.tag}",
         f"{meant}install the plugin beside vLLM, set WARMFLEET_REDIS_URL there to this Redis and"
-        f" WARMFLEET_MODEL={fleet.name}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
+        f" WARMFLEET_MODEL={pool.name}; {JOIN_HELP}; if VLLM_PLUGINS is set, add `warmfleet` to it",
     )
 
 
-def _missing_cores(fleet: Fleet) -> list[Finding]:
-    known = {str(worker.record.get("server_id", "")) for worker in fleet.workers}
+def _missing_cores(pool: PoolReading) -> list[Finding]:
+    known = {str(worker.record.get("server_id", "")) for worker in pool.workers}
     return [
         fault(
             "halves",
             f"the API server {server} has joined, its engine core has not: nothing can be sent there",
             f"{JOIN_HELP} of the engine core's process; the plugin says there why it reports nothing",
         )
-        for server in sorted(fleet.streams.servers - known - fleet.moved.keys())
+        for server in sorted(pool.streams.servers - known - pool.moved.keys())
     ]
 
 
-# ---------------------------------------------------------------- one worker
+# ---------------------------------------------------------------- a worker
 
 
 def worker_finding(worker: WorkerView, tag: str) -> Finding:
-    """The state of a worker: what keeps requests from it, and what to do."""
+    """The state of a worker: the reason that keeps requests from it, and the remedy."""
     name, state = worker.worker_id, worker.state
     version = f", version {worker.record['version']}" if worker.record.get("version") else ""
     if state in (WorkerState.PROVEN, WorkerState.APPROXIMATE):
         return ok("worker", f"{name} is {state} at {shown(worker.url)}{version}")
     if state is WorkerState.JOINING:
         return _half(worker)
-    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):  # it would wait for its probe in vain
+    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):  # its probe will never come
         text = f"{name} is {state}{_ago(worker.heartbeat_age_s)}"
         return fault("worker", text, REMEDIES[WorkerState.UNHEARD])
     make = note if state in HARMLESS and not (state is WorkerState.PENDING and worker.record.get("reason")) else fault
@@ -178,7 +176,7 @@ def shown(url: str) -> str:
 
 
 def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Whether all workers hash blocks alike, and whether their seeds outlive a restart."""
+    """Check that all workers hash blocks alike, and that their seeds outlive a restart."""
     groups: dict[Scheme, list[str]] = {}
     findings: list[Finding] = []
     for worker in workers:
@@ -200,19 +198,22 @@ def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def _differing(groups: dict[Scheme, list[str]]) -> Finding:
-    told = "; ".join(
-        f"{_in_words(scheme)}, {seed_of(scheme) or 'unknown seed'}: {some(names)}" for scheme, names in groups.items()
+    ways = "; ".join(
+        f"{_in_words(scheme)}, {seed_of(scheme) or 'unknown seed'}: {in_short(names)}"
+        for scheme, names in groups.items()
     )
     return fault(
         "schemes",
-        f"workers hash blocks in {len(groups)} ways, and each prompt is hashed in every one of them, up to 4: {told}",
+        f"workers hash blocks in {len(groups)} ways, and each prompt is hashed in every one of them, up to 4: {ways}",
         "start all engines with the same --prefix-caching-hash-algo (sha256_cbor), --block-size, PYTHONHASHSEED and"
         " version of vLLM",
     )
 
 
 def _random_seed(names: list[str], *, several: bool) -> Finding:
-    text = f"{some(names)}: the hash seed is random (vLLM 0.28, or xxhash, without PYTHONHASHSEED) or one of your own"
+    text = (
+        f"{in_short(names)}: the hash seed is random (vLLM 0.28, or xxhash, without PYTHONHASHSEED) or one of your own"
+    )
     remedy = "set PYTHONHASHSEED=0 for every engine of this model, the same in all its processes"
     if several:
         return fault("seed", f"{text}; engines with different seeds have no block hash in common", remedy)
@@ -220,7 +221,7 @@ def _random_seed(names: list[str], *, several: bool) -> Finding:
 
 
 def seed_of(scheme: Scheme) -> str:
-    """How the seed came about, in words; empty if it is not recognised."""
+    """The origin of the seed in words; empty if it is not recognised."""
     if scheme.none_hash == default_none_hash(scheme.algorithm) and not scheme.algorithm.startswith("xxhash"):
         return "vLLM's own seed"
     if scheme.algorithm.startswith("xxhash"):
@@ -239,37 +240,35 @@ def _in_words(scheme: Scheme) -> str:
 
 
 def identities(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Whether all workers announce the same tokenizer, template and facts."""
+    """Check that all workers announce the same tokenizer, template and facts."""
     groups = announced.Grouping().by_identity([worker for worker in workers if worker.heard])
     nothing = [worker for worker in workers if worker.server and not worker.server.get("artifacts")]
     behind = [worker.worker_id for worker in nothing if bridged(worker)]
     beside = [worker.worker_id for worker in nothing if not bridged(worker)]
     findings = []
-    for names, help_ in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
+    lacking = "announce no tokenizer and no chat template: prompts are placed by load, or an engine is asked"
+    for names, remedy_ in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
         if names:
-            text = f"{some(names)} announce no tokenizer and no chat template: prompts are placed by load, or an engine"
-            findings.append(note("identity", f"{text} is asked", help_))
+            findings.append(note("identity", f"{in_short(names)} {lacking}", remedy_))
     if len(groups) == 1:
         ((key, same),) = groups.items()
         findings.append(ok("identity", f"announced by {len(same)}: {announced.in_words(key, same)}"))
     for other in list(groups.values())[1:]:
         first = next(iter(groups.values()))[0]
         differing = announced.listed(announced.differences(other[0], first))
-        text = (
-            f"{some([one.worker_id for one in other])} announce other files or facts than {first.worker_id}:"
-            f" {differing}"
-        )
+        strangers = in_short([worker.worker_id for worker in other])
+        text = f"{strangers} announce other files or facts than {first.worker_id}: {differing}"
         findings.append(fault("identity", text, CAUSES["differs"]))
     return findings
 
 
 def bridged(worker: WorkerView) -> bool:
-    """A bridge reports this worker: it has no plugin, so nothing of it stands in its engine's log."""
+    """Whether a bridge reports this worker, whose engine's log then has no lines of the plugin."""
     return ((worker.server or {}).get("facts") or {}).get("reports_prefills") is False
 
 
 def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Two servers that announce one address: requests for one of them reach the other."""
+    """Faults of servers that announce the same address: requests for either reach the other."""
     of_url: dict[str, set[str]] = {}
     for worker in workers:
         if worker.heard and worker.url:
@@ -277,7 +276,7 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
     return [
         fault(
             "address",
-            f"{some(sorted(servers))} announce the same address {shown(url)}: requests for one reach the other",
+            f"{in_short(sorted(servers))} announce the same address {shown(url)}: requests for one reach the other",
             "set WARMFLEET_WORKER_URL of each engine to its own address, or stop the process that was left over",
         )
         for url, servers in of_url.items()
@@ -289,19 +288,16 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def index(worker: WorkerView, truth: Truth) -> list[Finding]:
-    """How far the index of one worker lags and differs; nothing if all is well."""
+    """Findings about an index of a worker that lags, differs or lacks blocks; none if all is well."""
     found, name = [], worker.worker_id
-    told = truth.workers.get(name)
-    if told is not None and told.lag_s > LATE_S:
-        text = f"{name}: {told.lag_batches} entries of its stream wait, the oldest for {told.lag_s:.0f} s"
-        found.append(
-            fault("lag", text, "see the CPU of Redis, and whether routers run: applying takes 30 % of Redis at most")
-        )
-    if told is not None and told.diverged:
-        text = (
-            f"{name}: its index differs from the engine's table ({told.cause}); {told.healed} of {told.found} are"
-            " mended"
-        )
+    state = truth.workers.get(name)
+    if state is not None and state.lag_s > LATE_S:
+        text = f"{name}: {state.lag_batches} entries of its stream wait, the oldest for {state.lag_s:.0f} s"
+        advice = "see the CPU of Redis, and whether routers run: applying takes 30 % of Redis at most"
+        found.append(fault("lag", text, advice))
+    if state is not None and state.diverged:
+        mended = f"{state.healed} of {state.found} are mended"
+        text = f"{name}: its index differs from the engine's table ({state.cause}); {mended}"
         found.append(note("digest", text, "wait for the snapshot; if a cause keeps rising, see lua/README.md, Truth"))
     if worker.load.flags & Flag.PARTIAL:
         text = f"{name}: Redis was short of memory, so some of its blocks are not indexed"
@@ -310,7 +306,7 @@ def index(worker: WorkerView, truth: Truth) -> list[Finding]:
 
 
 def dropped(truth: Truth) -> list[Finding]:
-    """Entries of other processes than the current ones: two engines with one name, or a restart."""
+    """The finding about entries of other processes than the current ones: two engines with a name, or a restart."""
     count = truth.counts.get("nonce", 0)
     if not count:
         return []
@@ -320,23 +316,13 @@ def dropped(truth: Truth) -> list[Finding]:
 
 
 def fights(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[Finding]:
-    """Workers that joined anew between two readings: engines that fight over a name, or crash again and again."""
+    """Faults of workers that joined anew between two readings: engines fight over a name, or crash again and again."""
     nonces = {worker.worker_id: worker.record.get("nonce") for worker in before}
-    moved = Counter(
-        one.worker_id for one in after if nonces.get(one.worker_id, one.record.get("nonce")) != one.record.get("nonce")
+    remedy = (
+        "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes in a loop"
     )
     return [
-        fault(
-            "names",
-            f"{name} joined anew while this was checked",
-            "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes in a"
-            " loop",
-        )
-        for name in moved
+        fault("names", f"{worker.worker_id} joined anew while this was checked", remedy)
+        for worker in after
+        if worker.worker_id in nonces and nonces[worker.worker_id] != worker.record.get("nonce")
     ]
-
-
-def some(names: Sequence[str]) -> str:
-    """The first NAMED names, and how many more there are."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -1,7 +1,7 @@
-"""Whether an engine is what its worker announced: token ids of a text and a chat, block hashes, and cached tokens.
+"""Checks that an engine is as its worker announced: token ids of a text and a chat, block hashes, and cached tokens.
 
-Texts and chats are turned into ids by both sides. Then one completion for a single token is sent twice: what the first
-one stored must appear in the index under the hashes that are computed here, and the second one must be cached.
+Both sides turn a text and a chat into ids. Then the engine gets the same completion for a single token twice: the
+blocks of the first must appear in the index under the hashes that are computed here, and the second must be cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import orjson
 
 from warmfleet.background import announced
 from warmfleet.background.probe import random_text
-from warmfleet.cli.doctor.engine_checks import KEY_HELP
+from warmfleet.cli.doctor.engine_checks import KEY_HELP, json_of
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.errors import NotFound, UpstreamError, UpstreamGone
 from warmfleet.fleet.artifacts import BadArtifact
@@ -52,7 +52,7 @@ MISMATCH = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The engine that is examined. worker: as it has joined; None without the plugin. rank: of one core of several."""
+    """The engine that is examined. worker: as it has joined; None without the plugin. rank: of a core of several."""
 
     engine: Engine
     model: str
@@ -73,10 +73,7 @@ class Subject:
         """Status and JSON. Raises UpstreamError, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             status, raw = await self.engine.client.post(self.engine.url, path, orjson.dumps(body), self.headers)
-        try:
-            return status, orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            return status, None
+        return status, json_of(raw)
 
 
 # ---------------------------------------------------------------- token ids
@@ -98,20 +95,17 @@ async def identity_of(subject: Subject, identities: Identities) -> Identity | Fi
         remedy = "restart the engine: it then writes its files again; see SETNX in `worker rights`"
         return fault("tokenizer", f"the announced files are not complete in Redis: {error}", remedy)
     except Exception as error:  # noqa: BLE001  a worker's files may raise any exception
-        return fault(
-            "tokenizer", f"the announced files cannot be used: {error}", "see app/docs/security.md, Tokenizers"
-        )
+        text = f"the announced files cannot be used: {error}"
+        return fault("tokenizer", text, "see app/docs/security.md, Tokenizers")
 
 
 async def token_ids(subject: Subject, identity: Identity) -> list[Finding]:
-    """A text and a chat, turned into ids by the engine and by the announced tokenizer and template."""
+    """Compare the ids of a text and a chat: those of the engine, and by the announced tokenizer and template."""
     text = random_text(24)
     findings = [await _same_ids(subject, identity, "tokenizer", {"prompt": text})]
     if identity.template == "none":
-        return [
-            *findings,
-            skipped("template", "no chat template is announced: the engine renders chats in its own way"),
-        ]
+        why = "no chat template is announced: the engine renders chats in its own way"
+        return [*findings, skipped("template", why)]
     chat = {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": text}]}
     return [*findings, await _same_ids(subject, identity, "template", chat)]
 
@@ -124,15 +118,15 @@ async def _same_ids(subject: Subject, identity: Identity, check: str, question: 
     except NotReproducible as error:
         remedy = "see app/docs/identity.md for this reason; such prompts are placed by load"
         return note(check, f"its prompts cannot be made here ({error})", remedy)
-    theirs, way = await _engine_ids(subject, body)
+    theirs, path = await _engine_ids(subject, body)
     if theirs is None:
-        return skipped(check, f"the engine tells no token ids ({way})")
+        return skipped(check, f"the engine tells no token ids ({path})")
     if theirs == ours:
-        return ok(check, f"{way} and the announced {check} make the same {len(ours)} token ids")
+        return ok(check, f"{path} and the announced {check} make the same {len(ours)} token ids")
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    what = "tokenizer" if check == "tokenizer" else "chat template or tokenizer"
+    part = "tokenizer" if check == "tokenizer" else "chat template or tokenizer"
     text = (
-        f"the engine uses another {what} than it announced: {len(theirs)} ids by {way}, {len(ours)} here, unequal"
+        f"the engine uses another {part} than it announced: {len(theirs)} ids by {path}, {len(ours)} here, unequal"
         f" from id {at}"
     )
     return fault(check, text, MISMATCH[check])
@@ -148,8 +142,8 @@ async def _engine_ids(subject: Subject, body: dict[str, Any]) -> tuple[list[int]
         return None, "it has no path for that"
     else:
         path, field = "/tokenize", "tokens"
-    status, told = await subject.post(path, body)
-    ids = told.get(field) if isinstance(told, dict) else None
+    status, answer = await subject.post(path, body)
+    ids = answer.get(field) if isinstance(answer, dict) else None
     return (ids, path) if status == 200 and isinstance(ids, list) else (None, f"{path} answers {status}")
 
 
@@ -157,7 +151,7 @@ async def _engine_ids(subject: Subject, body: dict[str, Any]) -> tuple[list[int]
 
 
 async def probed(subject: Subject, identity: Identity | None) -> list[Finding]:
-    """The same completion twice: its ids, its blocks in the index, and what the second one found cached."""
+    """Send the same completion twice: check its ids, its blocks in the index, and the cached tokens of the second."""
     hasher = _hasher(subject.worker)
     block = hasher.scheme.block_tokens if hasher else PLAIN_BLOCK
     text = random_text(min(PROBE_BLOCKS * block, max(8, int(subject.facts.get("max_model_len") or 2**20) // 8)))
@@ -173,11 +167,8 @@ async def probed(subject: Subject, identity: Identity | None) -> list[Finding]:
     if identity is not None and ids:
         (ours,) = await identity.token_ids(prompt.from_dict("completions", body), 1)
         if ours != ids:
-            text = (
-                f"the engine computed {len(ids)} token ids for the probe, the announced tokenizer makes {len(ours)}"
-                " others"
-            )
-            findings.append(fault("token ids", text, MISMATCH["tokenizer"]))
+            text = f"the engine computed {len(ids)} token ids for the probe, the announced tokenizer makes {len(ours)}"
+            findings.append(fault("token ids", f"{text} others", MISMATCH["tokenizer"]))
         else:
             findings.append(ok("token ids", "the engine computed the ids that the announced tokenizer makes"))
         ids = ids or ours
@@ -192,7 +183,7 @@ async def probed(subject: Subject, identity: Identity | None) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """cached: None if the engine did not say. prompt_ids: empty if the engine does not return them."""
+    """A completion's answer. cached: None if the engine did not say. prompt_ids: empty if it returns none."""
 
     prompt_tokens: int
     cached: int | None
@@ -203,26 +194,26 @@ class Answer:
 async def _answer(subject: Subject, body: dict[str, Any]) -> Answer | Finding:
     began = time.perf_counter()
     try:
-        status, told = await subject.post("/v1/completions", body)
+        status, answer = await subject.post("/v1/completions", body)
     except (UpstreamError, TimeoutError) as error:
         why = "none within 30 s" if isinstance(error, TimeoutError) else str(error)
         text = f"no answer to a completion for one token ({why}), though /health answers"
         return fault("completion", text, "read the engine's log: its core may hang; restart it")
     if status in (401, 403):
         return fault("completion", f"a completion is answered {status}", KEY_HELP)
-    usage = told.get("usage") if isinstance(told, dict) else None
+    usage = answer.get("usage") if isinstance(answer, dict) else None
     if status != 200 or not isinstance(usage, dict):
         remedy = "read the engine's log; a model without completions cannot be probed this way"
         return fault("completion", f"a completion for one token is answered {status}", remedy)
     details = usage.get("prompt_tokens_details")
-    choice = (told.get("choices") or [{}])[0]
-    ids = choice.get("prompt_token_ids") or told.get("prompt_token_ids") or []
+    choice = (answer.get("choices") or [{}])[0]
+    ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or []
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     return Answer(int(usage.get("prompt_tokens") or 0), cached, list(ids), time.perf_counter() - began)
 
 
 async def _indexed(fleet: Fleet, worker: WorkerView, packed: bytes) -> Finding:
-    """Whether the blocks of the probe came through the worker's own stream, under the hashes computed here."""
+    """Check that the probe's blocks came through the worker's own stream, under the hashes computed here."""
     hashes = [packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)]
     if not hashes:
         return skipped("index", "the model's context is shorter than two blocks")
@@ -235,37 +226,28 @@ async def _indexed(fleet: Fleet, worker: WorkerView, packed: bytes) -> Finding:
     text = f"of the probe's {len(hashes)} blocks {sum(held)} came into the index within {INDEXED_S:g} s"
     remedy = (
         "if routers run and nothing lags: another engine answers at this URL, prefix caching is off, or its blocks are"
+        " hashed otherwise than announced: restart it, and compare its hash algorithm and seed"
     )
-    return fault(
-        "index", text, f"{remedy} hashed otherwise than announced: restart it, and compare its hash algorithm and seed"
-    )
+    return fault("index", text, remedy)
 
 
 async def _cached(subject: Subject, second: Answer, predicted: int, before: float | None) -> list[Finding]:
-    """What the second of two equal completions found in the cache, by its usage or else by the engine's metrics."""
-    remedy = (
-        "start vLLM without --no-enable-prefix-caching; without a prefix cache this engine can only be routed by load"
-    )
+    """Check that the second of two equal completions was cached, by its usage or else by the engine's metrics."""
+    remedy = "start vLLM without --no-enable-prefix-caching; without a prefix cache this engine is routed by load only"
     if await _caching_off(subject):
         return [fault("prefix caching", "prefix caching is off: the engine says so in its metrics", remedy)]
     if second.cached:
         if predicted and second.cached != predicted:
             text = f"{second.cached} tokens of the second probe were cached, {predicted} were predicted"
-            help_ = "if the engine is busy its cache may have evicted some: try again; else compare block sizes"
-            return [note("prefix caching", text, help_)]
-        told = "as predicted" if predicted else "prefix caching works"
-        return [
-            ok(
-                "prefix caching",
-                f"{second.cached} of {second.prompt_tokens} tokens of the second probe were cached, {told}",
-            )
-        ]
+            again = "if the engine is busy its cache may have evicted some: try again; else compare block sizes"
+            return [note("prefix caching", text, again)]
+        text = f"{second.cached} of {second.prompt_tokens} tokens of the second probe were cached"
+        return [ok("prefix caching", f"{text}, {'as predicted' if predicted else 'prefix caching works'}")]
     if second.cached is None and before is None:
         text = "neither answers nor metrics tell how many prompt tokens were cached"
         remedy = "start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report"
         return [note("prefix caching", text, f"{remedy}: routers correct by it what they believe of its cache")]
-    hits = await _more_hits(subject, before) if second.cached is None else False
-    if not hits:
+    if second.cached is not None or not await _more_hits(subject, before):
         text = "the same prompt sent twice was not cached the second time: prefix caching is off, or its cache is full"
         return [fault("prefix caching", text, remedy)]
     off = "prompt_tokens_details is off: answers do not say how many prompt tokens were cached"
@@ -306,15 +288,14 @@ async def _metrics(subject: Subject) -> bytes:
 
 
 def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
-    """Whether routers can send this engine token ids in place of text. wanted: WARMFLEET_TOKEN_HANDOFF."""
+    """Check that routers can send this engine token ids in place of text. wanted: WARMFLEET_TOKEN_HANDOFF."""
     worker = subject.worker
     if worker is None or worker.approximate or not subject.facts:
-        return []  # nobody announced what it takes
+        return []  # no worker announced what this engine takes
     able = token_capability(worker, announced.identity_key(worker))
     if not wanted:
-        return [
-            note("token hand-off", "WARMFLEET_TOKEN_HANDOFF=0: the engine tokenises every prompt again", "set it to 1")
-        ]
+        text = "WARMFLEET_TOKEN_HANDOFF=0: the engine tokenises every prompt again"
+        return [note("token hand-off", text, "set it to 1")]
     if able is not None:
         return [ok("token hand-off", f"routers may send token ids for {' and '.join(sorted(able.endpoints))}")]
     connector = subject.facts.get("kv_connector")
@@ -327,19 +308,14 @@ def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
         if not worker.state.matched
         else "its vLLM takes none"
     )
-    return [
-        note(
-            "token hand-off",
-            f"the engine tokenises every prompt again: {why}",
-            "see app/docs/identity.md, Token hand-off",
-        )
-    ]
+    text = f"the engine tokenises every prompt again: {why}"
+    return [note("token hand-off", text, "see app/docs/identity.md, Token hand-off")]
 
 
 def _hasher(worker: WorkerView | None) -> Hasher | None:
+    if worker is None or worker.approximate:
+        return None
     try:
-        return (
-            Hasher(Scheme.from_dict(worker.record["scheme"])) if worker is not None and not worker.approximate else None
-        )
+        return Hasher(Scheme.from_dict(worker.record["scheme"]))
     except (WireError, KeyError, TypeError):
         return None

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from warmfleet.background import announced
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
-from warmfleet.cli.pools.served import registry_of
+from warmfleet.cli.pools.served import registry_of, runs
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet.connection.pool_masters import crowded, next_tag
-from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.protocol.pools import PoolEntry, served_model
 
 if TYPE_CHECKING:
@@ -19,16 +18,15 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
     from warmfleet.protocol.redis_address import SlotRange
 
-UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a word
-SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
+UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a note
 MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
     """The pools of these models, and why a registry could not be read, by the name of its model.
 
-    The pools are those of the registry in Redis; without one, and where it cannot be read, those that are named here. A
-    named pool that the registry lacks is left out; ``unregistered`` tells of it.
+    The pools are those of the registry in Redis; without a registry, and where it cannot be read, those that are named
+    here. A named pool that the registry lacks is left out, and has a finding of ``unregistered``.
     """
     found: dict[str, PoolEntry] = {}
     unread: dict[str, str] = {}
@@ -46,7 +44,7 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ..
 
 
 def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
-    """Of the registries that could not be read. tags: of the pools that are checked."""
+    """Faults of registries that could not be read. tags: of the pools that are checked."""
     return [
         fault(
             "registry",
@@ -59,13 +57,13 @@ def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
 
 
 def unknown(unread: Iterable[str]) -> list[Finding]:
-    """Of the registries that could not be read, where none of the pools that are checked answers."""
+    """Findings about registries that could not be read, where none of the pools that are checked answers."""
     text = "the registry of {0}'s pools cannot be read: name those that may be on other masters with --model"
     return [skipped("registry", text.format(name)) for name in unread]
 
 
 async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
-    """Servers of which one half may have moved and the other not yet: name -> the pool that they go to.
+    """Servers of which a half may have moved and the other not yet: name -> the pool that they go to.
 
     now: this machine's clock, in seconds. Raises FleetUnavailable.
     """
@@ -84,7 +82,7 @@ async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequenc
         places = await registry.placements()
     found: dict[str, list[str]] = {}
     for server, place in places.items():
-        if place.pool not in known and abs(now - place.seen_ms / 1_000) < SEEN_S:
+        if place.pool not in known and runs(place, now):
             found.setdefault(place.pool, []).append(server)
     return [
         note(
@@ -94,15 +92,6 @@ async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequenc
         )
         for tag, servers in found.items()
     ]
-
-
-async def slots(url: str) -> tuple[SlotRange, ...]:
-    """Which master has which slots, in a Cluster."""
-    connections = RedisConnections(url)
-    try:
-        return await connections.slot_ranges()
-    finally:
-        await connections.aclose()
 
 
 def unregistered(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Finding]:
@@ -122,13 +111,13 @@ def unregistered(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Find
 
 
 def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
-    """The pools of one served model. workers: by tag, of the pools that could be read."""
+    """Compare the pools of a served model. workers: by tag, of the pools that could be read."""
     serving = [entry.tag for entry in pools if not entry.draining]
-    ready = {tag: [one for one in workers.get(tag, ()) if one.routable] for tag in serving}
+    ready = {tag: [worker for worker in workers.get(tag, ()) if worker.routable] for tag in serving}
     findings = [
         note("pools", f"{entry.tag} is drained and has no worker", f"remove it: warmfleet pools remove {entry.tag}")
         for entry in pools
-        if entry.draining and not any(one.heard for one in workers.get(entry.tag, ()))
+        if entry.draining and not any(worker.heard for worker in workers.get(entry.tag, ()))
     ]
     findings += [
         fault(
@@ -136,15 +125,17 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
             f"{tag} has no worker that takes requests: its prompts go to other pools, mostly cold",
             "see the checks of its workers above",
         )
-        for tag, some in ready.items()
-        if not some and any(ready.values()) and any(one.heard for one in workers.get(tag, ()))
+        for tag, routable in ready.items()
+        if not routable and any(ready.values()) and any(worker.heard for worker in workers.get(tag, ()))
     ]
     if not any(ready.values()):
-        findings += [_all_drained(entry) for entry in pools if any(one.routable for one in workers.get(entry.tag, ()))]
-    # Prompts go by the number of workers, so what a pool has in all is of no account.
-    blocks = {tag: round(fmean(one.load.capacity_blocks for one in some)) for tag, some in ready.items() if some}
+        with_routable = [tag for tag, known in workers.items() if any(worker.routable for worker in known)]
+        findings += [_all_drained(entry) for entry in pools if entry.tag in with_routable]
+    # Prompts go by the number of workers, so the blocks of a whole pool do not matter.
+    sizes = {tag: [worker.load.capacity_blocks for worker in routable] for tag, routable in ready.items() if routable}
+    blocks = {tag: round(fmean(of_workers)) for tag, of_workers in sizes.items()}
     if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
-        most, least = max(blocks, key=lambda tag: blocks[tag]), min(blocks, key=lambda tag: blocks[tag])
+        most, least = max(blocks, key=blocks.__getitem__), min(blocks, key=blocks.__getitem__)
         text = (
             f"an engine has {blocks[most]} blocks in {most} and {blocks[least]} in {least}, on average, and gets as"
             " many prompts: the smaller ones are full sooner"
@@ -166,8 +157,8 @@ def _all_drained(entry: PoolEntry) -> Finding:
 
 
 def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
-    """Workers of different pools that announce different things; inside a pool its own check tells."""
-    firsts = {tag: next((one for one in some if one.server), None) for tag, some in ready.items()}
+    """Compare the announcements of workers of different pools; ``fleet_checks`` compares those inside a pool."""
+    firsts = {tag: next((worker for worker in routable if worker.server), None) for tag, routable in ready.items()}
     known = [(tag, worker) for tag, worker in firsts.items() if worker is not None]
     if len(known) < 2:
         return []
@@ -184,17 +175,17 @@ def _differing(ready: Mapping[str, Sequence[WorkerView]]) -> list[Finding]:
     return findings or [ok("pools", f"{len(known)} pools with workers, which announce the same")]
 
 
-def _schemes(one: WorkerView, other: WorkerView) -> list[str]:
-    return [] if one.record.get("scheme") == other.record.get("scheme") else ["hash scheme"]
+def _schemes(worker: WorkerView, other: WorkerView) -> list[str]:
+    return [] if worker.record.get("scheme") == other.record.get("scheme") else ["hash scheme"]
 
 
 def masters(busy: Sequence[str], tags: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
-    """Busy pools that share a master while another one is idle. busy: tags of pools with workers, of every model.
+    """Busy pools that share a master while another is idle. busy: tags of pools with workers, of every model.
 
     tags: of all pools of every model.
     """
 
-    def new(name: str) -> str:
+    def new_tag(name: str) -> str:
         own = [tag for tag in tags if served_model(tag) == name]
         return next_tag(name, own, ranges, [tag for tag in tags if tag not in own])
 
@@ -203,7 +194,7 @@ def masters(busy: Sequence[str], tags: Sequence[str], ranges: Sequence[SlotRange
             "masters",
             f"{' and '.join(found.tags)} are on the Redis master {found.master[0]}:{found.master[1]}, while another "
             "master has no pool: they share one core",
-            f"add a pool there and drain one of these: warmfleet pools add {new(served_model(found.tags[0]))}",
+            f"add a pool there and drain one of these: warmfleet pools add {new_tag(served_model(found.tags[0]))}",
         )
         for found in crowded(busy, ranges)
     ]

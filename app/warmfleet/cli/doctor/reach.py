@@ -1,4 +1,4 @@
-"""Whether a host and port can be reached from here: name, connection and TLS are told apart."""
+"""The way from here to a host and port, in steps that can fail: name, connection and TLS."""
 
 from __future__ import annotations
 
@@ -32,41 +32,38 @@ class Reached:
     seconds: float = 0.0
 
 
-async def resolve(host: str, port: int, limit_s: float = CONNECT_S) -> Reached:
-    """The addresses of a host; nothing is connected to."""
+async def resolve(host: str, port: int) -> Reached:
+    """The addresses of a host, without a connection to them."""
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(CONNECT_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except TimeoutError:
-        return Reached("name", f"no answer of the resolver within {limit_s:g} s")
+        return Reached("name", f"no answer of the resolver within {CONNECT_S:g} s")
     except (OSError, UnicodeError) as error:
         return Reached("name", in_words(error))
     return Reached("", addresses=tuple(dict.fromkeys(str(entry[4][0]) for entry in found)))
 
 
-async def reach(
-    host: str, port: int, tls: ssl.SSLContext | None = None, addresses: Sequence[str] = (), limit_s: float = CONNECT_S
-) -> Reached:
+async def reach(host: str, port: int, tls: ssl.SSLContext | None = None, addresses: Sequence[str] = ()) -> Reached:
     """Connect and, with ``tls``, shake hands; then hang up. addresses: of the host; empty = they are resolved first."""
-    named = Reached("", addresses=tuple(addresses)) if addresses else await resolve(host, port, limit_s)
+    named = Reached("", addresses=tuple(addresses)) if addresses else await resolve(host, port)
     last = named if named.failed else Reached("name", "it has no address")
     for address in named.addresses[:AT_MOST]:
-        last = await _connect(address, port, host, tls, limit_s)
+        last = await _connect(address, port, host, tls)
         if not last.failed:
             break
     return Reached(last.failed, last.why, named.addresses, last.seconds)
 
 
-async def _connect(address: str, port: int, host: str, tls: ssl.SSLContext | None, limit_s: float) -> Reached:
+async def _connect(address: str, port: int, host: str, tls: ssl.SSLContext | None) -> Reached:
     began = time.perf_counter()
     try:
-        async with asyncio.timeout(limit_s):
-            if tls is None:
-                _, writer = await asyncio.open_connection(address, port)
-            else:
-                _, writer = await asyncio.open_connection(address, port, ssl=tls, server_hostname=host)
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(
+                address, port, ssl=tls, server_hostname=None if tls is None else host
+            )
     except TimeoutError:
-        return Reached("connection", f"no answer within {limit_s:g} s: a firewall, or a host that is down")
+        return Reached("connection", f"no answer within {CONNECT_S:g} s: a firewall, or a host that is down")
     except ssl.SSLError as error:
         return Reached("tls", error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error))
     except OSError as error:
@@ -88,14 +85,14 @@ def place_of(url: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """The host means the machine itself, whoever uses it."""
+    """Whether the host means the machine of each program that uses it."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host.lower() == "localhost"
 
 
 def in_words(error: Exception) -> str:
-    """The reason alone, without the address that the caller tells anyway."""
+    """The reason alone, without the address, which the caller adds."""
     number = getattr(error, "errno", None)
     if isinstance(error, socket.gaierror):
         return str(error.strerror or error).lower()
@@ -103,5 +100,5 @@ def in_words(error: Exception) -> str:
 
 
 def _handshake(error: OSError) -> bool:
-    """The connection was made, and ended while TLS was spoken."""
+    """Whether the connection was made, and ended during the TLS handshake."""
     return isinstance(error, ConnectionResetError | BrokenPipeError) or "SSL" in str(error).upper()

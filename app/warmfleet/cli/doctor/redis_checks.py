@@ -1,4 +1,4 @@
-"""Checks of the Redis server: the way to it, what it is, how it is set, how quick it is, and who stands in for it."""
+"""Checks of the Redis server: the way to it, its version, settings and speed, and the servers that stand in for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.reach import reach
 from warmfleet.cli.local.store import SOCKET_NAME
-from warmfleet.fleet.first_contact import Trouble, in_words, pools_help, server_in_words, trouble_with
+from warmfleet.fleet.first_contact import in_words, pools_help, server_in_words, trouble_with
 from warmfleet.protocol.redis_address import CLUSTER_SLOTS
 
 if TYPE_CHECKING:
@@ -29,8 +29,10 @@ SHORT_SHARE = 0.85  # from here on routers index no new blocks (lua/README.md)
 BYTES_PER_BLOCK = 130  # of Redis, for each pair of block and worker
 MAX_SKEW_S = 2.0
 CALLS, CALLS_S = 100, 1.0  # of a script, to measure the latency
-LATE_SHARE = 0.05  # of the calls beyond the time limit; fewer may be a moment in which this machine was busy
-SLOW_S = 0.005  # every request waits for one script call at least
+LATE_SHARE = (
+    0.05  # of the calls beyond the time limit; a smaller share may come from a moment in which this machine was busy
+)
+SLOW_S = 0.005  # every request waits for a script call at least
 MIB = 2**20
 VARIABLE = "WARMFLEET_REDIS_URL"
 OF_UP = "the URL of `warmfleet up`"
@@ -59,30 +61,30 @@ NO_MASTER = {
 
 
 async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_from: str = VARIABLE) -> list[Finding]:
-    """Name, connection, TLS, login and version, up to the first that fails. If the last is not ok, that was all.
+    """Check name, connection, TLS, login and version, up to the first that fails, whose finding is the last.
 
     url_from: the variable or option that gave the URL; the findings name it.
     """
     found = await _reachable(redis, where, url)
     if url_from == OF_UP and Path(urlsplit(url).path).name == SOCKET_NAME:
         dead = (NO_SOCKET, REMEDIES["connection"])
-        mend = "its store died; start `warmfleet up` again"
-        return [replace(one, remedy=mend) if one.remedy in dead else one for one in found]
-    return [
-        replace(one, detail=one.detail.replace(VARIABLE, url_from), remedy=one.remedy.replace(VARIABLE, url_from))
-        for one in found
+        restart = "its store died; start `warmfleet up` again"
+        return [replace(finding, remedy=restart) if finding.remedy in dead else finding for finding in found]
+    texts = [
+        (finding.detail.replace(VARIABLE, url_from), finding.remedy.replace(VARIABLE, url_from)) for finding in found
     ]
+    return [replace(finding, detail=text[0], remedy=text[1]) for finding, text in zip(found, texts, strict=True)]
 
 
 def lost(tag: str, trouble: Trouble, where: RedisAddress) -> Finding:
-    """The Redis of one pool does not answer, while that of another one does."""
+    """The fault of a pool whose Redis does not answer, while the Redis of another pool does."""
     remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
     return fault("reachable", f"the Redis that has the keys of {tag} {trouble.text}", remedy or REMEDIES[trouble.kind])
 
 
 async def _reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> list[Finding]:
     steps = [await _node(host, port) for host, port in where.nodes] or [_socket_file(urlsplit(url).path)]
-    if all(one.state == "FAULT" for one in steps):
+    if all(step.state == "FAULT" for step in steps):
         return steps
     began = time.perf_counter()
     trouble = await trouble_with(redis, where)
@@ -101,8 +103,8 @@ async def _reachable(redis: aioredis.Redis, where: RedisAddress, url: str) -> li
 async def _node(host: str, port: int) -> Finding:
     got = await reach(host, port)
     if got.failed:
-        what = "the name cannot be resolved" if got.failed == "name" else "no connection"
-        return fault("reachable", f"{host}:{port}: {what} ({got.why})", REMEDIES[got.failed])
+        step = "the name cannot be resolved" if got.failed == "name" else "no connection"
+        return fault("reachable", f"{host}:{port}: {step} ({got.why})", REMEDIES[got.failed])
     return ok("reachable", f"{host}:{port} takes connections ({1000 * got.seconds:.1f} ms)")
 
 
@@ -113,7 +115,7 @@ def _socket_file(path: str) -> Finding:
 
 
 def settings_of(facts: ServerFacts, capacity_blocks: int) -> list[Finding]:
-    """Version, eviction policy, memory, role. capacity_blocks: of all engines together."""
+    """Check version, eviction policy, memory and role. capacity_blocks: of all engines together."""
     return [ok("version", facts.version), _eviction(facts), _memory(facts, capacity_blocks), _role(facts)]
 
 
@@ -163,7 +165,7 @@ def _role(facts: ServerFacts) -> Finding:
 
 
 async def clock(inspection: Inspection, wall: Callable[[], float]) -> Finding:
-    """This machine's clock against Redis'."""
+    """Compare the clock of this machine with that of Redis."""
     ahead, error = await inspection.clock_ahead_s(wall)
     if abs(ahead) - error <= MAX_SKEW_S:
         return ok("clock", f"this machine and Redis differ by {abs(ahead):.3f} s (measured to {error:.3f} s)")
@@ -177,38 +179,34 @@ async def clock(inspection: Inspection, wall: Callable[[], float]) -> Finding:
 
 
 async def latency(inspection: Inspection, decide_timeout_s: float) -> Finding:
-    """Median and P99 of a script call, one after another."""
+    """Check the median and the P99 of script calls that follow each other."""
     taken = sorted(await inspection.script_seconds(CALLS, CALLS_S))
     if not taken:
         return skipped("latency", "no call of a script was answered in time")
     median, p99 = statistics.median(taken), taken[min(len(taken) - 1, int(0.99 * len(taken)))]
-    told = f"a script call takes {1000 * median:.2f} ms, P99 {1000 * p99:.2f} ms ({len(taken)} calls)"
+    text = f"a script call takes {1000 * median:.2f} ms, P99 {1000 * p99:.2f} ms ({len(taken)} calls)"
     late = sum(seconds >= decide_timeout_s for seconds in taken)
-    then = f"{told}; after {1000 * decide_timeout_s:.0f} ms a request goes by the last known fleet instead"
+    fallback = f"{text}; after {1000 * decide_timeout_s:.0f} ms a request goes by the last known fleet instead"
     nearer = "put Redis near the routers and see what keeps it busy (SLOWLOG GET)"
     if late >= LATE_SHARE * len(taken):
-        return fault("latency", then, f"{nearer}; only if it cannot be quicker, raise WARMFLEET_DECIDE_TIMEOUT_S")
+        return fault("latency", fallback, f"{nearer}; only if it cannot be quicker, raise WARMFLEET_DECIDE_TIMEOUT_S")
     if late:
-        return note("latency", then, f"{nearer}, or what keeps this machine busy")
+        return note("latency", fallback, f"{nearer}, or what keeps this machine busy")
     if median >= SLOW_S:
-        return note("latency", f"{told}; every request waits for one", nearer)
-    return ok("latency", told)
+        return note("latency", f"{text}; every request waits for one", nearer)
+    return ok("latency", text)
 
 
 async def topology(inspection: Inspection, where: RedisAddress, facts: ServerFacts) -> list[Finding]:
-    """Sentinels or Cluster nodes: do they answer, do they agree, are all slots covered, does a replica follow."""
+    """Check that Sentinels or Cluster nodes answer and agree, that all slots have an owner, and a replica follows."""
     if where.kind == "single":
         if not facts.cluster:
             return []
-        return [
-            fault(
-                "cluster",
-                "this server is a node of a Cluster, but the URL names a single server",
-                "begin WARMFLEET_REDIS_URL with redis+cluster:// (rediss+cluster:// with TLS)",
-            )
-        ]
+        text = "this server is a node of a Cluster, but the URL names a single server"
+        remedy = "begin WARMFLEET_REDIS_URL with redis+cluster:// (rediss+cluster:// with TLS)"
+        return [fault("cluster", text, remedy)]
     nodes = await inspection.nodes(where)
-    findings = [_silent(one, where.kind) for one in nodes if one.why]
+    findings = [_silent(node, where.kind) for node in nodes if node.why]
     findings += _owners(nodes, where.kind)
     if facts.replicas == 0:
         text = f"no replica follows the master of {inspection.keys.tag}: when it is lost, nothing takes its place"
@@ -220,23 +218,23 @@ async def topology(inspection: Inspection, where: RedisAddress, facts: ServerFac
 
 def _silent(node: Node, kind: str) -> Finding:
     host, port = node.address
-    what = "Sentinel" if kind == "sentinel" else "Cluster node"
-    remedy = f"start it, or take it out of the URL; a {what} needs its own user and password"
-    return fault("nodes", f"the {what} {host}:{port} does not answer ({node.why})", remedy)
+    role = "Sentinel" if kind == "sentinel" else "Cluster node"
+    remedy = f"start it, or take it out of the URL; a {role} needs its own user and password"
+    return fault("nodes", f"the {role} {host}:{port} does not answer ({node.why})", remedy)
 
 
 def _owners(nodes: list[Node], kind: str) -> list[Finding]:
     named: dict[HostPort | None, list[HostPort]] = {}
-    for one in nodes:
-        if not one.why:
-            named.setdefault(one.master, []).append(one.address)
+    for node in nodes:
+        if not node.why:
+            named.setdefault(node.master, []).append(node.address)
     text = "; ".join(f"{_at(master)} by {', '.join(map(_at, by))}" for master, by in named.items())
     remedy = "look at SENTINEL CKQUORUM and the Sentinels' logs" if kind == "sentinel" else "redis-cli --cluster check"
     agree = len(named) == 1 and None not in named
     first = ok("master", f"named: {text}") if agree else fault("master", f"they do not agree: {text}", remedy)
     if kind != "cluster" or not agree:
         return [first]
-    covered = max((one.slots for one in nodes), default=0)
+    covered = max((node.slots for node in nodes), default=0)
     if covered < CLUSTER_SLOTS:
         lacking = f"{CLUSTER_SLOTS - covered} of {CLUSTER_SLOTS} slots have no owner"
         return [first, fault("slots", lacking, "redis-cli --cluster fix")]

@@ -1,4 +1,4 @@
-"""Checks of what the Redis users of routers and workers may do: too little breaks the fleet, too much is a risk."""
+"""Checks of the rights of routers' and workers' Redis users: too few break the fleet, too many are a risk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from warmfleet.protocol.wire import WireError
 if TYPE_CHECKING:
     from warmfleet.fleet.inspection.server import Inspection
 
-WORKER_USER = "worker-"  # `warmfleet acl` names the user of a worker so
+WORKER_USER = "worker-"  # with an id behind it: the name that `warmfleet acl` gives the user of a worker
 MAX_USERS = 64
 
 
 async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> list[Finding]:
-    """The user of WARMFLEET_REDIS_URL against all that a router does."""
+    """Check that the user of WARMFLEET_REDIS_URL may do all that a router does."""
     rights = router_rights(model, cluster=cluster)
     remedy = f"print the user again (`warmfleet acl {model}`), and load it (ACL LOAD, or --commands)"
     try:
@@ -33,7 +33,7 @@ async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> lis
 
 
 async def of_workers(inspection: Inspection, model: str, servers: frozenset[str], *, cluster: bool) -> list[Finding]:
-    """The users of workers, which only a user with the right to ACL LIST and ACL DRYRUN can look at."""
+    """Check the users of workers, which only a user with the right to ACL LIST and ACL DRYRUN can look at."""
     users = await inspection.users()
     if users is None:
         why = "this user may not look at others (ACL LIST, ACL DRYRUN): name an admin's in WARMFLEET_ADMIN_REDIS_URL"
@@ -58,12 +58,9 @@ async def of_workers(inspection: Inspection, model: str, servers: frozenset[str]
 def _open_door(users: dict[str, str]) -> Finding:
     rules = users.get("default", "").split()
     if "on" in rules and "nopass" in rules:
-        return note(
-            "default user",
-            "whoever reaches this Redis may do everything: the user `default` is on and has no password",
-            "let `warmfleet acl MODEL --worker ID ... > users.acl` print users with the least rights"
-            " (app/docs/redis.md)",
-        )
+        text = "whoever reaches this Redis may do everything: the user `default` is on and has no password"
+        remedy = "let `warmfleet acl MODEL --worker ID ... > users.acl` print users with the least rights"
+        return note("default user", text, f"{remedy} (app/docs/redis.md)")
     return ok("default user", "nobody gets in without a password")
 
 

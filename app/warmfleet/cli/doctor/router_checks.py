@@ -1,4 +1,4 @@
-"""Checks of one router replica: is it ready, does it reach Redis, does it see the workers that Redis knows."""
+"""Checks of a router replica: it is ready, reaches Redis, and sees the workers that Redis knows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from warmfleet.cli.doctor.engine_checks import json_of
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
-from warmfleet.cli.doctor.fleet_checks import some
 from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
+from warmfleet.cli.terminal.output import in_short
 from warmfleet.protocol.pools import served_model
 from warmfleet.settings import ADMIN_PORT
 
@@ -36,19 +37,17 @@ async def replica(
     tls: ssl.SSLContext,
     registered: Collection[str] = (),
 ) -> list[Finding]:
-    """workers: by model tag the ids that Redis knows. key: WARMFLEET_ADMIN_KEY, or empty.
+    """Check the replica at this URL. workers: by model tag the ids that Redis knows.
 
-    registered: the tags of pools that a registry names.
+    key: WARMFLEET_ADMIN_KEY, or empty. registered: the tags of pools that a registry names.
     """
     base = url.rstrip("/")
     async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=tls) as client:
         try:
             ready = await client.get(base + "/readyz")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            why = str(error) or type(error).__name__
-            return [
-                fault("reachable", f"no replica answers ({why})", "start one (warmfleet serve), or correct --router")
-            ]
+            text = f"no replica answers ({str(error) or type(error).__name__})"
+            return [fault("reachable", text, "start one (warmfleet serve), or correct --router")]
         findings = [_ready(ready), *_clock(ready, wall)]
         try:
             answer = await client.get(base + "/workers", headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -56,15 +55,15 @@ async def replica(
             return [*findings, fault("workers", f"/workers gives no answer ({type(error).__name__})", "read its log")]
     if answer.status_code in (401, 403, 404):
         return [*findings, skipped("workers", f"/workers answers {answer.status_code}: {ADMIN_HELP}")]
-    told = _json(answer)
-    models = told.get("models") if isinstance(told, dict) else None
+    reading = json_of(answer.content)
+    models = reading.get("models") if isinstance(reading, dict) else None
     if not isinstance(models, list):
         remedy = "is this URL that of a router replica? " + ADMIN_HELP
         return [*findings, fault("workers", f"/workers answers {answer.status_code}, not as a replica does", remedy)]
-    seen = {str(one.get("model")): one for one in models if isinstance(one, dict)}
+    seen = {str(model.get("model")): model for model in models if isinstance(model, dict)}
     for tag, names in workers.items():
         of_model = _model(tag, names, seen, registered=tag in registered)
-        findings += [one for one in of_model if one not in findings]  # a template is told of once for all pools
+        findings += [finding for finding in of_model if finding not in findings]  # all pools share a template
     return findings
 
 
@@ -77,29 +76,23 @@ def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
     if not found:
         return []
     heard = [view for view in found.values() if view.heard]
-    findings = [ok("replicas", f"{some([view.name for view in heard])} of version {_versions(heard)}")] if heard else []
+    findings = (
+        [ok("replicas", f"{in_short([view.name for view in heard])} of version {_versions(heard)}")] if heard else []
+    )
     if len({view.told.version for view in heard}) > 1:
-        findings = [
-            note(
-                "replicas",
-                f"replicas of several versions serve: {_versions(heard)}",
-                "end the upgrade: `warmfleet replicas` names the older ones (app/docs/operate.md, Upgrade)",
-            )
-        ]
+        remedy = "end the upgrade: `warmfleet replicas` names the older ones (app/docs/operate.md, Upgrade)"
+        findings = [note("replicas", f"replicas of several versions serve: {_versions(heard)}", remedy)]
     for tag, views in pools.items():
         policies = {view.told.policy for view in views if view.heard}
         if len(policies) > 1:
             text = f"replicas place the requests of {tag} by several policies: {', '.join(sorted(policies))}"
             findings.append(note("replicas", text, f"give all the same WARMFLEET_POLICY, or: {SWITCH.format(tag)}"))
-    return findings + [
-        fault(
-            "replicas",
-            f"{view.name} was last heard {view.age_s:.0f} s ago: killed, hung, or cut off from Redis",
-            "read its log; if it was stopped for good, nothing is to be done: its name goes after ten minutes",
-        )
-        for view in found.values()
-        if not view.heard
-    ]
+    remedy = "read its log; if it was stopped for good, nothing is to be done: its name goes after ten minutes"
+    for view in found.values():
+        if not view.heard:
+            text = f"{view.name} was last heard {view.age_s:.0f} s ago: killed, hung, or cut off from Redis"
+            findings.append(fault("replicas", text, remedy))
+    return findings
 
 
 def _versions(views: Sequence[ReplicaView]) -> str:
@@ -107,8 +100,8 @@ def _versions(views: Sequence[ReplicaView]) -> str:
 
 
 def _ready(answer: httpx.Response) -> Finding:
-    told = _json(answer)
-    status = str(told.get("status", "")) if isinstance(told, dict) else ""
+    body = json_of(answer.content)
+    status = str(body.get("status", "")) if isinstance(body, dict) else ""
     if answer.status_code == httpx.codes.OK:
         return ok("ready", "/readyz answers 200")
     text = f"/readyz answers {answer.status_code}{f': {status}' if status else ''}: balancers send it no requests"
@@ -116,7 +109,7 @@ def _ready(answer: httpx.Response) -> Finding:
 
 
 def _clock(answer: httpx.Response, wall: Callable[[], float]) -> list[Finding]:
-    """The replica's clock by its header Date, to a second; nothing if it sends none."""
+    """Compare the replica's clock, by its header Date, to a second; no finding if it sends none."""
     try:
         then = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError, TypeError):
@@ -141,40 +134,35 @@ def _unrouted(tag: str, seen: Mapping[str, Any], *, registered: bool) -> str:
 
 
 def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registered: bool) -> list[Finding]:
-    told = seen.get(tag)
-    if told is None:
+    model = seen.get(tag)
+    if model is None:
         text = f"it does not route {tag}; its models are {', '.join(seen) or 'none'}"
         return [fault("models", text, _unrouted(tag, seen, registered=registered))]
-    if not told.get("fresh", True):
+    if not model.get("fresh", True):
         text = f"it cannot reach Redis: of {tag} it knows what it read last"
         return [fault("redis", text, "check from its host: warmfleet doctor with its WARMFLEET_REDIS_URL")]
-    listed = {str(one.get("worker_id")): one for one in told.get("workers") or () if isinstance(one, dict)}
+    listed = {str(row.get("worker_id")): row for row in model.get("workers") or () if isinstance(row, dict)}
     if set(names) != set(listed):
         text = f"it sees other workers of {tag} than this Redis has: {_differ(set(names), set(listed))}"
         return [fault("workers", text, "give it the WARMFLEET_REDIS_URL that was checked here, with the same database")]
-    routable = sum(bool(one.get("routable")) for one in listed.values())
-    findings = [
-        ok("workers", f"it sees the {len(listed)} workers of {tag} that Redis has, {routable} of them routable")
-    ]
-    if not listed and any(one.get("workers") for one in seen.values() if one.get("served_model") == served_model(tag)):
-        return []  # an empty pool beside others: told where its workers are checked
-    if not routable:
-        findings = [fault("workers", f"it has no routable worker of {tag}", NONE_HELP)]
-    return findings + _settings(tag, served_model(tag) if registered else tag, told)
+    beside = [row for row in seen.values() if row.get("served_model") == served_model(tag)]
+    if not listed and any(row.get("workers") for row in beside):
+        return []  # an empty pool beside others: the check of its workers tells it
+    routable = sum(bool(row.get("routable")) for row in listed.values())
+    text = f"it sees the {len(listed)} workers of {tag} that Redis has, {routable} of them routable"
+    finding = ok("workers", text) if routable else fault("workers", f"it has no routable worker of {tag}", NONE_HELP)
+    return [finding, *_settings(tag, served_model(tag) if registered else tag, model)]
 
 
-def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
-    """Findings about what this replica does otherwise than it could. named: of --model, for all pools if it can be."""
+def _settings(tag: str, named: str, model: Mapping[str, Any]) -> list[Finding]:
+    """Notes about a way of the replica that costs more than another. named: for --model, if possible for all pools."""
     findings = []
-    if told.get("template") == "sandbox":
-        text = (
-            f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times the"
-            " cost"
-        )
+    if model.get("template") == "sandbox":
+        text = f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times"
         remedy = f"read it, then approve it: warmfleet artifacts --model {named}; warmfleet artifacts approve SHA256"
-        findings.append(note("template", text, remedy))
-    if told.get("identity") in ("none", "text") and told.get("workers"):
-        by_text = told["identity"] == "text"
+        findings.append(note("template", f"{text} the cost", remedy))
+    if model.get("identity") in ("none", "text") and model.get("workers"):
+        by_text = model["identity"] == "text"
         text = f"it has no tokenizer of {tag}: prompts are placed {'by their text' if by_text else 'by load'}"
         remedy = (
             "set WARMFLEET_TOKENIZER (`warmfleet up --tokenizer`), as engines known by their URL bring none"
@@ -182,12 +170,12 @@ def _settings(tag: str, named: str, told: Mapping[str, Any]) -> list[Finding]:
             else "see its log, and the checks of identity above"
         )
         findings.append(note("identity", text, remedy))
-    if str(told.get("tokenizer", "")).startswith("slow"):
-        text = f"the tokenizer of {tag} is {told['tokenizer']}: 30 to 90 times slower than others"
+    if str(model.get("tokenizer", "")).startswith("slow"):
+        text = f"the tokenizer of {tag} is {model['tokenizer']}: 30 to 90 times slower than others"
         findings.append(note("tokenizer", text, "see app/docs/identity.md, The cost of a conversation's turn"))
-    policy = str(told.get("policy", ""))
+    policy = str(model.get("policy", ""))
     if policy and policy != "cost":
-        text = f"{tag} is placed by {policy} ({told.get('policy_by')}), not by cost"
+        text = f"{tag} is placed by {policy} ({model.get('policy_by')}), not by cost"
         remedy = f"if that is not meant: warmfleet policy default --model {tag}, and WARMFLEET_POLICY=cost"
         findings.append(note("policy", text, remedy))
     return findings
@@ -200,10 +188,3 @@ def _differ(known: set[str], listed: set[str]) -> str:
     if more := sorted(listed - known):
         parts.append(f"it also has {', '.join(more[:8])}")
     return "; ".join(parts)
-
-
-def _json(answer: httpx.Response) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: A replica on a busy machine may lack a fresh reading of Redis for a moment, and then answers questions with 503.
 UNAVAILABLE_S = 5.0
 
-#: Words for made-up prompts. Each is about one token.
+#: Words for made-up prompts; each is about one token.
 SUBJECTS = """
 river stone market letter winter garden engine signal harbor copper theory method cloud bridge paper window
 morning forest number station history question answer pattern island summer music kitchen journey village
@@ -28,7 +28,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, read to its end.
+    """An answer, read to its end.
 
     The router predicted ``matched_tokens``. The engine itself counted ``cached_tokens``: those it did not compute.
     """

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,13 +24,13 @@ POLL_SECONDS = 0.02  # between two looks at a process that is starting or ending
 
 @dataclass
 class Child:
-    """One process and the file with its output. ``reported``: its end needs no (further) line to the user."""
+    """A process and the file with its output. reported: the user needs no further line about its end."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
     stop_seconds: float = 5.0
-    reported: bool = field(default=False)
+    reported: bool = False
 
     @property
     def alive(self) -> bool:
@@ -51,7 +51,7 @@ class Child:
 
 
 class Children:
-    """Every process of one stack. Leaving the ``with`` block stops them all; so does the death of this process.
+    """The processes of a stack. The end of the ``with`` block stops them all, as does the death of this process.
 
     Each child leads a session of its own, so Ctrl-C in the terminal reaches only this process, which then stops the
     children in order.
@@ -141,7 +141,7 @@ class Children:
             self._notify_watchdog(f"-{child.process.pid}")
 
     def _notify_watchdog(self, line: str) -> bool:
-        """Send one line to the watchdog. False if the watchdog is gone."""
+        """Send a line to the watchdog. False if the watchdog is gone."""
         if self._watchdog.stdin is None:
             return False
         try:

@@ -56,7 +56,7 @@ def require_simulator() -> None:
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of one engine, and variables for its environment. Raises CommandError if vLLM is missing."""
+    """The command line of an engine, and variables for its environment. Raises CommandError if vLLM is missing."""
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
@@ -103,7 +103,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
 
 
 class EngineLoadingError(CommandError):
-    """The engine gives no answer yet, as engines do that load a model."""
+    """An engine does not answer yet, because it loads its model."""
 
 
 def served_names(url: str, api_key: str) -> list[str]:
@@ -133,9 +133,9 @@ def served_names(url: str, api_key: str) -> list[str]:
 
 
 def pools_of(listed: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The model tags of engines that serve these names, each of which belongs to one pool.
+    """The model tags of the pools of engines that serve these names; each engine belongs to a single pool.
 
-    That is the pool of a name that an engine before it has named, else of its own first one.
+    An engine that serves the name of an earlier engine's pool belongs to that pool, else to the pool of its first name.
     """
     tags: dict[str, None] = {}
     for names in listed:

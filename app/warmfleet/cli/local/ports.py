@@ -1,4 +1,4 @@
-"""TCP ports of a local stack: free ones, and one address that several replicas share."""
+"""TCP ports of a local stack: free ones, and the address that several replicas share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from warmfleet.cli.command_error import CommandError
 
-#: How ``listen`` names the choice of the port for operators, for whoever starts a second replica on one machine.
+#: The option that ``listen`` names where a second replica on a machine takes the same port for operators.
 OWN_ADMIN_PORT = "WARMFLEET_ADMIN_PORT, as each replica on a machine needs its own (0: the clients' port is used)"
 
 #: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
@@ -18,7 +18,7 @@ TRIES = 100
 
 
 def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
-    """A port that is free now, the wanted one if that is; another server may take it before it is used.
+    """A port that is free now, if possible the wanted one; another server may take it before it is used.
 
     Raises CommandError.
     """
@@ -41,7 +41,7 @@ def claim_shared(host: str, port: int) -> socket.socket:
     if not hasattr(socket, "SO_REUSEPORT"):
         raise CommandError("several replicas behind one port need SO_REUSEPORT, which this platform does not have")
     if port:
-        listen(host, port).close()  # without SO_REUSEPORT first: else we would share the port of another stack
+        listen(host, port).close()  # without SO_REUSEPORT first, which would share the port of another stack
     return listen(host, port, shared=True)
 
 

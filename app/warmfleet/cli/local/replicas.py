@@ -30,19 +30,19 @@ logger = logging.getLogger("warmfleet.replicas")
 
 BACKLOG = 2_048  # connections that the kernel keeps until a replica accepts them
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that ended is started again; doubles each time
-STEADY_S = 60.0  # a replica that was up for so long did not end of what ended the one before
-READY_WITHIN_S = 60.0  # a new replica of a reload; one without any worker says that it is ready after 15 s
+STEADY_S = 60.0  # a replica that was up for so long did not end of its predecessor's fault
+READY_WITHIN_S = 60.0  # a new replica of a reload; without any worker a replica is ready after 15 s
 STOPS_LATE_S = 15.0  # beyond the time for which a replica drains and waits for answers; then it is killed
 #: The longest pause of an event loop that was measured is 0.3 s (garbage collection under 5,000 streams).
-SILENT_BEATS = 30  # heartbeats of a replica that are missing in a row: then its event loop hangs, and it is ended
+SILENT_BEATS = 30  # heartbeats missing in a row: the event loop of such a replica hangs, and the parent kills it
 USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
 
 
 @dataclass(eq=False)
 class Replica:
-    """One process. ``line``: where it is told on which sockets to listen. ``listening``: what it was told last.
+    """A replica's process. line: carries to it the sockets to listen on. listening: those that were sent last.
 
-    ``missed``: how many heartbeats are missing since the last one; None while it sends none.
+    missed: how many heartbeats are missing since the last heartbeat; None while it sends none.
     """
 
     place: int
@@ -54,28 +54,28 @@ class Replica:
     failures: int = 0
     missed: int | None = None
 
-    def tell(self, listening: Listening) -> None:
-        """Let it listen on these sockets and on no others."""
+    def listen_on(self, listening: Listening) -> None:
+        """Let the replica listen on these sockets and on no others."""
         if listening != self.listening:
             self.listening = listening
             self.line.write(listening.line())
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the process a signal, unless it has ended."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The sockets of all replicas: one for clients and one for operators at each place."""
+    """The sockets of all replicas: for each place a socket for clients and a socket for operators."""
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket]
 
 
 def bind(settings: Settings, count: int) -> Shared:
-    """Sockets for ``count`` replicas, on which nothing is lost from now on. Raises CommandError."""
+    """Sockets for ``count`` replicas; from now on no connection to them is lost. Raises CommandError."""
     ports = range(settings.admin_port, settings.admin_port + count)
     if count > 1 and not settings.admin_port:
         raise CommandError(
@@ -97,7 +97,7 @@ class Replicas:
     """The parent. ``run`` returns the exit status of the command."""
 
     def __init__(self, command: Sequence[str], sockets: Shared, stops_within_s: float) -> None:
-        """command: starts a replica, with ``--place`` behind it. stops_within_s: how long one may take to stop."""
+        """command: starts a replica, with ``--place`` behind it. stops_within_s: how long a stop may take."""
         self._command = command
         self._sockets = sockets
         self._kill_after_s = stops_within_s + STOPS_LATE_S
@@ -120,8 +120,8 @@ class Replicas:
         self._share()
         rounds = [asyncio.create_task(self._reload_always()), asyncio.create_task(self._end_the_silent())]
         await self._stopping.wait()
-        for one in rounds:
-            one.cancel()
+        for task in rounds:
+            task.cancel()
         await self._all_ended()
         for task in self._tasks:
             task.cancel()
@@ -135,10 +135,10 @@ class Replicas:
         operators = [sock.fileno() for sock in self._sockets.operators[place : place + 1]]
         with theirs:
             inherited = [theirs.fileno(), *clients, *operators]
-            told = f"{place},{theirs.fileno()},{'+'.join(map(str, clients))},{'+'.join(map(str, operators))}"
+            option = f"{place},{theirs.fileno()},{'+'.join(map(str, clients))},{'+'.join(map(str, operators))}"
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, "--place", told, pass_fds=inherited, start_new_session=True
+                    *self._command, "--place", option, pass_fds=inherited, start_new_session=True
                 )
             except BaseException:
                 ours.close()
@@ -154,7 +154,7 @@ class Replicas:
         return replica
 
     async def _hear(self, replica: Replica, reader: asyncio.StreamReader) -> None:
-        """Follow what the replica says, until it says no more: then it stops, or has ended."""
+        """Follow the words of the replica, until there are no more: then it stops, or has ended."""
         try:
             while word := await reader.readline():
                 if word == ALIVE:
@@ -172,7 +172,7 @@ class Replicas:
     async def _end_the_silent(self) -> None:
         """Kill every replica that hangs, so that ``_watch`` starts it again.
 
-        Heartbeats are counted and not timed: while this process does not run, none is missing.
+        Heartbeats are counted and not timed, so that none is missing while this process itself does not run.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -186,7 +186,7 @@ class Replicas:
                     replica.signal(signal.SIGKILL)
 
     async def _watch(self, replica: Replica) -> None:
-        """Wait until the process ends. If nothing has taken its place, start it again after a pause."""
+        """Wait until the process ends. If no other has taken its place, start it again after a pause."""
         status = await replica.process.wait()
         replica.line.close()
         self._alive.discard(replica)
@@ -209,7 +209,7 @@ class Replicas:
         await self._start_again(replica.place, failures)
 
     async def _start_again(self, place: int, failures: int) -> None:
-        """Fill this place, unless a reload has done so. A machine that starts no process now is asked again."""
+        """Fill this place, unless a reload has done so. Try again later where the machine starts no process now."""
         while self._places[place] is None and not self._stopping.is_set():
             try:
                 new = await self._start(place, failures)
@@ -218,21 +218,21 @@ class Replicas:
                 await asyncio.sleep(LONGEST_PAUSE_S)
                 continue
             if self._places[place] is not None:  # a reload was faster
-                new.tell(RETIRED)
+                new.listen_on(RETIRED)
                 self._spawn(self._ended(new))
                 return
             self._places[place] = new
             self._share()
 
     def _share(self) -> None:
-        """Tell every replica where to listen. While none is ready, all answer by themselves why they are not."""
+        """Let every replica listen where it should. While none is ready, each answers by itself why it is not."""
         present = [replica for replica in self._places if replica is not None]
         serving = [replica for replica in present if replica.ready.is_set()] or present
         served = {replica.place for replica in serving}
         orphans = tuple(place for place in range(len(self._places)) if place not in served)
         for replica in present:
             clients = (replica.place, *orphans) if replica in serving else ()
-            replica.tell(Listening(clients, operators=True))
+            replica.listen_on(Listening(clients, operators=True))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -252,7 +252,7 @@ class Replicas:
                 logger.info("reload: every replica was replaced")
 
     async def _replace(self, place: int) -> bool:
-        """Start a replica, and once it is ready drain the one at its place. False if it does not become ready."""
+        """Start a replica, and once it is ready drain the replica at its place. False if it does not become ready."""
         try:
             new = await self._start(place)
         except OSError as error:
@@ -270,7 +270,7 @@ class Replicas:
         old, self._places[place] = self._places[place], new
         self._share()
         if old is not None:
-            old.tell(RETIRED)
+            old.listen_on(RETIRED)
             await self._ended(old)
         return True
 

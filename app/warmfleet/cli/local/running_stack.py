@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-FILES = "local-stack*.json"  # by the pid of ``warmfleet up``; an older version writes one without it
-MOST_REPLICAS = 64  # of one machine, as `warmfleet serve --workers` takes them
+FILES = "local-stack-*.json"  # by the pid of ``warmfleet up``
+MOST_REPLICAS = 64  # of a machine, as `warmfleet serve --workers` takes them
 CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
 
 
 @dataclass(frozen=True)
 class RunningStack:
-    """address: of all its replicas, for clients. pid: of ``warmfleet up``. models: tags, as in WARMFLEET_MODELS.
+    """A stack as its file describes it. address: of all its replicas, for clients. pid: of ``warmfleet up``.
 
-    operators: the URL of each replica for its operators.
+    models: tags, as in WARMFLEET_MODELS. operators: the URL of each replica for its operators.
     """
 
     address: str
@@ -46,7 +46,7 @@ class RunningStack:
 
     @property
     def operators_url(self) -> str:
-        """That of the first replica that takes connections; of the first of all, if none does."""
+        """The URL of the first replica that takes connections; of the first of all, if none does."""
         return next(filter(listens, self.operators), self.operators[0])
 
 
@@ -62,23 +62,18 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
 def _read(file: Path) -> RunningStack | None:
     """The stack of this file, if it runs."""
     try:
-        given = json.loads(file.read_text())
-        stack = RunningStack(
-            str(given["address"]),
-            str(given["redis_url"]),
-            tuple(map(str, given["models"])),
-            int(given["pid"]),
-            tuple(map(str, given["operators"])),
-        )
-        os.kill(stack.pid, 0)  # it lives, and is ours: else this raises
+        fields = json.loads(file.read_text())
+        models, operators = (tuple(map(str, fields[name])) for name in ("models", "operators"))
+        stack = RunningStack(str(fields["address"]), str(fields["redis_url"]), models, int(fields["pid"]), operators)
+        os.kill(stack.pid, 0)  # raises unless the process lives and is ours
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return stack if stack.operators else None
 
 
 def replicas_to_ask(named: list[str]) -> list[str]:
-    """The replicas for a question that only the one which served a request can answer: the named ones, else all of
-    ``warmfleet up``, else those of this machine, which are at the port for operators and the ports behind it.
+    """The URLs of replicas of which any may have served a request: the named ones, else all of ``warmfleet up``, else
+    those of this machine, which are at the port for operators and the ports behind it.
     """
     if named:
         return named
@@ -91,7 +86,7 @@ def replicas_to_ask(named: list[str]) -> list[str]:
 
 def models_of(options: argparse.Namespace) -> list[str]:
     """The tags of the models that a command with ``--model`` and ``--redis`` is about: the named ones, else those of
-    the settings. Raises CommandError if there are none, or one is no tag.
+    the settings. Raises CommandError if there are none, or a name is no tag.
     """
     models: list[str] = options.model or models_of_settings(options)
     if not models:
@@ -137,7 +132,7 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
         new.touch(mode=0o600)
         new.write_text(json.dumps(asdict(stack)))
         now_ns = time.time_ns()
-        os.utime(new, ns=(now_ns, now_ns))  # by itself it may be a tick of the kernel old, as that of another stack
+        os.utime(new, ns=(now_ns, now_ns))  # the kernel's own time is coarse: two stacks could share it
         new.replace(file)
     try:
         yield
@@ -157,7 +152,7 @@ def listens(url: str) -> bool:
 
 
 def _is_left(file: Path) -> bool:
-    """Whether the process that wrote it was killed. A file that cannot be read may be another user's."""
+    """Whether the process that wrote this file was killed. A file that cannot be read may be another user's."""
     try:
         os.kill(int(json.loads(file.read_text())["pid"]), 0)
     except ProcessLookupError:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
-from tenacity import RetryError, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from warmfleet.cli.client import admin_headers
 from warmfleet.cli.command_error import CommandError
@@ -38,16 +37,16 @@ REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
 LISTED_SECONDS = 1_800.0  # for engines of the user to answer: the largest models need half an hour for their weights
 LISTED_POLL_SECONDS = 1.0
-#: What stands before the message in a line of vLLM's log: the process, level, time and place.
+#: The text before the message in a line of vLLM's log: the process, level, time and place.
 _ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends quickly, and cuts answers that take longer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start.
+    """The parts of a stack. With ``workers``, URLs of engines that already run, it starts no engine.
 
-    With ``workers`` (URLs of engines that already run) no engine is started. Without ``redis_url`` a store is started.
+    Without ``redis_url`` it starts a store.
     """
 
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -69,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Member:
-    """One engine or replica: its URL, and its process unless the user runs it. operators: a replica's URL for them."""
+    """An engine or replica: its URL, and its process unless the user runs it. operators: a replica's URL for them."""
 
     name: str
     url: str
@@ -80,7 +79,7 @@ class Member:
 class Stack:
     """A context manager: starts a fleet, and stops all of it at the end.
 
-    ``say`` gets a line about each step of the start; ``busy`` what takes a while now, and how far it is.
+    ``say`` gets a line about each step of the start; ``busy`` the step that takes a while now, and how far it is.
     All replicas share ``address``; each also answers at its own URLs in ``replicas``, for clients and for operators.
     """
 
@@ -99,7 +98,7 @@ class Stack:
         self._say, self._busy = say, busy
         self._claimed: socket.socket | None = None
         self._children: Children | None = None
-        # One for all questions, as each reads the system's authorities. It keeps no connection to a replica.
+        # A single client, because each reads the system's authorities; no connection to a replica is kept.
         self._http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
     def __enter__(self) -> Self:
@@ -170,7 +169,7 @@ class Stack:
         """The names that each of the user's engines serves, as soon as all of them answer. Raises CommandError."""
         names: dict[str, list[str]] = {}
         waiting, count = list(self.plan.workers), len(self.plan.workers)
-        started, told = time.monotonic(), False
+        started, announced = time.monotonic(), False
         while waiting:
             loading: EngineLoadingError | None = None
             for url in list(waiting):
@@ -184,9 +183,9 @@ class Stack:
                 break
             if time.monotonic() - started > LISTED_SECONDS:
                 raise CommandError(f"{loading} after {LISTED_SECONDS:.0f} s")
-            if not told:
+            if not announced:
                 self._say(f"engines   waiting for {len(waiting)} of {count}: {loading}")
-                told = True
+                announced = True
             self._busy("waiting for engines", count - len(waiting), count, f"; {loading}")
             time.sleep(LISTED_POLL_SECONDS)
         return [names[url] for url in self.plan.workers]
@@ -203,7 +202,7 @@ class Stack:
     def add_replica(self) -> Member:
         """Start one more replica behind the shared address, without waiting until it is ready."""
         plan, name, port = self.plan, f"replica-{len(self.replicas) + 1}", free_port()
-        usual = ADMIN_PORT if plan.port and not self.replicas else 0  # the first replica's is easily remembered
+        usual = ADMIN_PORT if plan.port and not self.replicas else 0  # the first replica has the usual port
         admin_port = free_port(plan.host, usual)
         shared = self.address.rsplit(":", 1)[1]
         argv = [sys.executable, "-m", "warmfleet", "serve", "--host", plan.host, "--port", str(port)]
@@ -234,32 +233,48 @@ class Stack:
     def _approvals(self) -> dict[str, str]:
         """Settings that approve the chat templates of the engines that this command starts.
 
-        Nobody else writes into a private store, so every template there is trusted. In a store that the user names,
-        only the template of simulated engines is approved.
+        Only these engines write into a private store, so every template there is trusted. In a store that the user
+        names, only the template of simulated engines is approved.
         """
         if not self.plan.redis_url:
             return {"WARMFLEET_APPROVED_TEMPLATES": "*"}
         if not self.plan.simulated:
             return {}
-        given = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")
-        return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [given, demo_template_sha256()]))}
+        approved = os.environ.get("WARMFLEET_APPROVED_TEMPLATES", "")
+        return {"WARMFLEET_APPROVED_TEMPLATES": ",".join(filter(None, [approved, demo_template_sha256()]))}
 
     def wait_ready(self, members: Sequence[Member]) -> None:
-        """Return once all these replicas accept requests. Raises CommandError if one ends or needs REPLICA_SECONDS."""
-        self._wait(members, "/readyz", REPLICA_SECONDS)
+        """Return once all these replicas are ready. Raises CommandError if a replica ends or needs REPLICA_SECONDS.
+
+        Every round asks each replica that was not ready yet.
+        """
+        late, deadline = list(members), time.monotonic() + REPLICA_SECONDS
+        while late := [member for member in late if not self._ready(member)]:
+            if time.monotonic() >= deadline:
+                tail = late[0].child.tail() if late[0].child else ""
+                raise CommandError(f"{late[0].name} does not answer /readyz after {REPLICA_SECONDS:.0f} s:\n{tail}")
+            time.sleep(POLL_SECONDS)
+
+    def _ready(self, member: Member) -> bool:
+        """Whether a replica answers 200 at /readyz. Raises CommandError if its process has ended."""
+        self._check_alive([member])
+        try:
+            return self._http.get(f"{member.url}/readyz", timeout=2).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
 
     def wait_routable(self, count: int) -> None:
         """Return once every live replica has ``count`` usable workers and identifies prompts. Raises CommandError."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
-        started, said = time.monotonic(), -1
+        started, printed = time.monotonic(), -1
         deadline = started + limit
         while True:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
             ready = min((sum(map(usable, _workers(models))) for models in states), default=0)
             self._busy("waiting for workers", ready, count, self._still_busy(states))
-            if ready != said:
-                said = ready
+            if ready != printed:
+                printed = ready
                 self._say(f"workers   {ready} of {count} ready ({time.monotonic() - started:.1f} s)")
             if ready >= count and all(model["identity"] != "none" for models in states for model in models):
                 return
@@ -269,7 +284,7 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def _still_busy(self, states: Sequence[Sequence[dict[str, Any]]]) -> str:
-        """The last line of a real engine that no replica knows yet, as the user wants to know why it takes so long."""
+        """The last line of a real engine that no replica knows yet: it tells the user why the start takes so long."""
         if self.plan.engines.kind != "vllm":
             return ""
         known = {worker["worker_id"].rpartition(".")[0] for models in states for worker in _workers(models)}
@@ -284,39 +299,13 @@ class Stack:
 
     def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
         """The models of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
-        alive = [one for one in self.replicas if one.child is not None and one.child.alive]
+        alive = [member for member in self.replicas if member.child is not None and member.child.alive]
         try:
             url = f"{(replica or alive[0]).operators}/workers"
             answer = self._http.get(url, headers=admin_headers(), timeout=5)
             return list(answer.raise_for_status().json()["models"])
         except (httpx.HTTPError, IndexError):
             return []
-
-    def _wait(self, members: Sequence[Member], path: str, seconds: float) -> None:
-        """Return once all answer 200. Every round asks each that has not answered yet."""
-        missing = list(members)
-        until_all_answer = Retrying(
-            retry=retry_if_result(bool), wait=wait_fixed(POLL_SECONDS), stop=stop_after_delay(seconds)
-        )
-
-        def ask() -> list[Member]:
-            missing[:] = [member for member in missing if not self._answers(member, path)]
-            return missing
-
-        try:
-            until_all_answer(ask)
-        except RetryError as error:
-            late = missing[0]
-            tail = late.child.tail() if late.child else ""
-            raise CommandError(f"{late.name} does not answer {path} after {seconds:.0f} s:\n{tail}") from error
-
-    def _answers(self, member: Member, path: str) -> bool:
-        """The member answers 200 at ``path``. Raises CommandError if its process has ended."""
-        self._check_alive([member])
-        try:
-            return self._http.get(member.url + path, timeout=2).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False
 
     def _check_alive(self, members: Sequence[Member]) -> None:
         for member in members:

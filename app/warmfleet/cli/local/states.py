@@ -52,10 +52,10 @@ class Walk:
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Many requests at once share a new prefix: they follow the first one before any engine has reported blocks."""
+        """Many requests at once share a new prefix: they follow the first before any engine has reported blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
-        asked = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
-        answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in asked))
+        chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
+        answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))
         cold = {answer.worker for answer in answers if answer.matched_tokens < PREFIX_TOKENS // 2}
         followed = [
             answer for answer in answers if answer.worker in cold and answer.matched_tokens >= PREFIX_TOKENS // 2
@@ -75,7 +75,7 @@ class Walk:
         self._messages.append({"role": "assistant", "content": first.text})
         busy = [self._chat.send(self._replica().url, [*self._messages, user(f"Variant {n}?")], 400) for n in range(3)]
         tasks = [asyncio.ensure_future(request) for request in busy]
-        load = await self._until(lambda rows: rows[self._holder]["in_flight"] >= len(tasks))
+        load = await self._load_when(lambda rows: rows[self._holder]["in_flight"] >= len(tasks))
         self._messages.append(user(f"Next: {words(self._rng, 20)}?"))
         answer = await self._chat.send(self._replica().url, self._messages)
         await _end(tasks)
@@ -107,7 +107,7 @@ class Walk:
     async def recovery(self) -> Verdict:
         """While the holder is busy, the next turn goes to another worker; the turn after that stays there."""
         async with self._foreign_work(rounds=3):
-            await self._until(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
+            await self._load_when(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
             first = await self._chat.send(self._replica().url, self._messages)
         await asyncio.sleep(REPORT_SECONDS)
         turn = [*self._messages, {"role": "assistant", "content": first.text}, user("And then?")]
@@ -129,13 +129,13 @@ class Walk:
     async def _explain(self) -> dict[str, Any]:
         return (await self._chat.explain(self._replica().operators, self._messages))[self._holder]
 
-    async def _until(self, true: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
-        """The load of every worker once ``true`` accepts it, or the last load seen after LIMIT_SECONDS."""
+    async def _load_when(self, accepted: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
+        """The load of every worker as soon as ``accepted`` holds for it, else the load after LIMIT_SECONDS."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             models = (await self._chat.get(f"{self._replica().operators}/workers"))["models"]
             rows = {worker["worker_id"]: worker["load"] for model in models for worker in model["workers"]}
-            if true(rows) or time.monotonic() > deadline:
+            if accepted(rows) or time.monotonic() > deadline:
                 return rows
             await asyncio.sleep(POLL_SECONDS)
 

@@ -51,14 +51,10 @@ class AnswerWatch:
         )
         for replica in self._stack.replicas:
             try:
-                text = (
-                    httpx.get(f"{replica.operators}/metrics", headers=admin_headers(), timeout=2)
-                    .raise_for_status()
-                    .text
-                )
+                page = httpx.get(f"{replica.operators}/metrics", headers=admin_headers(), timeout=2).raise_for_status()
             except httpx.HTTPError:
                 continue
-            for family in text_string_to_metric_families(text):
+            for family in text_string_to_metric_families(page.text):
                 for sample in family.samples:
                     if sample.name in totals:
                         totals[sample.name] += sample.value

@@ -1,7 +1,7 @@
 """Stops the processes of a stack whose own process was killed. A script that needs only the standard library.
 
-It reads ``+<process group>`` and ``-<process group>`` lines from its standard input. The stack alone holds the other
-end of that pipe, so end of file means that the stack is gone. The groups still listed then get SIGTERM and, after
+The script reads ``+<process group>`` and ``-<process group>`` lines from its standard input. The stack alone holds the
+other end of that pipe, so end of file means that the stack is gone. The groups still listed then get SIGTERM and, after
 GRACE_SECONDS, SIGKILL; the stack's private folder is removed.
 """
 

@@ -1,4 +1,4 @@
-"""``warmfleet pools``: the pools of a served model, listed and changed; and the pools that other commands are about."""
+"""The command ``warmfleet pools``, and the pools of the models that other commands name."""
 
 from __future__ import annotations
 

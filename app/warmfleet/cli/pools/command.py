@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of, models_of_settings
-from warmfleet.cli.pools.served import TIMEOUT_S, all_tags, complete, entries_of, pool_of, registry_of
+from warmfleet.cli.pools.served import all_tags, entries_of, pool_of, registry_of, runs, slot_ranges
 from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
-from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.connection.reply_errors import RefusedCall
 from warmfleet.fleet.pool_registry import clear, master_of
 from warmfleet.protocol.pools import DRAINING, MAX_POOLS, SERVING, PoolEntry, read_registry, served_model
@@ -32,15 +31,14 @@ if TYPE_CHECKING:
 from warmfleet.fleet.pool_registry import PoolRegistry
 
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
-#: After a pool left the registry: replicas read that within a second, and its workers look for another pool.
+#: After a pool left the registry its replicas read that within a second, and its workers look for another pool.
 LET_GO_S = 3.0
-SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 MOVING = "moving"  # a drained pool whose workers go at once
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """A pool as the operator sees it. workers: that take requests; known: all, but for those that moved to other pools.
+    """A pool in figures. workers: that take requests; known: all, but for those that moved to other pools.
 
     capacity_blocks: of those that take requests. redis: host and port of the master; empty where there is only one.
     unreachable: why its Redis does not answer; then the figures are 0.
@@ -60,7 +58,7 @@ class PoolFigures:
 
 def run(options: argparse.Namespace) -> int:
     """Run the chosen action; 0. Raises CommandError."""
-    logging.basicConfig(level=logging.CRITICAL)  # the error of an outage says it
+    logging.basicConfig(level=logging.CRITICAL)  # the error of the command tells an outage
     _check(options)
     asyncio.run(_run(options))
     return 0
@@ -81,7 +79,7 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError("--move sends workers away, --undo lets them stay: choose one of them")
     for tag in tags:
         try:
-            model_tag(tag.removesuffix("#") if action == "remove" else tag)
+            model_tag(tag)
         except WireError as error:
             raise CommandError(str(error)) from error
     if len({served_model(tag) for tag in tags}) > 1:
@@ -99,16 +97,15 @@ async def _run(options: argparse.Namespace) -> None:
             if not any(pool.since_ms or pool.known or pool.unreachable for pool in figures):
                 _warn(f"no worker and no registry of {name} is known: is its name right?")
         if options.json:
-            print(json.dumps({name: [asdict(one) for one in pools] for name, pools in found.items()}, indent=2))
+            print(json.dumps({name: [asdict(pool) for pool in pools] for name, pools in found.items()}, indent=2))
         else:
             show(sys.stdout, _parts(found))
         return
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":
             named = [tag for tag in models_of_settings(options) if served_model(tag) == registry.name]
-            await _add(
-                url, registry, [await _new_tag(url, registry, options, named)] if options.spread else tags, named
-            )
+            new = [await _new_tag(url, registry, options, named)] if options.spread else tags
+            await _add(url, registry, new, named)
         elif options.action == "drain":
             await _drain(registry, tags, undo=options.undo, move=options.move)
         else:
@@ -119,20 +116,21 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
-    """named: the model tags of the command and of the environment, which are its pools if it has no registry."""
+    """The pools of a model. named: the model tags of options and environment: its pools, if it has no registry."""
     of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
     entries = await entries_of(url, name, list(of_model))
     looked = await asyncio.gather(*[_look(url, entry) for entry in entries])
     found: list[PoolFigures] = []
     for pool, workers in looked:
-        elsewhere = {one.worker_id for other, those in looked if other is not pool for one in those if one.heard}
-        moved = sum(not one.heard and one.worker_id in elsewhere for one in workers)
+        others = [worker for other, its_workers in looked if other is not pool for worker in its_workers]
+        elsewhere = {worker.worker_id for worker in others if worker.heard}
+        moved = sum(not worker.heard and worker.worker_id in elsewhere for worker in workers)
         found.append(replace(pool, known=pool.known - moved))
     return found
 
 
 async def _look(url: str, entry: PoolEntry) -> tuple[PoolFigures, Sequence[WorkerView]]:
-    """The figures of a pool, those that moved away among ``known``, and its workers."""
+    """The figures of a pool, in which ``known`` counts workers that moved away, too, and its workers."""
     state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
     async with pool_of(url, entry.tag) as fleet:
         try:
@@ -178,8 +176,8 @@ def _row(pool: PoolFigures) -> tuple[object, ...]:
 
 
 async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Sequence[str]) -> None:
-    """Enter pools that serve. The first time the pools that the model has had so far are entered as well: of its plain
-    name and those ``named`` by the settings, if they have workers.
+    """Enter pools that serve. Where the model has no registry, enter its present pools, too: the pool with its name
+    and those ``named`` by the settings, if they have workers.
     """
     entries = {entry.tag: entry for entry in await registry.read()}
     new, used = [tag for tag in tags if tag not in entries], list[str]()
@@ -197,7 +195,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # Without a registry the orders stand where routers have looked so far: in `llama`, or a pool that is named.
+    # Without a registry routers look for the orders in the pool with the model's name, or in a pool that is named.
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
@@ -227,24 +225,18 @@ async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace
     named: as in ``_add``.
     """
     of_others: Sequence[str] = ()
-    with suppress(CommandError):  # none is: then this model's own pools count
+    with suppress(CommandError):  # no model is named: then this model's own pools count
         of_others = [tag for tag in models_of(options) if served_model(tag) != registry.name]
     others = await all_tags(url, map(served_model, of_others), of_others)
-    connections = RedisConnections(complete(url), timeout_s=TIMEOUT_S)
-    try:
-        ranges = await connections.slot_ranges()
-    finally:
-        await connections.aclose()
     existing = [entry.tag for entry in await registry.read()] or [registry.name, *named]
-    return next_tag(registry.name, existing, ranges, others)
+    return next_tag(registry.name, existing, await slot_ranges(url), others)
 
 
 async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:
-    """Let the operator's policy and approved templates hold in new pools, too: those of the first old pool with any. A
-    pool that has its own keeps them.
+    """Copy the operator's policy and approved templates to new pools: those of the first old pool that has any.
 
-    A router's user may not write them. Its pools are entered all the same, because in Kubernetes routers do that before
-    they start, and it is told.
+    A new pool that has its own keeps them. A router's user may not write them: the pools are entered all the same,
+    because in Kubernetes routers do that before they start, and a message tells it.
     """
     policy, approved, first = "", frozenset[str](), ""
     for first in old:
@@ -266,7 +258,7 @@ async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None
 
 async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, move: bool) -> None:
     entries = {entry.tag: entry for entry in await registry.read()}
-    _known(registry, entries, tags)
+    _check_registered(registry, entries, tags)
     if not undo and all(entry.draining or entry.tag in tags for entry in entries.values()):
         raise CommandError(f"no other pool of {registry.name} serves: `warmfleet pools add` makes one")
     await registry.write([PoolEntry(tag, draining=not undo, moving=move) for tag in tags])
@@ -284,11 +276,6 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
 
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
     """Strike pools out of the registry, and delete what Redis holds of them."""
-    nameless = f"{registry.name}#"  # an earlier `pools add` took such a tag, which has no keys of its own
-    if nameless in tags:
-        await registry.remove(nameless)
-        print(f"{nameless} is not in the registry any more; nothing else is deleted, because it names no pool")
-        tags = [tag for tag in tags if tag != nameless]
     entries = {entry.tag: entry for entry in await registry.read()}
     if not entries and registry.name in tags:
         raise CommandError(
@@ -314,7 +301,7 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
             f"{registry.name} keeps its last pool: a router serves it, and has written the registry back. Take "
             f"{registry.name} out of its WARMFLEET_MODELS first"
         )
-    for tag in tags:  # also of a pool that is none any more: what an interrupted `remove` has left
+    for tag in tags:  # also of a pool that the registry lacks: an interrupted `remove` may have left keys
         await _delete(url, tag, shared=tag == registry.name, there=tag in entries)
 
 
@@ -339,7 +326,7 @@ async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]
     """By pool: a sentence about the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
     found: dict[str, list[str]] = {}
     for name, place in (await registry.placements()).items():
-        if place.pinned and place.pool in tags and abs(time.time() - place.seen_ms / 1_000) < SEEN_S:
+        if place.pinned and place.pool in tags and runs(place, time.time()):
             found.setdefault(place.pool, []).append(name)
     return {
         tag: f"{', '.join(names)} will not leave {tag}, which WARMFLEET_MODEL names there: start with"
@@ -396,7 +383,7 @@ async def _takes_requests(url: str, tag: str) -> bool | None:
             return None
 
 
-def _known(registry: PoolRegistry, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
+def _check_registered(registry: PoolRegistry, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
     for tag in tags:
         if tag not in entries:
             has = ", ".join(entries) or "none; `warmfleet pools add` enters some"

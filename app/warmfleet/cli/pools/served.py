@@ -1,4 +1,4 @@
-"""The pools that a command is about: its models are given by name, and the registry in Redis tells their pools."""
+"""The pools that a command is about: options name models, and the registry in Redis has the pools of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of, models_of_settings
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.protocol.pools import PoolEntry, served_model
 from warmfleet.protocol.redis_address import RedisAddressError, parse, with_ca
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
+    import redis.asyncio as aioredis
+
+    from warmfleet.protocol.pools import Placement
+    from warmfleet.protocol.redis_address import SlotRange
+
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
+SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:
@@ -35,7 +42,7 @@ def tags_of(options: argparse.Namespace) -> list[str]:
 
 
 async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> list[str]:
-    """As ``tags_of``, for these models. settings: the tags of WARMFLEET_MODELS."""
+    """The tags of all pools of these models. settings: the tags of WARMFLEET_MODELS."""
     found: list[str] = []
     for model in dict.fromkeys(models):
         named = [tag for tag in settings if served_model(tag) == model]
@@ -44,7 +51,7 @@ async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> 
 
 
 async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[PoolEntry]:
-    """A served model's pools, as the registry tells them; without one they are those that settings name (``named``).
+    """The pools of a served model by its registry; without a registry the pools that settings name (``named``).
 
     In a Cluster only the master with the registry may be away: then ``named`` is used, with a warning.
     """
@@ -58,8 +65,8 @@ async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[Pool
             if not any("#" in tag for tag in named):
                 text = f"{lost}: name pools that may be on other masters, by --model '{name}#1' or in WARMFLEET_MODELS"
                 raise FleetUnavailable(text) from error
-    told = f"{lost}: of its pools only those that WARMFLEET_MODELS names are known, {', '.join(named)}"
-    print(f"warmfleet: warning: {told}", file=sys.stderr)
+    text = f"{lost}: of its pools only those that WARMFLEET_MODELS names are known, {', '.join(named)}"
+    print(f"warmfleet: warning: {text}", file=sys.stderr)
     return [PoolEntry(tag) for tag in named]
 
 
@@ -68,17 +75,17 @@ async def answers_of(
 ) -> tuple[list[tuple[Fleet, Answer]], list[str]]:
     """Ask all pools at once: the answers, and the tags of pools whose Redis does not answer.
 
-    Such a pool is told on standard error, and left out. Raises FleetUnavailable if no pool answers.
+    Such a pool is left out, with a warning on standard error. Raises FleetUnavailable if no pool answers.
     """
     answers: list[tuple[Fleet, Answer]] = []
     errors: dict[str, FleetUnavailable] = {}
-    for fleet, told in zip(fleets, await asyncio.gather(*map(ask, fleets), return_exceptions=True), strict=True):
-        if isinstance(told, FleetUnavailable):
-            errors[tag_of(fleet)] = told
-        elif isinstance(told, BaseException):
-            raise told
+    for fleet, answer in zip(fleets, await asyncio.gather(*map(ask, fleets), return_exceptions=True), strict=True):
+        if isinstance(answer, FleetUnavailable):
+            errors[tag_of(fleet)] = answer
+        elif isinstance(answer, BaseException):
+            raise answer
         else:
-            answers.append((fleet, told))
+            answers.append((fleet, answer))
     if not answers:
         raise next(iter(errors.values()))
     for tag, error in errors.items():
@@ -102,10 +109,7 @@ async def fleets_of(url: str, tags: Sequence[str]) -> AsyncIterator[list[Fleet]]
 async def registry_of(url: str, model: str) -> AsyncIterator[PoolRegistry]:
     """The registry of the served model that ``model``, a name or the tag of a pool, belongs to. Raises CommandError."""
     name = served_model(model)
-    try:
-        redis = connect(complete(url), model_tag(name), timeout_s=TIMEOUT_S)
-    except (RedisAddressError, WireError) as error:
-        raise CommandError(str(error)) from error
+    redis = _client(url, name)
     try:
         yield PoolRegistry(redis, name)
     finally:
@@ -115,16 +119,35 @@ async def registry_of(url: str, model: str) -> AsyncIterator[PoolRegistry]:
 @asynccontextmanager
 async def pool_of(url: str, tag: str) -> AsyncIterator[Fleet]:
     """All calls on one pool. Raises CommandError."""
-    try:
-        fleet = Fleet(connect(complete(url), model_tag(tag), timeout_s=TIMEOUT_S), tag)
-    except (RedisAddressError, WireError) as error:
-        raise CommandError(str(error)) from error
+    fleet = Fleet(_client(url, tag), tag)
     try:
         yield fleet
     finally:
         await fleet.close()
 
 
-def complete(url: str) -> str:
+async def slot_ranges(url: str) -> tuple[SlotRange, ...]:
+    """The slots of each master of a Cluster."""
+    connections = RedisConnections(_complete(url), timeout_s=TIMEOUT_S)
+    try:
+        return await connections.slot_ranges()
+    finally:
+        await connections.aclose()
+
+
+def runs(place: Placement, now: float) -> bool:
+    """Whether a server has written its place lately. now: this machine's clock, in seconds."""
+    return abs(now - place.seen_ms / 1_000) < SEEN_S
+
+
+def _client(url: str, tag: str) -> aioredis.Redis:
+    """A client of the Redis that has the keys of this model or pool. Raises CommandError."""
+    try:
+        return connect(_complete(url), model_tag(tag), timeout_s=TIMEOUT_S)
+    except (RedisAddressError, WireError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _complete(url: str) -> str:
     """The address of Redis with the authority that the environment names. Raises RedisAddressError."""
     return with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))

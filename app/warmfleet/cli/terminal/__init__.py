@@ -1,1 +1,1 @@
-"""What a person at a terminal sees and types: tables, progress, the words about workers, and completion."""
+"""Tables, progress and completion for a person at a terminal."""

@@ -1,4 +1,4 @@
-"""What a shell may complete: the words of the parser, models, workers. It needs argcomplete (extra ``cli``)."""
+"""Completion in a shell: the words of the parser, models, workers. Needs argcomplete (extra ``cli``)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 VARIABLE = "_ARGCOMPLETE"  # set by the shell while it asks for completions
-ASK_S = 0.5  # a person waits at the prompt
+ASK_S = 0.5  # short, because a person waits at the prompt
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and end the process, if it is a shell that asks. Returns at once otherwise."""
+    """Answer a shell that asks for completions, and end the process. Returns at once if no shell asks."""
     if VARIABLE not in os.environ:
         return
     try:
@@ -38,8 +38,7 @@ def completed(argument: argparse.Action, words: Callable[..., Iterable[str]]) ->
 def models(**_: Any) -> list[str]:
     """The models of WARMFLEET_MODELS and of the running stack."""
     local = running_stack.found()
-    named = os.environ.get("WARMFLEET_MODELS", "").split(",")
-    return sorted({tag.strip() for tag in [*named, *(local.models if local else ())]} - {""})
+    return sorted({*running_stack.models_of_environment(), *(local.models if local else ())})
 
 
 def workers(**_: Any) -> list[str]:
@@ -48,8 +47,8 @@ def workers(**_: Any) -> list[str]:
     if local is None:
         return []
     try:
-        asked = urllib.request.Request(f"{local.operators_url}/workers", headers=_admin_headers())  # noqa: S310  our own
-        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:  # noqa: S310
+        request = urllib.request.Request(f"{local.operators_url}/workers", headers=_admin_headers())  # noqa: S310  our own
+        with urllib.request.urlopen(request, timeout=ASK_S) as answer:  # noqa: S310
             names = [worker["worker_id"] for model in json.load(answer)["models"] for worker in model["workers"]]
     except (OSError, ValueError, KeyError, TypeError, WarmfleetError):
         return []
@@ -57,6 +56,6 @@ def workers(**_: Any) -> list[str]:
 
 
 def _admin_headers() -> dict[str, str]:
-    """As ``client.admin_headers``, without the time that loading its HTTP client takes at a prompt."""
+    """The headers of ``client.admin_headers``, without the time that loading its HTTP client takes at a prompt."""
     key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {"Authorization": f"Bearer {key}"} if key else {}

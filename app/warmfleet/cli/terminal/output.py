@@ -1,7 +1,7 @@
-"""Where commands print for people: tables and coloured words at a terminal, plain aligned lines everywhere else.
+"""Output of commands for people: tables and coloured words at a terminal, plain aligned lines everywhere else.
 
 Colour needs the package rich (extra ``cli``). Without it, in a pipe, with NO_COLOR and on a terminal that cannot (TERM
-is ``dumb``) the same words come as plain text, so that nothing that reads them depends on rich.
+is ``dumb``) the same words come as plain text, so that no program that reads them depends on rich.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
+MOST_NAMED = 8  # names in a sentence or a cell
 #: Text of a cell in a column of numbers, which is aligned to the right: with its unit, or a word for "no number".
 _NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
-_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen without a cursor, and back
+_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # to another screen without a cursor, and back
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear the rest of a line, of the screen
 
 
@@ -61,12 +62,12 @@ class Table:
 
     @property
     def right(self) -> list[bool]:
-        """Which columns hold numbers."""
+        """For each column whether its cells are numbers."""
         columns = [[str(row[column]) for row in self.rows] for column in range(len(self.header))]
         return [all(map(_NUMBER.match, cells)) and any(map(str.strip, cells)) for cells in columns]
 
 
-#: What a command prints: a table, a text, or a line made of texts.
+#: A part of what a command prints: a table, a text, or a line made of texts.
 Part = str | Toned | Table | tuple[str | Toned, ...]
 
 
@@ -80,10 +81,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def in_short(names: Sequence[str]) -> str:
+    """The first MOST_NAMED names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
 def text_for(out: TextIO, parts: Sequence[Part]) -> str:
     """The parts as ``out`` takes them: with colour if it is a terminal that shows it."""
     text = plain(parts)
-    if not is_terminal(out) or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+    if not out.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
     console = _console(max(map(len, text.splitlines()), default=0))
     if console is None:
@@ -105,7 +112,7 @@ def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -
     At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
     follow each other, each under a line with the time.
     """
-    in_place, last = is_terminal(out), ""
+    in_place, last = out.isatty(), ""
     try:
         if in_place:
             print(end=_PICTURE, file=out)
@@ -122,11 +129,6 @@ def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -
     finally:
         if in_place:
             print(_NO_PICTURE + last, file=out, flush=True)
-
-
-def is_terminal(out: TextIO) -> bool:
-    """Whether a person reads it."""
-    return out.isatty()
 
 
 def _aligned(cell: str, width: int, right: bool) -> str:

@@ -1,4 +1,4 @@
-"""A line about what takes a while: on standard error, so that it never gets into what a command prints."""
+"""A line about a step that takes a while: on standard error, so that it never mixes with a command's output."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self, TextIO
 
-from warmfleet.cli.terminal.output import is_terminal, printable
+from warmfleet.cli.terminal.output import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 DRAW_S = 0.2  # between two drawings of the line at a terminal
-SHOWN_FROM_S = 0.5  # what is quicker needs no line
+SHOWN_FROM_S = 0.5  # a quicker step needs no line
 PLAIN_S = 10.0  # between two lines elsewhere, such as in the log of a CI job
 BAR = 24  # characters
 
@@ -22,14 +22,14 @@ BAR = 24  # characters
 class Progress:
     """At a terminal one line with the seconds so far, and a bar where the end is known; elsewhere a line at times.
 
-    A thread draws it, so it goes on while the command waits for something. It ends with the ``with`` block.
+    A thread draws the line, also while the command waits. The line ends with the ``with`` block.
     """
 
     def __init__(
         self, out: TextIO | None = None, *, plain_s: float = PLAIN_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._out = out or sys.stderr
-        self._terminal = is_terminal(self._out)
+        self._terminal = self._out.isatty()
         self._plain_s, self._clock = plain_s, clock
         self._text, self._done, self._of, self._detail = "", 0, 0, ""
         self._began = self._said = clock()
@@ -48,9 +48,9 @@ class Progress:
         self.step("")
 
     def step(self, text: str, done: int = 0, of: int = 0, detail: str = "") -> None:
-        """What is done now; empty: nothing that takes time. done, of: how far it is, if its end is known.
+        """Show a step by this text; empty: no step takes time now. done, of: how far it is, if its end is known.
 
-        detail: what may change meanwhile. The seconds count from the first call with this text.
+        detail: a text that may change meanwhile. The seconds count from the first call with this text.
         """
         with self._lock:
             if printable(text) != self._text:

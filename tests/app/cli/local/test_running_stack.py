@@ -79,11 +79,9 @@ def test_a_dead_process_and_a_torn_file_count_for_nothing(home: Path) -> None:
             [file] = home.rglob("*.json")
             assert file.stem == f"local-stack-{STACK.pid}", "the dead one's has gone"
     folder = home / "warmfleet"
-    older = {"address": "x", "redis_url": "x", "models": ["m"], "pid": os.getpid()}
-    for text in ("{", "[]", '{"address": "x"}', '{"address": "", "redis_url": "", "models": 1, "pid": "x"}'):
-        (folder / "local-stack-1.json").write_text(text)
-        assert found() is None
-    for text in (json.dumps(older), json.dumps(older | {"operators": []})):
+    torn = {"address": "x", "redis_url": "x", "models": ["m"], "pid": os.getpid()}
+    texts = ("{", "[]", '{"address": "x"}', json.dumps(torn), json.dumps(torn | {"operators": []}))
+    for text in (*texts, json.dumps(torn | {"pid": "x", "operators": ["x"]})):
         (folder / "local-stack-1.json").write_text(text)
         assert found() is None
 

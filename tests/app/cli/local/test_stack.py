@@ -78,12 +78,12 @@ def test_every_replica_is_asked_in_every_round(monkeypatch: pytest.MonkeyPatch) 
     ready = {"replica-1": 3, "replica-2": 2}  # rounds until each answers
     members = [Member(name, "http://127.0.0.1:9") for name in ready]
 
-    def answers(_stack: Stack, member: Member, _path: str) -> bool:
+    def is_ready(_stack: Stack, member: Member) -> bool:
         asked.append(member.name)
         return asked.count(member.name) >= ready[member.name]
 
     monkeypatch.setattr(stack, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(Stack, "_answers", answers)
+    monkeypatch.setattr(Stack, "_ready", is_ready)
     Stack(Plan()).wait_ready(members)
     assert asked == ["replica-1", "replica-2"] * 2 + ["replica-1"]
     monkeypatch.setattr(stack, "REPLICA_SECONDS", 0.0)
