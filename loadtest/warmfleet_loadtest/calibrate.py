@@ -170,7 +170,7 @@ def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
 
 
 async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
-    """One line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
+    """A line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
 
     Raises StackError if the real engine or the simulator answers no request.
     """

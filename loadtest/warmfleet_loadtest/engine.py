@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 REPLAY_PORTS = 100  # from the port of an engine's KV events to that of their replays
 INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # for --kv-events
-STOP_SECONDS = 2.0  # that open requests get to end when the engine stops
+STOP_SECONDS = 2.0  # for open requests to end when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class EngineConfig:
         return made
 
     def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
-        speed = round(1 / self.costs.prefill_token_s)  # what a real engine would have measured
+        speed = round(1 / self.costs.prefill_token_s)  # a real engine would have measured it
         eviction = eviction_of(self.ttft_target, lambda: speed, self.limits.block_tokens, self.blocks)
         return TailPool(self.blocks, eviction, listener, clock)
 
 
 class Engine:
-    """One engine with its port, its core and, in a fleet, its publishers."""
+    """An engine with its port, its core and, in a fleet, its publishers."""
 
     def __init__(self, config: EngineConfig, tokenizer: PromptTokenizer, served: Served) -> None:
         self.tracker = Tracker()
@@ -169,9 +169,9 @@ async def serve(args: argparse.Namespace) -> None:
                 events = engine.publish_kv_events((first, first and first + REPLAY_PORTS))
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
-                told = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
-                told = f"--tokenizer {args.tokenizer or 'none'} --engine {told}"  # no hub knows the simulator's own
-                print(f"engine {index} is bridged by: warmfleet bridge --redis URL {told}", flush=True)
+                source = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
+                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the simulator's own
+                print(f"engine {index} is bridged by: warmfleet bridge --redis URL {options}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         if args.chooser:
             core = ChosenCore([engine.core for engine in engines], args.chooser)

@@ -76,7 +76,7 @@ ENDING_S = 2.0  # from a refused connection until the end of its process is know
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one fleet with one seed. ttft: sorted, in trace seconds, without the warm-up."""
+    """The outcome of a fleet with a seed. ttft: sorted, in trace seconds, without the warm-up."""
 
     figures: dict[str, Any]
     health: dict[str, Any]
@@ -112,7 +112,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
 def _speller() -> Callable[[Sequence[int]], str]:
     """A function from token ids to a text of as many tokens for the engines' tokenizer: a word for each id."""
     words = [word for _token_id, word in PromptTokenizer.load().words]
-    return lambda ids: "".join(words[one - FIRST_TOKEN] for one in ids)
+    return lambda ids: "".join(words[token_id - FIRST_TOKEN] for token_id in ids)
 
 
 async def _drive(
@@ -178,7 +178,7 @@ def _save(folder: Path, fleets: Sequence[Fleet], outcomes: dict[str, list[Outcom
         {name: outcome.samples for name, outcome in first.items()},
         speed,
     )
-    seeds = {name: [{**one.figures, **one.health} for one in found] for name, found in outcomes.items()}
+    seeds = {name: [{**outcome.figures, **outcome.health} for outcome in found] for name, found in outcomes.items()}
     (folder / "figures.json").write_text(json.dumps(seeds, indent=1))
 
 
@@ -226,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """The settings of the command line. Defaults depend on the trace; a trace of one's own has the conversation's.
+    """The settings of the command line. Defaults depend on the trace; a file has those of the conversation.
 
     Reads the whole trace, so that a fault near its end is found before the first run. Raises ValueError, OSError.
     """

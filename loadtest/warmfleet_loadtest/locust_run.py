@@ -52,7 +52,7 @@ LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
-FINISH_S = 200.0  # that Locust gets for its last requests and its report: more than three tries take
+FINISH_S = 200.0  # for Locust's last requests and its report: longer than three tries take
 LATE_S = 60.0  # on a busy machine what was added may get its first request only after the duration
 POLL_S = 0.2
 LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # between lines of progress
@@ -60,7 +60,7 @@ LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # between lines of progress
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """share: of the duration, when it happens. kind: of KINDS."""
+    """An event of a run. share: of the duration, when it happens. kind: of KINDS."""
 
     share: float
     action: str
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(fleet: str, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
-    """One fleet's run, from the start of its processes to their end. Raises StackError."""
+    """The run of a fleet, from the start of its processes to their end. Raises StackError."""
     chosen = [event for event in events if fleet == WARMFLEET or event.kind == "engine"]
     with (
         tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
@@ -124,11 +124,11 @@ def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Even
     command += ["--html", str(options.out / f"locust-{stack.fleet}.html")]
     used = stack.cpu_s()
     locust = stack.spawn("client", "locust", command)
-    stack.wait("locust", lambda: _sent(target))  # it takes seconds to import its modules
+    stack.wait("locust", lambda: _sent(target))  # its imports take seconds
     began = float(_read(target)["plan"]["began"])
     zero = time.monotonic() + began - time.time()
     live, marks = Live(stack.fleet, target, options.duration), []
-    for event in sorted(events, key=lambda one: one.share):
+    for event in sorted(events, key=lambda event: event.share):
         stack.sleep_until(zero + event.share * options.duration, live.look)
         at_s = time.time() - began
         marks.append(Mark(at_s, event.action, _happen(stack, event)))
@@ -178,7 +178,7 @@ def _read(target: Path) -> dict[str, Any]:
 
 
 class Live:
-    """How a run goes, on standard error: one line that is redrawn on a terminal, else a line every LOOK_S seconds."""
+    """Progress of a run on standard error: a line that is redrawn on a terminal, else a line every LOOK_S seconds."""
 
     def __init__(self, fleet: str, target: Path, duration: float) -> None:
         self._fleet, self._target, self._duration = fleet, target, duration
@@ -186,20 +186,17 @@ class Live:
         self._next = 0.0
 
     def look(self) -> None:
-        """Show how the run goes, if it is time for that."""
+        """Print the progress, if it is time for that."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + (TERMINAL_LOOK_S if self._terminal else LOOK_S)
-        print(
-            f"\r{self.text()}" if self._terminal else self.text(),
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
+        begin, end = ("\r", "") if self._terminal else ("", "\n")
+        print(f"{begin}{self.text()}", end=end, file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        print(f"{chr(10) if self._terminal else ''}{self._fleet}: {text}", file=sys.stderr, flush=True)
+        """Print a line of its own."""
+        begin = "\n" if self._terminal else ""
+        print(f"{begin}{self._fleet}: {text}", file=sys.stderr, flush=True)
 
     def text(self) -> str:
         summary = _read(self._target)
@@ -261,9 +258,9 @@ def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _locust_arguments(options: argparse.Namespace) -> list[str]:
-    given = vars(_locust_options(options))
+    values = vars(_locust_options(options))
     names = ("rate", "arrivals", "seconds", "mix", "seed", "trace", "speed", "rows")
-    arguments = [word for name in names for word in (f"--{name}", str(given[name]))]
+    arguments = [word for name in names for word in (f"--{name}", str(values[name]))]
     return arguments + (["--processes", str(options.processes)] if options.processes > 1 else [])
 
 
@@ -277,27 +274,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", action="store_true", help="then the same load on the same engines with session affinity only")
     add("--web", action="store_true", help="start Locust's web page, where runs are started by hand")
     add("--out", type=Path, default=Path("out/loadtest"), help="folder of the report (default %(default)s)")
-    load = parser.add_argument_group("load (loadtest/locustfile.py explains it)")
-    load.add_argument("--rate", type=float, default=DEFAULT_RATE, help="requests per second (default %(default)s)")
-    load.add_argument("--arrivals", choices=list(SHAPES), default="poisson", help="default %(default)s")
-    load.add_argument("--mix", default=DEFAULT_MIX, help="parts of the requests (default %(default)s)")
-    load.add_argument("--seed", default="1", help="equal seeds give equal loads (default %(default)s)")
-    load.add_argument("--trace", default="", help="play a trace instead: conversation, agents or a file")
-    load.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
-    load.add_argument("--rows", type=int, default=0, help="play only the trace's first rows; 0 = all")
-    load.add_argument("--processes", type=int, default=1, help="processes that send (default %(default)s)")
-    fleet = parser.add_argument_group("fleet")
-    fleet.add_argument("--replicas", type=int, default=3, help="of the router (default %(default)s)")
-    fleet.add_argument("--engines", type=int, default=8, help="simulated ones (default %(default)s)")
-    fleet.add_argument("--blocks", type=int, default=2_048, help="of 16 tokens, per engine (default %(default)s)")
-    fleet.add_argument(
-        "--step-time", default="demo", help="speed of an engine (see engine --help; default %(default)s)"
-    )
-    fleet.add_argument(
-        "--events",
-        default=EVENTS,
-        help="what comes and goes at which percent of the run; kill is SIGKILL, stop is SIGTERM (default %(default)s)",
-    )
+    add = parser.add_argument_group("load (loadtest/locustfile.py explains it)").add_argument
+    add("--rate", type=float, default=DEFAULT_RATE, help="requests per second (default %(default)s)")
+    add("--arrivals", choices=list(SHAPES), default="poisson", help="default %(default)s")
+    add("--mix", default=DEFAULT_MIX, help="parts of the requests (default %(default)s)")
+    add("--seed", default="1", help="equal seeds give equal loads (default %(default)s)")
+    add("--trace", default="", help="play a trace instead: conversation, agents or a file")
+    add("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
+    add("--rows", type=int, default=0, help="play only the trace's first rows; 0 = all")
+    add("--processes", type=int, default=1, help="processes that send (default %(default)s)")
+    add = parser.add_argument_group("fleet").add_argument
+    add("--replicas", type=int, default=3, help="of the router (default %(default)s)")
+    add("--engines", type=int, default=8, help="simulated ones (default %(default)s)")
+    add("--blocks", type=int, default=2_048, help="of 16 tokens, per engine (default %(default)s)")
+    add("--step-time", default="demo", help="speed of an engine (see engine --help; default %(default)s)")
+    events = "processes that come and go, by percent of the run; kill is SIGKILL, stop is SIGTERM (default %(default)s)"
+    add("--events", default=EVENTS, help=events)
     return parser
 
 

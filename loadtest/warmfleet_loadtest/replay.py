@@ -134,7 +134,7 @@ COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """One line per row, in Markdown."""
+    """A Markdown table with a line per row."""
     return markdown(("", *COLUMNS), [(name, *(row[column] for column in COLUMNS)) for name, row in rows.items()])
 
 

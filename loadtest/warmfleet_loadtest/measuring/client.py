@@ -10,20 +10,17 @@ import asyncio
 import resource
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import aiohttp
 import orjson
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer.
+    """An answer.
 
     ttft_s, total_s: from sending the request to the first and the last byte. late_s: from when the request was due to
     its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None if all
@@ -54,9 +51,7 @@ class SelfWatch:
         self._task = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
 
@@ -92,9 +87,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def complete(

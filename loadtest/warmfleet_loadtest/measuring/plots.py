@@ -91,7 +91,7 @@ def line_figure(
         axes.text(at, 0.98, text, transform=beside, bbox=behind, **style)
     axes.grid(alpha=0.3)
     if lines:
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # it hides no line there
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # where it hides no line
     return figure
 
 
@@ -104,7 +104,7 @@ def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
     panels = figure.subplots(rows, min(COLUMNS, len(samples)), sharex=True, sharey=True, squeeze=False)
     for panel, (name, taken) in zip(panels.flat, samples.items(), strict=False):
         for engine in range(len(taken[0].requests)):
-            across, up = [speed * one.at_s for one in taken], [one.requests[engine] for one in taken]
+            across, up = [speed * sample.at_s for sample in taken], [sample.requests[engine] for sample in taken]
             panel.plot(across, up, linewidth=0.7, label=f"engine {engine + 1}")
         panel.set_title(name, fontsize="small")
         panel.grid(alpha=0.3)

@@ -25,12 +25,12 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
     """The usage of a request. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
-    said = sum(request.output_tokens for request in requests)
+    output_tokens = sum(request.output_tokens for request in requests)
     cached = sum(request.cached_tokens for request in requests[:: ask.n])
     return {
         "prompt_tokens": ask.prompt_tokens,
-        "total_tokens": ask.prompt_tokens + said,
-        "completion_tokens": said,
+        "total_tokens": ask.prompt_tokens + output_tokens,
+        "completion_tokens": output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
@@ -43,7 +43,7 @@ def _logprobs(texts: list[str]) -> dict[str, Any]:
 
 
 def _prompt_logprobs(prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-    """One entry for each token; the first has nothing before it that could foretell it."""
+    """An entry for each token; the first has none, because no token before it could foretell it."""
     return [None, *({str(token_id): {"logprob": MADE_UP, "rank": 1}} for token_id in prompt[1:])]
 
 
@@ -69,7 +69,7 @@ class Writer:
         return orjson.dumps(body)
 
     def chunk(self, output: Output) -> bytes:
-        """One event of a stream. The first event of a chat names the role, too."""
+        """An event of a stream. The first event of a chat names the role, too."""
         text = self._tokenizer.text(output.token_ids)
         choice: dict[str, Any] = {"index": self._index[output.request], "logprobs": None}
         choice["finish_reason"] = self._reason(output.request) if output.finished else None
@@ -89,8 +89,8 @@ class Writer:
         return b"data: " + orjson.dumps({**self._head, "object": name, "choices": choices, **more}) + b"\n\n"
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
-        said = list(request.answer[: request.output_tokens])
-        text = self._tokenizer.text(said)
+        token_ids = list(request.answer[: request.output_tokens])
+        text = self._tokenizer.text(token_ids)
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._reason(request)}
         if self.ask.chat:
             choice["message"] = {"role": "assistant", "content": text}
@@ -98,11 +98,11 @@ class Writer:
             echoed = list(request.prompt) if self.ask.echo else []
             choice["text"] = "".join([*self._tokenizer.decoded(echoed), text])
             if self.ask.logprobs:
-                choice["logprobs"] = _logprobs(self._tokenizer.decoded([*echoed, *said]))
+                choice["logprobs"] = _logprobs(self._tokenizer.decoded([*echoed, *token_ids]))
             if self.ask.prompt_logprobs:
                 choice["prompt_logprobs"] = _prompt_logprobs(request.prompt)
         if self.ask.token_ids:
-            choice["token_ids"] = said
+            choice["token_ids"] = token_ids
             if not self.ask.chat:
                 choice["prompt_token_ids"] = list(request.prompt)
         return choice

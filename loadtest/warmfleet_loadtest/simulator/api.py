@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 VERSION = "0.1.0-sim"
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What one engine serves. models: the names of its one model.
+    """The offer of an engine. models: the names of its model.
 
     api_key: the bearer token that requests must have. cached_details: ``usage`` says how many tokens were cached.
     """
@@ -109,52 +110,40 @@ class Api:
         requests = ask.requests(self.tokenizer, self.core.scheduler.limits.max_model_len)
         sink: asyncio.Queue[Output] = asyncio.Queue()
         try:
-            for request in requests:
-                await self._submit(request, sink)
-            writer = answers.Writer(ask, self.tokenizer, requests)
-            if ask.stream:
-                return await self._stream(http, writer, sink, len(requests))
-            open_sequences, first = len(requests), True
-            while open_sequences:
-                output = await sink.get()
-                if first:
-                    await self._first_token_delay()
-                first = False
-                open_sequences -= output.finished
-            return web.Response(body=writer.whole(), content_type="application/json")
+            try:
+                for request in requests:
+                    await self.core.submit(request, sink)
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
+            return await self._write(http, answers.Writer(ask, self.tokenizer, requests), sink, len(requests))
         finally:  # also when the client hangs up, for that cancels the handler
             for request in requests:
                 self.core.abort(request)
 
-    async def _submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
-        try:
-            await self.core.submit(request, sink)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
-
-    async def _first_token_delay(self) -> None:
-        if self.core.costs.first_token_s:
-            await asyncio.sleep(self.core.costs.first_token_s)
-
-    async def _stream(
+    async def _write(
         self, http: web.Request, writer: answers.Writer, sink: asyncio.Queue[Output], open_sequences: int
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(http)
+        """The answer, whole or as a stream, when all its sequences are finished."""
+        stream = web.StreamResponse(headers=EVENTS) if writer.ask.stream else None
+        if stream is not None:
+            await stream.prepare(http)
         first = True
         while open_sequences:
             output = await sink.get()
             if first:
-                await self._first_token_delay()
+                await asyncio.sleep(self.core.costs.first_token_s)
             first = False
             open_sequences -= output.finished
-            await response.write(writer.chunk(output))
-        await response.write((writer.usage_chunk() if writer.ask.usage else b"") + answers.DONE)
-        await response.write_eof()
-        return response
+            if stream is not None:
+                await stream.write(writer.chunk(output))
+        if stream is None:
+            return web.Response(body=writer.whole(), content_type="application/json")
+        await stream.write((writer.usage_chunk() if writer.ask.usage else b"") + answers.DONE)
+        await stream.write_eof()
+        return stream
 
     async def render(self, http: web.Request) -> web.Response:
-        """The token ids of a chat: of the fields in vLLM's answer the one that routers need."""
+        """The token ids of a chat: of the fields in vLLM's answer only that which routers need."""
         return web.json_response({"token_ids": self._ids(await http.read())})
 
     async def tokenize(self, http: web.Request) -> web.Response:

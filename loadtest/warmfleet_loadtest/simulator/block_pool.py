@@ -80,7 +80,7 @@ class BlockPool:
     # ------------------------------------------------ changes
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more request uses these blocks."""
+        """Count a further request that uses these blocks."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
@@ -110,7 +110,7 @@ class BlockPool:
             self.listener.stored(block_hash)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One request fewer uses these blocks. They come in the order of eviction: a request's last block first."""
+        """Count a request less that uses these blocks, which come in the order of eviction: its last block first."""
         for block in blocks:
             self._references[block] -= 1
             if not self._references[block]:

@@ -112,11 +112,11 @@ class EngineCore:
 
     def moved(self) -> None:
         """The engine has left a pool; called in the publisher's thread."""
-        requests = self.scheduler.running.copy(), self.scheduler.waiting.copy()
-        self._left = frozenset(one.request_id for some in requests for one in some)
+        queues = self.scheduler.running.copy(), self.scheduler.waiting.copy()
+        self._left = frozenset(request.request_id for queue in queues for request in queue)
 
     def load(self) -> Load:
-        """What this engine is doing now; called in the publisher's thread."""
+        """The present load of this engine; called in the publisher's thread."""
         load = load_of(self.scheduler, self._meter.speed_tps, self._left)
         steps = self.steps if load.running + load.waiting else None
         return replace(load, steps=steps, step_us=self._meter.step_us)

@@ -56,7 +56,7 @@ class KvEvents:
         self._events.append(
             {
                 "type": "BlockStored",
-                "block_hashes": [int.from_bytes(one, "big") for one in request.hashes[start:end]],
+                "block_hashes": [int.from_bytes(digest, "big") for digest in request.hashes[start:end]],
                 "parent_block_hash": int.from_bytes(request.hashes[start - 1], "big") if start else None,
                 "token_ids": request.slice(start * size, end * size),
                 "block_size": size,
@@ -69,13 +69,13 @@ class KvEvents:
         )
 
     def stored(self, hashes: bytes) -> None:
-        """Nothing to do: ``cached`` has made the event, with the token ids."""
+        """Do nothing: ``cached`` has made the event, with the token ids."""
 
     def removed(self, hashes: bytes) -> None:
-        """Nothing to do: ``copy_removed`` has made the event."""
+        """Do nothing: ``copy_removed`` has made the event."""
 
     def copy_removed(self, block_hash: bytes) -> None:
-        """One copy of a hash has gone. vLLM sends an event for every copy, also while others are left."""
+        """Note that a copy of a hash has gone. vLLM sends an event for every copy, also while others are left."""
         block = int.from_bytes(block_hash, "big")
         self._events.append({"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0})
 
@@ -104,7 +104,7 @@ class KvEvents:
                 if not router.poll(REPLAY_POLL_MS):
                     continue
                 client, _empty, start = router.recv_multipart()
-                for number, batch in list(self._kept):  # one atomic copy: the engine's thread goes on publishing
+                for number, batch in list(self._kept):  # an atomic copy: the engine's thread goes on publishing
                     if number >= int.from_bytes(start, "big"):
                         router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), batch])
                 router.send_multipart([client, b"", b"", END, b""])

@@ -48,7 +48,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRequest:
-    """One parsed request.
+    """A parsed request.
 
     kind: ``cmpl`` or ``chatcmpl``. request_id: as the client sees it, with its kind. prompts: token ids.
     max_tokens: None = as long as the answer is. exact: the answer has exactly max_tokens (``ignore_eos``).
@@ -88,7 +88,7 @@ class OpenAIRequest:
         return sum(map(len, self.prompts))
 
     def requests(self, tokenizer: PromptTokenizer, max_model_len: int) -> list[Request]:
-        """One sequence per prompt and choice, with ids as vLLM makes them. Raises RefusedError if one is too long."""
+        """A sequence per prompt and choice, with ids as vLLM makes them. Raises RefusedError for too long a prompt."""
         made = []
         for position, prompt in enumerate(self.prompts):
             name = self.request_id if self.chat else f"{self.request_id}-{position}"
@@ -160,7 +160,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         usage=bool(options.get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
         echo=kind == "cmpl" and _flag(body, "echo"),
-        logprobs=_asked(body, "logprobs"),
+        logprobs=_wants(body, "logprobs"),
         prompt_logprobs=body.get("prompt_logprobs") is not None,
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
@@ -194,22 +194,21 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     if kind == "chatcmpl" and body.get("logprobs"):
         raise _not_imitated("logprobs")
     for name in ("echo", "logprobs", "prompt_logprobs"):
-        if kind == "cmpl" and _flag(body, "stream") and _asked(body, name):
+        if kind == "cmpl" and _flag(body, "stream") and _wants(body, name):
             raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
 
 
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
-    given = body.get("stop") or []
-    texts = [given] if isinstance(given, str) else given
+    stop = body.get("stop") or []
+    texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RefusedError("stop must be a string or a list of strings", param="stop")
     return tuple(texts)
 
 
-def _asked(body: dict[str, Any], name: str) -> bool:
-    return body.get(name) is not None and (
-        type(body[name]) is int or _flag(body, name)
-    )  # 0 logprobs are those of the token itself
+def _wants(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    return type(value) is int or (value is not None and _flag(body, name))  # 0 logprobs are those of the token itself
 
 
 def _not_imitated(name: str) -> RefusedError:
@@ -218,8 +217,8 @@ def _not_imitated(name: str) -> RefusedError:
 
 def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
     """The token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
-    given = _object(body, "kv_transfer_params").get("prompt_token_ids")
-    return [tokenizer.chat_ids(body) if given is None or body.get("echo") else _ids(given)]
+    ids = _object(body, "kv_transfer_params").get("prompt_token_ids")
+    return [tokenizer.chat_ids(body) if ids is None or body.get("echo") else _ids(ids)]
 
 
 def _completion(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:

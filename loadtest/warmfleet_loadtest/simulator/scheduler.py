@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. hashes: of its full blocks, prompt and answer alike. priority: the lowest is computed first."""
+    """A sequence. hashes: of its full blocks, prompt and answer alike. priority: the lowest is computed first."""
 
     request_id: str
     prompt: Sequence[int]
@@ -57,7 +57,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     entered: int = 0  # the number of its blocks that are in the cache
     last_digest: bytes | None = None
-    seen: bool = False  # it has been scheduled before
+    seen: bool = False  # whether it has been scheduled before
 
     @property
     def prompt_tokens(self) -> int:
@@ -82,7 +82,7 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """What a step computes: the tokens of each request, and their sums for the cost model."""
+    """The work of a step: the tokens of each request, and their sums for the cost model."""
 
     tokens: list[tuple[Request, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
@@ -111,7 +111,7 @@ class Totals:
 
 
 class Follower(Protocol):
-    """Is told about every request: when it has its first token, and when it is over and still has its blocks."""
+    """Hears about every request: when it has its first token, and when it is over and still has its blocks."""
 
     def first_token(self, request: Request) -> None: ...
     def over(self, request: Request) -> None: ...

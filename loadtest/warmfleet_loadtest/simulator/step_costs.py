@@ -1,4 +1,4 @@
-"""How long a step of an engine takes: a linear model, with coefficients that ``calibrate`` fits to real vLLM.
+"""The seconds of a step of an engine: a linear model, with coefficients that ``calibrate`` fits to real vLLM.
 
 A step computes prompt tokens of some requests and one token for each decoding request. Because of attention, a prompt
 token costs more the more context it sees, and a decoded token the longer its sequence is.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes. prefill_pairs: pairs of a computed prompt token and a token that it attends to."""
+    """The work of a step. prefill_pairs: pairs of a computed prompt token and a token that it attends to."""
 
     prefill_tokens: int = 0
     prefill_requests: int = 0

@@ -1,6 +1,6 @@
 """A block pool that evicts by the plugin's own T-LRU, as the plugin lets vLLM's pool do it.
 
-See ``warmfleet_worker.eviction.tail_eviction``: when an allocation would evict blocks that somebody may come back for,
+See ``warmfleet_worker.eviction.tail_eviction``: when an allocation would evict blocks that a later prompt may need,
 blocks that their conversations can do without are moved to the front of the free queue first.
 """
 

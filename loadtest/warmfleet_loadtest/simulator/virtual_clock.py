@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Clock:
-    """now: virtual seconds. Other simulated parts may share the clock."""
+    """The time of a simulation, which other simulated parts may share. now: virtual seconds."""
 
     now: float = 0.0
 
@@ -91,7 +92,7 @@ class VirtualEngine:
         return seconds
 
     def end(self, now: float) -> Sequence[Output]:
-        """The step is over."""
+        """End the step under way, and return its outputs."""
         if self.step is None:
             return ()
         step, self.step = self.step, None
@@ -124,7 +125,7 @@ class VirtualFleet:
                 self._sessions.setdefault(arrival.session, []).append(arrival)
         for arrival in trace.arrivals:
             if arrival.think_s is None:
-                self.at(arrival.at_s / self._speed, self._arrive(arrival))
+                self.at(arrival.at_s / self._speed, partial(self._arrive, arrival))
         while self._left:
             self.clock.now, _order, duty, event = heapq.heappop(self._events)
             self._left -= not duty
@@ -136,19 +137,16 @@ class VirtualFleet:
         self._left += not duty
         heapq.heappush(self._events, (when, next(self._order), duty, event))
 
-    def _arrive(self, arrival: Arrival) -> Event:
-        async def arrive(now: float) -> None:
-            answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
-            request = Request("", arrival.prompt, arrival.output_tokens, answer)
-            hash_blocks(self.engines[0].scheduler.scheme, request)
-            self._kept_back[request] = (now, arrival.session)
-            number = await self._router.choose(request, arrival, now)
-            if number is None:
-                self._left += 1  # a request that waits keeps the run from ending
-            else:
-                self._hand_over(request, number, now)
-
-        return arrive
+    async def _arrive(self, arrival: Arrival, now: float) -> None:
+        answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
+        request = Request("", arrival.prompt, arrival.output_tokens, answer)
+        hash_blocks(self.engines[0].scheduler.scheme, request)
+        self._kept_back[request] = (now, arrival.session)
+        number = await self._router.choose(request, arrival, now)
+        if number is None:
+            self._left += 1  # a request that waits keeps the run from ending
+        else:
+            self._hand_over(request, number, now)
 
     def send(self, request: Request, number: int, now: float) -> None:
         """Send a request that the router has kept back to the engine of this number."""
@@ -165,56 +163,41 @@ class VirtualFleet:
         self._open[request] = (at, number, session)
         engine = self.engines[number]
         engine.api_free = max(engine.api_free, now) + engine.costs.arrival_seconds(request.prompt_tokens)
-        if engine.api_free <= now:  # it is there at once, so that the router's next look at the engine finds it
+        if engine.api_free <= now:  # at once, so that the router's next look at the engine finds the request
             engine.scheduler.add(request)
-            self.at(now, self._begin(number))
+            self.at(now, partial(self._next_step, number))
         else:
-            self.at(engine.api_free, self._admit(number, request))
+            self.at(engine.api_free, partial(self._admit, number, request))
 
-    def _admit(self, number: int, request: Request) -> Event:
-        async def admit(now: float) -> None:
-            self.engines[number].scheduler.add(request)
-            self._next_step(number, now)
+    async def _admit(self, number: int, request: Request, now: float) -> None:
+        self.engines[number].scheduler.add(request)
+        await self._next_step(number, now)
 
-        return admit
-
-    def _begin(self, number: int) -> Event:
-        async def begin(now: float) -> None:
-            self._next_step(number, now)
-
-        return begin
-
-    def _next_step(self, number: int, now: float) -> None:
+    async def _next_step(self, number: int, now: float) -> None:
         seconds = self.engines[number].begin(now)
         if seconds is not None:
-            self.at(now + seconds, self._end_step(number))
+            self.at(now + seconds, partial(self._end_step, number))
 
-    def _end_step(self, number: int) -> Event:
-        async def end(now: float) -> None:
-            engine = self.engines[number]
-            await self._outputs(engine.end(now), engine, now)
-            self._collect_when_due(number, now)
-            self._next_step(number, now)
-
-        return end
+    async def _end_step(self, number: int, now: float) -> None:
+        engine = self.engines[number]
+        await self._outputs(engine.end(now), engine, now)
+        self._collect_when_due(number, now)
+        await self._next_step(number, now)
 
     def _collect_when_due(self, number: int, now: float) -> None:
         engine = self.engines[number]
         due = engine.scheduler.next_due()
         if due is not None and due < engine.collect_at:
             engine.collect_at = max(due, now)
-            self.at(engine.collect_at, self._collect(number))
+            self.at(engine.collect_at, partial(self._collect, number))
 
-    def _collect(self, number: int) -> Event:
-        async def collect(now: float) -> None:
-            engine = self.engines[number]
-            if now >= engine.collect_at:
-                engine.collect_at = math.inf
-            await self._outputs(engine.scheduler.collect(now), engine, now)
-            self._collect_when_due(number, now)
-            self._next_step(number, now)
-
-        return collect
+    async def _collect(self, number: int, now: float) -> None:
+        engine = self.engines[number]
+        if now >= engine.collect_at:
+            engine.collect_at = math.inf
+        await self._outputs(engine.scheduler.collect(now), engine, now)
+        self._collect_when_due(number, now)
+        await self._next_step(number, now)
 
     async def _outputs(self, outputs: Sequence[Output], engine: VirtualEngine, now: float) -> None:
         for output in outputs:
@@ -230,4 +213,4 @@ class VirtualFleet:
                 following = self._sessions.get(session)
                 if following:
                     arrival = following.pop()
-                    self.at(now + (arrival.think_s or 0.0) / self._speed, self._arrive(arrival))
+                    self.at(now + (arrival.think_s or 0.0) / self._speed, partial(self._arrive, arrival))

@@ -46,7 +46,7 @@ CONNECTIONS = ("bridge", "approximate", "mixed")
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One fleet under comparison.
+    """A fleet under comparison.
 
     kind: ``warmfleet``, a name in ``peers.PEERS``, in DIRECT or in CHOSEN. balance: how the client chooses among
     several URLs. connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
@@ -165,10 +165,10 @@ def _start_connected(
     if connection == "mixed":
         started: list[str] = []
         static: tuple[str, ...] = ()
-        for index, one in enumerate(("plugin", "bridge", "approximate")):
+        for index, kind in enumerate(("plugin", "bridge", "approximate")):
             share = replace(setup, engines=(setup.engines + 2 - index) // 3)
             if share.engines:
-                engines, listed = _start_connected(processes, one, share, store, f"engines-{one}")
+                engines, listed = _start_connected(processes, kind, share, store, f"engines-{kind}")
                 started, static = [*started, *engines], (*static, *listed)
         return tuple(started), static
     options = {"plugin": ["--redis", store], "bridge": ["--kv-events"], "approximate": []}[connection]
@@ -199,17 +199,8 @@ def _start_engines(
 ) -> tuple[tuple[str, ...], list[int]]:
     """(URLs, ports of KV events) of the engines of one process, as they print them."""
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
-    argv += [
-        "--model",
-        MODEL,
-        "--blocks",
-        str(setup.blocks),
-        "--worker-id",
-        name.replace("engines", "sim"),
-        "--mode",
-        setup.mode,
-    ]
-    argv += ["--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
+    argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", name.replace("engines", "sim")]
+    argv += ["--mode", setup.mode, "--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
     processes.spawn("engines", name, argv)
 
     def urls() -> list[str]:

@@ -39,17 +39,16 @@ if TYPE_CHECKING:
 
 MODEL = "loadtest"
 WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
-FLEETS = (WARMFLEET, AFFINITY)
 SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
 WATCH_S = 0.5
-TERMINATE_S = 10.0  # that a process gets to end by itself
+TERMINATE_S = 10.0  # for a process to end by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """replicas, engines: at the begin. blocks: in the cache of an engine. step_time: a preset of ``step_costs``.
+    """The processes of a stack. replicas, engines: at the begin. blocks: in the cache of an engine.
 
-    spare_replicas, spare_engines: places for those that join later.
+    step_time: a preset of ``step_costs``. spare_replicas, spare_engines: places for those that join later.
     """
 
     replicas: int = 3
@@ -70,7 +69,7 @@ class LocustStack(Processes):
         engines = self.size.engines + self.size.spare_engines
         ports = iter(free_ports(1 + replicas + engines))
         self.url = f"http://127.0.0.1:{next(ports)}"
-        #: Ports by name. haproxy knows all of them from the begin, and takes in whatever answers there.
+        #: Ports by name. haproxy knows all of them from the begin, and uses each as soon as a process answers there.
         self.replicas = {f"replica-{place + 1}": next(ports) for place in range(replicas)}
         self.engines = {f"engine-{place + 1}": next(ports) for place in range(engines)}
         self._started: list[str] = []

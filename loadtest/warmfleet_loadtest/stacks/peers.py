@@ -48,7 +48,7 @@ def install() -> Path:
 
 
 def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
-    """Those of these peers that the environment in ``folder`` does not have."""
+    """The peers of these names that the environment in ``folder`` lacks."""
     look = "import sys\nfrom importlib.util import find_spec\nprint(*(n for n in sys.argv[1:] if not find_spec(n)))"
     packages = {name.removesuffix("-kv").replace("-", "_"): name for name in names}
     argv = [str(folder / "bin/python"), "-I", "-c", look, *packages]
@@ -61,34 +61,36 @@ def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
 
 def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
     """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
-    argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    argv += ["--policy", "kv_aware", "--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
+    argv = _command(["vllm-router"], port, metrics_port, urls, "kv_aware")
+    argv += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
     for url, event_port in zip(urls, events, strict=True):
         argv += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{event_port}"]
-    return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
+    return argv
 
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
     """SMG, policy ``cache_aware``: it keeps a tree of the prompts that it has sent, for it gets no events over HTTP."""
     # The package sglang-router brings a command `smg`, too; the module is never mistaken.
-    argv = ["python", "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    argv += ["--policy", "cache_aware", "--backend", "vllm", "--disable-tokenizer-autoload"]
-    argv += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
-    return [*argv, "--worker-startup-check-interval", "1"]
+    argv = _command(["python", "-m", "smg", "launch"], port, metrics_port, urls)
+    return [*argv, "--backend", "vllm", "--disable-tokenizer-autoload", "--prometheus-host", "127.0.0.1"]
 
 
 def vllm_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
     """vllm-router with its default policy: for every request it asks all engines for the prompt's tokens."""
-    argv = ["vllm-router", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    argv += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port)]
-    return [*argv, "--worker-startup-check-interval", "1"]
+    return _command(["vllm-router"], port, metrics_port, urls)
 
 
 def sglang_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
     """sglang-router with its default policy, a tree of the prompts that it has sent."""
-    argv = ["sglang-router", "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    argv += ["--policy", "cache_aware", "--prometheus-port", str(metrics_port)]
-    return [*argv, "--worker-startup-check-interval", "1"]
+    return _command(["sglang-router", "launch"], port, metrics_port, urls)
+
+
+def _command(
+    begin: list[str], port: int, metrics_port: int, urls: Sequence[str], policy: str = "cache_aware"
+) -> list[str]:
+    """The command line with the options that all peers have."""
+    argv = [*begin, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
+    return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
 
 
 PEERS: dict[str, Callable[[int, int, Sequence[str], Sequence[int]], list[str]]] = {

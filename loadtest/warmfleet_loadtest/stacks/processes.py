@@ -44,8 +44,8 @@ def end_on_signals() -> None:
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    for each in ENDINGS:
-        signal.signal(each, signal.SIG_IGN)  # an impatient second Ctrl-C must not cut the killing short
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)  # an impatient second Ctrl-C must not cut the killing short
     sys.exit(128 + number)
 
 
@@ -136,10 +136,10 @@ class Processes:
         """CPU seconds so far, by kind, with children."""
         spent: dict[str, float] = {}
         for kind, process in self._running.values():
-            with suppress(psutil.Error):  # it has ended; ``check`` reports that
+            with suppress(psutil.Error):  # the process has ended; ``check`` reports that
                 own = psutil.Process(process.pid)
-                for one in (own, *own.children(recursive=True)):
-                    times = one.cpu_times()
+                for member in (own, *own.children(recursive=True)):
+                    times = member.cpu_times()
                     spent[kind] = spent.get(kind, 0.0) + times.user + times.system
         return spent
 

@@ -48,7 +48,7 @@ PUBLIC = {
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace.
+    """A request of a trace.
 
     at_s: when it arrives, in the trace's own time. think_s: in a closed loop it arrives so long after the session's
     previous answer instead.
@@ -148,8 +148,8 @@ class _Reader:
             del prompt[len(prompt) - BLOCK_TOKENS + max(1, round(partial * BLOCK_TOKENS / size)) :]
         think = None
         if self._closed and session in self._last:
-            then, said = self._last[session]
-            think = max(0.0, row["t"] - then - DECODE_S * said)  # the gaps of such a trace contain the decoding
+            then, tokens = self._last[session]
+            think = max(0.0, row["t"] - then - DECODE_S * tokens)  # the gaps of such a trace contain the decoding
         self._last[session] = (row["t"], row["out"])
         return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
 
@@ -177,8 +177,9 @@ def generate(rows: int, seed: int = 0) -> Trace:
             sessions += 1
             ids = [0, *(next(fresh) for _ in range(_blocks(generator, 2.6, 1.0)))]
         prompt = [token for identifier in ids for token in block(identifier, seed)]
-        said = max(1, min(64, round(generator.lognormvariate(2.0, 0.8))))
-        arrivals.append(Arrival(now, session, prompt[: len(prompt) - generator.randrange(BLOCK_TOKENS)], said))
+        output_tokens = max(1, min(64, round(generator.lognormvariate(2.0, 0.8))))
+        length = len(prompt) - generator.randrange(BLOCK_TOKENS)
+        arrivals.append(Arrival(now, session, prompt[:length], output_tokens))
         if generator.random() < (0.24 if number == 1 else 0.35):
             open_sessions.append((now + generator.lognormvariate(4.4, 0.7), session, ids, number + 1))
     return Trace("generated conversation", tuple(arrivals))

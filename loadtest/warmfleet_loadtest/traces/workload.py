@@ -50,23 +50,24 @@ def mixed(mix: Mix) -> Trace:
         now += generator.expovariate(mix.rate)
         if now > mix.seconds:
             return Trace("mixed", tuple(arrivals))
-        said = generator.randint(*mix.output_tokens)
+        output_tokens = generator.randint(*mix.output_tokens)
         text = _tokens(generator, generator.randint(*mix.turn_tokens))
         kind = generator.random()
         if kind < mix.document_share:  # some documents are more popular than others
             rank = min(int(generator.paretovariate(0.8)) - 1, mix.documents - 1)
-            arrivals.append(Arrival(now, -1, documents[rank] + text, said))
+            arrivals.append(Arrival(now, -1, documents[rank] + text, output_tokens))
         elif kind < mix.document_share + mix.single_share:
-            arrivals.append(Arrival(now, -1, _tokens(generator, generator.randint(*mix.document_tokens)), said))
+            prompt = _tokens(generator, generator.randint(*mix.document_tokens))
+            arrivals.append(Arrival(now, -1, prompt, output_tokens))
         else:
-            session = next((one for one in sessions if one.ready_at <= now), None)
+            session = next((session for session in sessions if session.ready_at <= now), None)
             if session is None:
                 number += 1
                 session = _Session(number, list(generator.choice(systems)), now)
                 sessions.append(session)
             session.prompt = session.prompt + text
-            arrivals.append(Arrival(now, session.number, session.prompt, said))
-            session.prompt = session.prompt + _tokens(generator, said)
+            arrivals.append(Arrival(now, session.number, session.prompt, output_tokens))
+            session.prompt = session.prompt + _tokens(generator, output_tokens)
             session.turns += 1
             session.ready_at = now + generator.expovariate(1 / mix.think_s)
             if session.turns >= mix.max_turns:

@@ -1,1 +1,1 @@
-"""The users of a load test with Locust: when their requests arrive, what they ask, and what is counted."""
+"""The users of a load test with Locust: their arrivals, their requests, and the counts and reports of a run."""

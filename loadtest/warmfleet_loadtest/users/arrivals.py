@@ -1,4 +1,4 @@
-"""When requests arrive: five shapes of open-loop arrivals.
+"""The arrivals of requests in an open loop, in five shapes.
 
 In an open loop a request arrives when it is due, whether or not earlier ones are answered, as the requests of many
 people do. In a closed loop a user waits for an answer before the next request, so a server that slows down gets fewer
@@ -65,9 +65,9 @@ class Arrivals:
         """(the rate at a time over the mean rate, the largest value of that)."""
         day = self.seconds if math.isfinite(self.seconds) else ENDLESS_DAY_S
         if self.shape == "burst":
-            rest = (BURST_PERIOD_S - BURST_FACTOR * BURST_S) / (BURST_PERIOD_S - BURST_S)
+            between = (BURST_PERIOD_S - BURST_FACTOR * BURST_S) / (BURST_PERIOD_S - BURST_S)
             begin = (BURST_PERIOD_S - BURST_S) / 2
-            return lambda at: BURST_FACTOR if begin <= at % BURST_PERIOD_S < begin + BURST_S else rest, BURST_FACTOR
+            return lambda at: BURST_FACTOR if begin <= at % BURST_PERIOD_S < begin + BURST_S else between, BURST_FACTOR
         if self.shape == "ramp":
             return lambda at: RAMP_FROM + (RAMP_TO - RAMP_FROM) * min(1.0, at / day), RAMP_TO
         if self.shape == "diurnal":

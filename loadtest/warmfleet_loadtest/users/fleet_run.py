@@ -1,4 +1,4 @@
-"""One fleet's run: what was counted, what came and went meanwhile, and whether the run may be believed."""
+"""The run of a fleet: its counts, the processes that came and went, and whether its figures may be believed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, gener
 from warmfleet_loadtest.users.tally import Tally
 
 WARM_UP = 0.1  # of the run, whose requests count in no figure but the failures
-# A fallback is a correct answer that was routed without the shared decision. A run in which a larger share of the
-# answers than this are fallbacks has failed: it says little about the shared decision. Runs on a crowded 2-core machine
-# had 0 to 6 % fallbacks: there the store waited for a CPU longer than the routers wait for the store.
+# A fallback is a correct answer that was routed without the shared decision. A run with a larger share of fallbacks has
+# failed: it says little about the shared decision. On a crowded 2-core machine runs had 0 to 6 % fallbacks, because the
+# store waited for a CPU longer than the routers wait for the store.
 FALLBACK_SHARE = 0.2
 KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
 STOP_WINDOW_S = 6.0  # the same, behind the seconds that an engine gives its open requests when it is asked to end
@@ -22,7 +22,7 @@ BUSY_SHARE = 0.8  # of a core, for programs with one thread; and of all cores
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something came or went. at_s: seconds from the begin. action: ``kill``, ``stop`` or ``add``."""
+    """The coming or going of a process. at_s: seconds from the begin. action: ``kill``, ``stop`` or ``add``."""
 
     at_s: float
     action: str
@@ -34,7 +34,7 @@ class Mark:
 
     @property
     def window_s(self) -> float:
-        """For so long after this connections may break."""
+        """The seconds after the event in which connections may break."""
         return {"kill": KILL_WINDOW_S, "stop": STOP_WINDOW_S}.get(self.action, 0.0)
 
 
@@ -106,7 +106,7 @@ def _excused(run: FleetRun, at_s: float) -> bool:
 
 
 def warnings(run: FleetRun) -> list[str]:
-    """What makes the figures doubtful, without failing the run."""
+    """The reasons that make the figures doubtful, without failing the run."""
     found = []
     own = run.generator
     if own["was_busy"]:
@@ -118,7 +118,7 @@ def warnings(run: FleetRun) -> list[str]:
     share = {kind: used / run.seconds for kind, used in run.cpu_s.items()}
     found += [
         f"{kind} was the limit: it used {share[kind]:.0%} of a core"
-        for kind in ("haproxy", "store")  # one thread each, or nearly so
+        for kind in ("haproxy", "store")  # each has a single thread, or nearly so
         if share.get(kind, 0.0) > BUSY_SHARE
     ]
     cores = os.cpu_count() or 1
@@ -147,7 +147,7 @@ def rows(run: FleetRun) -> list[tuple[str, ...]]:
 
 
 def facts(run: FleetRun) -> list[tuple[str, str]]:
-    """(name, text) of what the table of figures leaves out."""
+    """(name, text) of the facts that the table of figures leaves out."""
     tally, own = run.tally, run.generator
     breaks = by_name(tally, "broken")
     used = {kind: f"{kind} {seconds / run.seconds:.2f}" for kind, seconds in sorted(run.cpu_s.items())}
@@ -179,20 +179,10 @@ def describe(run: FleetRun) -> str:
     """A summary of the run in a few lines."""
     table = [HEAD, *rows(run)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return "\n".join(
-        [
-            f"{run.fleet} (times in ms; the first {WARM_UP:.0%} left out)",
-            *lines,
-            *(f"{name:<10}{text}" for name, text in facts(run)),
-        ]
-    )
+    lines = [f"{run.fleet} (times in ms; the first {WARM_UP:.0%} left out)"]
+    for kind, *cells in table:
+        lines.append("  ".join([kind.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
+    return "\n".join([*lines, *(f"{name:<10}{text}" for name, text in facts(run))])
 
 
 def _counts(found: dict[str, int]) -> str:

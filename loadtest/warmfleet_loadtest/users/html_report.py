@@ -1,9 +1,10 @@
-"""The report of a load test: a page with figures and plots, in which it is marked what came and went."""
+"""The report of a load test: a page with figures, and plots with marks where a process came or went."""
 
 from __future__ import annotations
 
 import json
 from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_loadtest.measuring.plots import line_figure, save_figure
@@ -80,13 +81,13 @@ def plan_text(run: FleetRun) -> str:
 
 
 def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
-    """The plots by the names of their files. Marks are those of the first run."""
+    """The plots by the names of their files. The marks are those of the first run."""
     window_s = max(1.0, round(runs[0].seconds / POINTS))
     lines = {run.fleet: over_time(run.tally, run.began, run.seconds, window_s) for run in runs}
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]
 
     def over(names: dict[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-        """A line per fleet and figure. names: of the figures, and how the legend calls them."""
+        """A line per fleet and figure. names: of the figures, with their words in the legend."""
         return {
             f"{fleet}{label}": ([at for at, _ in found[name]], [value for _, value in found[name]])
             for fleet, found in lines.items()
@@ -111,11 +112,8 @@ def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
 def _cdf(run: FleetRun) -> tuple[list[float], list[float]]:
     """(TTFT in ms, share of requests that had at most that)."""
     known = distribution(run.tally.total(), "ttft", run.tally.kinds())
-    whole, seen = sum(times for _, times in known), 0
-    shares = []
-    for _, times in known:
-        seen += times
-        shares.append(seen / whole)
+    whole = sum(times for _, times in known)
+    shares = [count / whole for count in accumulate(times for _, times in known)]
     return [value for value, _ in known], shares
 
 
@@ -123,11 +121,12 @@ def _section(run: FleetRun) -> str:
     problems, doubts = verdict(run), warnings(run)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in HEAD)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(run))
-    said = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(run))
-    result = "".join(f'<p class="bad">failed: {escape(one)}</p>' for one in problems) or '<p class="good">passed</p>'
-    result += "".join(f"<p>warning: {escape(one)}</p>" for one in doubts)
+    terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts(run))
+    failures = "".join(f'<p class="bad">failed: {escape(problem)}</p>' for problem in problems)
+    result = failures or '<p class="good">passed</p>'
+    result += "".join(f"<p>warning: {escape(doubt)}</p>" for doubt in doubts)
     table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-    return f"<h2>{escape(run.fleet)}</h2>{result}<p>Times in ms.</p>{table}<dl>{said}</dl>"
+    return f"<h2>{escape(run.fleet)}</h2>{result}<p>Times in ms.</p>{table}<dl>{terms}</dl>"
 
 
 def _inline(svg: str) -> str:

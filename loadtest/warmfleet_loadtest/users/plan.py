@@ -17,12 +17,12 @@ TRACE_KIND = "trace"
 DEFAULT_MIX = ",".join(f"{kind}={made.share:g}" for kind, made in SESSIONS.items())
 DEFAULT_RATE = 4.0  # requests per second
 LEAD_S = 1.0  # from the plan to the first arrival: the processes of a distributed run get the plan meanwhile
-MOST_SLOTS = 600  # for so many stretches of a run figures are kept apart
+MOST_SLOTS = 600  # stretches of a run for which figures are kept apart
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run, the same for all processes.
+    """The plan of a run, the same for all processes.
 
     mix: parts of the requests by kind. rate: requests per second, all kinds and processes together. seconds: of
     arrivals; infinite = until stopped. sources: of each kind, one per process. began: Unix time of the first arrivals.
@@ -37,7 +37,7 @@ class Plan:
     began: float
 
     def arrivals(self, kind: str, source: str) -> Arrivals:
-        """When the requests of one source of this kind arrive. source: its name, another one for each."""
+        """The arrivals of a source of this kind. source: its name, which no other source has."""
         rate = self.rate * self.mix[kind] / sum(self.mix.values()) / self.sources
         return Arrivals(self.shape, rate, self.seconds, f"{self.seed} {kind} {source}")
 

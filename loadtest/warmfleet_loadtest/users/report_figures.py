@@ -49,7 +49,7 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
     """The load generator's own health over a run of so many seconds.
 
     busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
-    late_p99_ms: how late requests were sent. was_busy, was_late: the figures may rather be its own than the fleet's.
+    late_p99_ms: how late requests were sent. was_busy, was_late: the figures may be its own rather than the fleet's.
     """
     counts = tally.total()
     cpu_s = {name: used / 1e6 for name, used in _named(counts, "cpu").items()}

@@ -1,4 +1,4 @@
-"""How a run with Locust begins and ends, and how the counts of its processes come together.
+"""The begin and the end of a run with Locust, and the sum of the counts of its processes.
 
 With ``--processes N`` the master only gathers and shows: N worker processes send the requests, each 1/N of the rate.
 """
@@ -51,10 +51,10 @@ log = logging.getLogger("warmfleet.loadtest")
 
 
 class OpenLoop(LoadTestShape):
-    """Starts one source of each kind in every process, and ends the run when the last request is answered."""
+    """Starts a source of each kind in every process, and ends the run when the last request is answered."""
 
     def tick(self) -> tuple[int, float, list[Any]] | None:
-        """How many users of which classes there should be; None ends the run. Locust asks every second."""
+        """The number of users that should run, and their classes; None ends the run. Locust asks every second."""
         runner: Any = self.runner
         if runner.shape_last_tick is None:  # the first look of this run
             return self._begin(runner)
@@ -67,16 +67,16 @@ class OpenLoop(LoadTestShape):
         options.plan_began = time.time() + LEAD_S
         try:
             plan = environment.conductor.plan()
-        except ValueError as error:  # from the web page; those of the command line are found before
+        except ValueError as error:  # from the web page; ``prepare`` refuses those of the command line
             log.error("%s", error)  # noqa: TRY400  # the sentence says all
             return None
-        classes = [one for one in environment.user_classes if one.kind in plan.mix]
+        classes = [user for user in environment.user_classes if user.kind in plan.mix]
         users = len(classes) * options.plan_sources
         return users, users, classes
 
 
 class Conductor:
-    """One process of a run: the master, a worker, or the only process. Its run is the environment's ``warmfleet``.
+    """A process of a run: the master, a worker, or the only process. Its run is the environment's ``warmfleet``.
 
     Raises ValueError if the options make no sense, or if their trace cannot be read to its end.
     """
@@ -106,7 +106,7 @@ class Conductor:
 
     def plan(self) -> Plan:
         """The plan that the options ask for now. Raises ValueError."""
-        options, kinds = self._environment.parsed_options, {one.kind for one in self._environment.user_classes}
+        options, kinds = self._environment.parsed_options, {user.kind for user in self._environment.user_classes}
         sources, began = getattr(options, "plan_sources", 1), getattr(options, "plan_began", 0.0)
         return plan_of(options, kinds, sources, began or time.time())
 
@@ -159,7 +159,7 @@ class Conductor:
             used = now_used
 
     def _name(self) -> str:
-        """This process's name; a worker learns its number from the master."""
+        """The name of this process; a worker learns its number from the master."""
         if isinstance(self._runner, WorkerRunner):
             return f"worker {self._runner.worker_index + 1}"
         return "master" if isinstance(self._runner, MasterRunner) else "locust"
@@ -186,7 +186,7 @@ class Conductor:
         part.replace(path)  # a reader never sees half of it
 
     def _extend(self, web_ui: Any) -> None:
-        """A page of our own in Locust's web pages: what its statistics have no columns for."""
+        """Add a page of our own to Locust's web pages, for the figures that its statistics lack."""
         structure = [{"key": name, "title": title} for name, title in COLUMNS.items()]
         web_ui.template_args |= {
             "extended_tabs": [{"title": "Cache and tokens", "key": TAB}],
@@ -230,7 +230,7 @@ def prepare(environment: Any, **_: object) -> None:
 
 
 def listen(events: Any) -> None:
-    """Take part in Locust's run."""
+    """Let this module take part in Locust's run."""
     events.init_command_line_parser.add_listener(add_options)
     events.init.add_listener(prepare)
 

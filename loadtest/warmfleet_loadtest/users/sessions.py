@@ -1,4 +1,4 @@
-"""What users ask: sessions of four kinds. Each next request extends the one before, as real sessions do.
+"""The requests of users: sessions of four kinds, whose requests extend each other as in real sessions.
 
 All texts are generated from seeds, so equal seeds give equal sessions, in any process and in any run. About 2.5 tokens
 make a word.
@@ -21,7 +21,7 @@ _WORDS = "the cache of a model holds blocks that every request may share when it
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. path: below the server's address. body: without ``model`` and without the options of a stream."""
+    """A request. path: below the server's address. body: without ``model`` and without the options of a stream."""
 
     path: str
     body: dict[str, object]
@@ -52,7 +52,7 @@ class Session:
         raise NotImplementedError
 
     def question(self) -> str:
-        """What the next request adds."""
+        """The text that the next request adds."""
         return prose(self.random, self.random.randint(*self.words))
 
     def ask(self) -> Ask:
@@ -105,7 +105,7 @@ class Agent(Session):
     kind = "agent"
     share = 2
     turns = (6, 16)
-    think_s = 0.5  # what a tool takes
+    think_s = 0.5  # for the tool to answer
     words = (10, 160)
     answer_tokens = 32
     roles: ClassVar[int] = 3
@@ -127,7 +127,7 @@ class OneOff(Session):
     share = 1
     words = (50, 800)
 
-    def opening(self, shared: str) -> list[dict[str, str]]:  # noqa: ARG002  # it shares nothing
+    def opening(self, shared: str) -> list[dict[str, str]]:  # noqa: ARG002  # a single prompt shares no text
         return []
 
     def question(self) -> str:
@@ -150,7 +150,7 @@ class Pool:
         return self.begin(next(self._numbers))
 
     def give_back(self, session: Session, ready_at: float) -> None:
-        """This session goes on at that time."""
+        """Let this session go on at that time."""
         heapq.heappush(self._waiting, (ready_at, next(self._numbers), session))
 
 

@@ -1,9 +1,9 @@
 """Locust's users: each is a source whose requests arrive in an open loop, by the plan of the run.
 
-A Locust user elsewhere is one person who waits for each answer. Here one user of each kind stands for everybody: it
-begins a request whenever one is due. A request continues the session of its kind that has been ready for longest;
-where none is ready (all wait for their answers, or their users think), it begins another session. So the rate is
-always that of the plan, and within a session a request still comes after the answer to the one before.
+A Locust user elsewhere is a person who waits for each answer. Here a user of each kind stands for everybody, and begins
+a request whenever one is due. A request continues the session of its kind that has been ready for longest; where none
+is ready (all wait for their answers, or their users think), it begins another session. So the rate is always that of
+the plan, and within a session a request still comes after the answer to the one before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("warmfleet.loadtest")
 
 @dataclass(slots=True)
 class Run:
-    """What the sources of one process share. ended: no further request may begin. sources: all that have started."""
+    """The state that the sources of a process share. ended: no further request may begin. sources: the started ones."""
 
     plan: Plan
     tally: Tally = field(default_factory=Tally)
@@ -106,7 +106,7 @@ class Source(User):
                 self.open.add(gevent.spawn(self.begin, due))
 
     def on_stop(self) -> None:
-        """Let open requests end. Each of them ends by its own time-outs."""
+        """Let open requests end, at the latest by their own time-outs."""
         self.open.join(timeout=TRIES * TIMEOUT_S)
 
     @property
@@ -115,7 +115,7 @@ class Source(User):
         return not len(self.open) and (self.run_state.ended or self.next_due == math.inf)
 
     def send(self, ask: Ask, session: str, due: float) -> str | None:
-        """The answer's text, or None if there is none; everything about it is counted."""
+        """The answer's text, or None if there is none. Counts the request and its answer."""
         late_s = time.perf_counter() - due
         self.tally.sent(self.kind, time.time())
         try:
@@ -215,8 +215,8 @@ class TraceUser(Source):
         trace = open_trace(options.trace, options.rows or None)
         sources = self.environment.warmfleet.plan.sources
         share = self.environment.runner.worker_index % sources
-        mine = [one for one in trace.arrivals if one.session % sources == share]
-        self.sessions = by_session(mine) if trace.closed else [[one] for one in mine]
+        mine = [arrival for arrival in trace.arrivals if arrival.session % sources == share]
+        self.sessions = by_session(mine) if trace.closed else [[arrival] for arrival in mine]
         super().on_start()
 
     def dues(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""One streamed request as an OpenAI client makes it: sent again where the connection breaks, and timed per token.
+"""A streamed request as an OpenAI client makes it: sent again where the connection breaks, and timed per token.
 
 Every request opens a connection of its own, so that a TCP balancer spreads the requests of one session over replicas.
 Under Locust the sockets are gevent's, because Locust replaces those of the standard library before this is imported.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -52,7 +53,7 @@ class Answer:
 
 
 class OpenAIClient:
-    """url: of the server, with or without a path before ``/v1``. api_key: sent as bearer token, if there is one."""
+    """A client of an OpenAI server. url: with or without a path before ``/v1``. api_key: the bearer token; or empty."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = urlsplit(url.rstrip("/"))
@@ -73,22 +74,13 @@ class OpenAIClient:
             raise Refused(f"{self._url.geturl()}/v1/models names no model: {found!r:.200}") from error
 
     def _get(self, path: str) -> Any:
-        connection = self._connect()
-        try:
+        with self._connection(Answer()) as connection:
             connection.request("GET", self._path + path, headers=self._headers)
             response = connection.getresponse()
             body = response.read()
             if response.status != http.client.OK:
                 raise Refused(f"{response.status} {body[:300].decode(errors='replace')}")
             return orjson.loads(body)
-        except TimeoutError as error:
-            raise Refused(f"no answer within {TIMEOUT_S:.0f} s") from error
-        except (ConnectionError, http.client.HTTPException) as error:
-            raise Broken("retried", error) from error
-        except (OSError, ValueError) as error:  # no address, or an answer that is no JSON
-            raise Refused(f"{path}: {error!r}") from error
-        finally:
-            connection.close()
 
     def answer(self, ask: Ask, session: str, broken: Callable[[Broken], None]) -> Answer:
         """The answer to a request. session: its X-Session-ID. Raises Refused, or Broken when TRIES are used up."""
@@ -97,9 +89,9 @@ class OpenAIClient:
         return retried(lambda: self._stream(ask.path, body, session), broken)
 
     def _stream(self, path: str, body: bytes, session: str) -> Answer:
-        """The answer of one try. Raises Refused, Broken."""
-        connection, answer = self._connect(), Answer()
-        try:
+        """The answer of a single try. Raises Refused, Broken."""
+        answer = Answer()
+        with self._connection(answer) as connection:
             connection.request("POST", self._path + path, body, self._headers | {"X-Session-ID": session})
             response = connection.getresponse()
             if response.status != http.client.OK:
@@ -107,23 +99,27 @@ class OpenAIClient:
             answer.headers = {name.lower(): value for name, value in response.getheaders()}
             if _read(response, answer):
                 return answer
+        raise Broken(_kind(answer), EOFError("the stream ended without [DONE]"))
+
+    @contextmanager
+    def _connection(self, answer: Answer) -> Iterator[http.client.HTTPConnection]:
+        """A connection for an answer. Raises Refused, Broken for the errors of the block."""
+        made = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = made(cast("str", self._url.hostname), self._url.port, timeout=TIMEOUT_S)
+        try:
+            yield connection
         except TimeoutError as error:
             raise Refused(f"no answer within {TIMEOUT_S:.0f} s") from error
         except (ConnectionError, http.client.HTTPException) as error:
             raise Broken(_kind(answer), error) from error
-        except (OSError, ValueError) as error:  # no address, or an event that is no JSON
+        except (OSError, ValueError) as error:  # no address, or no JSON
             raise Refused(f"{error!r}") from error
         finally:
             connection.close()
-        raise Broken(_kind(answer), EOFError("the stream ended without [DONE]"))
-
-    def _connect(self) -> http.client.HTTPConnection:
-        made = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        return made(cast("str", self._url.hostname), self._url.port, timeout=TIMEOUT_S)
 
 
 def retried(attempt: Callable[[], Result], broken: Callable[[Broken], None]) -> Result:
-    """What ``attempt`` returns; called again if its connection breaks. broken: told of every break."""
+    """The result of ``attempt``, which is called again if its connection breaks. broken: called for every break."""
     for left in reversed(range(TRIES)):
         try:
             return attempt()
@@ -139,7 +135,7 @@ def _kind(answer: Answer) -> str:
 
 
 def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
-    """Fill in the answer from its stream; true if that ended as it should. Raises Refused."""
+    """Fill in the answer from its stream; true if the stream ended as it should. Raises Refused."""
     pieces: list[str] = []
     latest = 0.0
     for event, now in _events(response):
@@ -162,14 +158,14 @@ def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
 
 def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any] | None, float]]:
     """(an event, when it came); None for the event ``[DONE]``. Comments, such as signs of life, are left out."""
-    rest = b""
+    partial = b""
     while piece := response.read1(READ_BYTES):
         now = time.perf_counter()
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, partial = (partial + piece).split(b"\n")
         for line in lines:
             if line.startswith(DATA):
-                said = line[len(DATA) :].strip()
-                yield (None if said == b"[DONE]" else orjson.loads(said)), now
+                data = line[len(DATA) :].strip()
+                yield (None if data == b"[DONE]" else orjson.loads(data)), now
 
 
 def _text(choice: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""What a run counts, for which Locust's own statistics have no column.
+"""The counts of a run for which Locust's own statistics have no column.
 
-Everything is counted per stretch of the run (a slot), so that reports can show how a run went and leave out its begin.
+Every count belongs to a stretch of the run (a slot), so that reports can show how a run went and leave out its begin.
 Durations are kept as counts per rounded value. So a tally is bounded by the length of the run and not by its requests,
 and the tallies of several processes are added up.
 """
@@ -22,7 +22,7 @@ MOST_EVENTS = 1_000  # single events that are kept with their times
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How one request went, in seconds from when it was due: to its sending, its first token and its end."""
+    """The times of a request, in seconds from when it was due: to its sending, its first token and its end."""
 
     late_s: float
     ttft_s: float
@@ -45,11 +45,11 @@ class Tally:
         return self.slots[int(now // self.slot_s)]
 
     def sent(self, kind: str, now: float) -> None:
-        """A request was sent."""
+        """Count a request that was sent."""
         self.slot(now)[key("sent", kind)] += 1
 
     def answered(self, kind: str, answer: Answer, timing: Timing, now: float) -> None:
-        """A request was answered."""
+        """Count a request that was answered."""
         counts = self.slot(now)
         counts[key("answered", kind)] += 1
         counts[key("prompt", kind)] += answer.prompt_tokens
@@ -72,13 +72,13 @@ class Tally:
         self.slot(now)[key("failed", kind)] += 1
 
     def broke(self, kind: str, now: float) -> None:
-        """A connection broke. kind: ``retried`` or ``cut`` (see ``streaming.Broken``)."""
+        """Count a broken connection. kind: ``retried`` or ``cut`` (see ``streaming.Broken``)."""
         self.slot(now)[key("broken", kind)] += 1
         if len(self.broken) < MOST_EVENTS:
             self.broken.append((now, kind))
 
     def watched(self, process: str, cpu_s: float, lag_s: float, now: float) -> None:
-        """A process of the load generator used so much CPU since it was last watched, and its loop was so late."""
+        """Count the CPU time of a process of the load generator since the last call, and how late its loop was."""
         counts = self.slot(now)
         counts[key("cpu", process)] += round(1e6 * cpu_s)
         counts[key("lag", process, milliseconds(lag_s, 2))] += 1
@@ -93,7 +93,7 @@ class Tally:
         self.fallbacks.clear()
 
     def take(self) -> dict[str, Any]:
-        """Everything that was counted since the last ``take``."""
+        """All counts since the last ``take``."""
         taken = self.as_json()
         self.clear(self.slot_s)
         return taken
@@ -107,7 +107,7 @@ class Tally:
         }
 
     def add(self, other: dict[str, Any]) -> None:
-        """Add what another process counted."""
+        """Add the counts of another process."""
         for number, counts in other["slots"].items():
             self.slots[int(number)].update(counts)
         self.broken += [(when, kind) for when, kind in other["broken"][: MOST_EVENTS - len(self.broken)]]

@@ -46,7 +46,7 @@ class ChosenCore:
         return sum(core.busy_s for core in self._cores)
 
     async def submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
-        """As ``EngineCore.submit``. A request that is kept back has not reached an engine when this returns."""
+        """Hand a request to the chosen core. A request that is kept back has reached no engine when this returns."""
         self.scheduler.check(request)
         hash_blocks(self.scheduler.scheme, request)
         self._sinks[request] = sink
@@ -59,7 +59,7 @@ class ChosenCore:
         core.put(request, self._sinks.pop(request))
 
     def abort(self, request: Request) -> None:
-        """As ``EngineCore.abort``."""
+        """Drop a request whose client has gone, wherever it is."""
         self._sinks.pop(request, None)
         self._chooser.gone(request)
         if core := self._at.pop(request, None):

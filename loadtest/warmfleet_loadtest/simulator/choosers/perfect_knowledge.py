@@ -40,14 +40,14 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """What one engine would do with a request: seconds until its prompt is computed, and those for itself alone."""
+    """The time of a request on an engine: seconds until its prompt is computed, and those for its own tokens."""
 
     ready_s: float
     own_s: float
 
 
 class Backlog:
-    """What an engine has to do before a request that comes now."""
+    """The work of an engine before a request that comes now."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._engine = engine
@@ -59,16 +59,13 @@ class Backlog:
         self._step_s = costs.seconds(StepWork(decode_requests=len(decoding), decode_context=sum(decoding)))
         for request in scheduler.running:
             if request.computed < request.prompt_tokens:
-                self._queue(request, request.prompt_tokens - request.computed)
+                self.queue(request, request.prompt_tokens - request.computed)
         for request in scheduler.waiting:
             self.queue(request)
 
-    def queue(self, request: Request) -> None:
-        """Count a request that will be computed before those that come."""
-        self._queue(request, self.uncached(request))
-
-    def _queue(self, request: Request, tokens: int) -> None:
-        self._tokens += tokens
+    def queue(self, request: Request, tokens: int | None = None) -> None:
+        """Count a request that will be computed before those that come. tokens: to compute; else the uncached."""
+        self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
     def uncached(self, request: Request) -> int:
@@ -104,7 +101,14 @@ class Chooser(Protocol):
     def gone(self, request: Request) -> None: ...
 
 
-class Oracle:
+class _AtOnce:
+    """The methods of a chooser that keeps no request back."""
+
+    def room_made(self, now: float) -> None: ...
+    def gone(self, request: Request) -> None: ...
+
+
+class Oracle(_AtOnce):
     """Sends a request to the engine on which its prompt would be computed first. Ties fall at random, by ``seed``."""
 
     def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
@@ -116,14 +120,8 @@ class Oracle:
         first = min(ready) + SAME_S
         return self._random.choice([number for number, at in enumerate(ready) if at <= first])
 
-    def room_made(self, now: float) -> None:
-        """It keeps nothing back."""
 
-    def gone(self, request: Request) -> None:
-        """It keeps nothing back."""
-
-
-class Sticky:
+class Sticky(_AtOnce):
     """Sends all requests of a session to one engine, by a hash of the session."""
 
     def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
@@ -132,12 +130,6 @@ class Sticky:
 
     def choose(self, request: Request, session: Hashable, now: float) -> int | None:  # noqa: ARG002 - as of Chooser
         return zlib.crc32(f"{self._seed}-{session}".encode()) % self._count
-
-    def room_made(self, now: float) -> None:
-        """It keeps nothing back."""
-
-    def gone(self, request: Request) -> None:
-        """It keeps nothing back."""
 
 
 class Central:
@@ -160,7 +152,7 @@ class Central:
         return None
 
     def room_made(self, now: float) -> None:
-        while self._waiting and (free := {number for number, one in enumerate(self._engines) if _free(one)}):
+        while self._waiting and (free := {number for number, engine in enumerate(self._engines) if _free(engine)}):
             backlogs = [Backlog(engine, now) for engine in self._engines]
             taken = _least_work(self._waiting, backlogs, free)
             if taken is None:
@@ -180,9 +172,9 @@ def _free(engine: Engine) -> bool:
 
 def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
     """Return the request with the least to compute whose best engine is free. The backlogs are used up."""
-    for request in sorted(waiting, key=lambda one: min(backlog.uncached(one) for backlog in backlogs)):
-        outlook = [backlog.outlook(request) for backlog in backlogs]
-        number = min(range(len(outlook)), key=lambda one: outlook[one])
+    for request in sorted(waiting, key=lambda request: min(backlog.uncached(request) for backlog in backlogs)):
+        outlooks = [backlog.outlook(request) for backlog in backlogs]
+        number = outlooks.index(min(outlooks))
         if number in free:
             return request, number
         backlogs[number].queue(request)
