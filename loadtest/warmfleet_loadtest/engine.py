@@ -212,19 +212,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     env = os.environ.get
-    place = made.add_argument_group("where")
-    place.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    place.add_argument("--port", type=int, default=8001, help="of the first engine; 0 = any free (default %(default)s)")
-    place.add_argument("--count", type=int, default=1, help="engines in this process, on consecutive ports")
-    place.add_argument("--model", action="append", metavar="NAME", help="served name; may be repeated (default demo)")
-    place.add_argument("--api-key", help="refuse /v1 requests without this bearer token")
-    fleet = made.add_argument_group("fleet (without --redis the engine publishes nothing)")
-    fleet.add_argument("--redis", metavar="URL", default=env("WARMFLEET_REDIS_URL"), help="$WARMFLEET_REDIS_URL")
-    fleet.add_argument("--fleet", metavar="TAG", default=env("WARMFLEET_MODEL"), help="model tag in Redis (--model)")
-    fleet.add_argument(
-        "--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="--count appends -0, -1, ..."
-    )
-    fleet.add_argument(
+    add = made.add_argument_group("where").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=int, default=8001, help="of the first engine; 0 = any free (default %(default)s)")
+    add("--count", type=int, default=1, help="engines in this process, on consecutive ports")
+    add("--model", action="append", metavar="NAME", help="served name; may be repeated (default demo)")
+    add("--api-key", help="refuse /v1 requests without this bearer token")
+    add = made.add_argument_group("fleet (without --redis the engine publishes nothing)").add_argument
+    add("--redis", metavar="URL", default=env("WARMFLEET_REDIS_URL"), help="$WARMFLEET_REDIS_URL")
+    add("--fleet", metavar="TAG", default=env("WARMFLEET_MODEL"), help="model tag in Redis (--model)")
+    add("--worker-id", metavar="ID", default=env("WARMFLEET_WORKER_ID"), help="--count appends -0, -1, ...")
+    add(
         "--kv-events",
         metavar="PORT",
         type=int,
@@ -233,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
         help="publish vLLM's KV events over ZMQ on this port and those behind it, one for each engine, and replays "
         f"{REPLAY_PORTS} ports further; without PORT on free ones, which are printed",
     )
-    fleet.add_argument(
+    add(
         "--chooser",
         choices=("oracle", "central"),
         help="one more port, which is printed: it sends requests to the engine that is best now, or keeps them back "
@@ -245,26 +243,21 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_machine(made: argparse.ArgumentParser) -> None:
     """Add the options of the machine that is simulated: its cache, its scheduler and its speed."""
-    cache = made.add_argument_group("cache and scheduler, in vLLM's words")
-    cache.add_argument("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
-    cache.add_argument("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
-    cache.add_argument("--hash-algo", choices=("sha256_cbor", "sha256"), default="sha256_cbor")
-    cache.add_argument("--max-num-batched-tokens", type=int, default=2_048, help="per step (default %(default)s)")
-    cache.add_argument("--max-num-seqs", type=int, default=256, help="running at once (default %(default)s)")
-    cache.add_argument("--max-model-len", type=int, help="tokens (default 32768 or what the cache holds)")
-    time = made.add_argument_group("time")
-    names = ", ".join(PRESETS)
-    time.add_argument(
-        "--step-time", default="demo", help=f"preset ({names}), a factor or a JSON file of calibrate (default demo)"
-    )
-    time.add_argument("--time-scale", type=float, default=1.0, help="all times are multiplied by this")
-    time.add_argument(
-        "--mode", choices=("step", "fcfs"), default="step", help="fcfs: one prefill at a time, free decode"
-    )
-    time.add_argument("--fcfs-decode", type=float, default=0.02, metavar="S", help="seconds per token in fcfs mode")
-    made.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="a model's tokenizer.json and chat_template.jinja"
-    )
+    add = made.add_argument_group("cache and scheduler, in vLLM's words").add_argument
+    add("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
+    add("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
+    add("--hash-algo", choices=("sha256_cbor", "sha256"), default="sha256_cbor")
+    add("--max-num-batched-tokens", type=int, default=2_048, help="per step (default %(default)s)")
+    add("--max-num-seqs", type=int, default=256, help="running at once (default %(default)s)")
+    add("--max-model-len", type=int, help="tokens (default 32768 or what the cache holds)")
+    add = made.add_argument_group("time").add_argument
+    costs = f"preset ({', '.join(PRESETS)}), a factor or a JSON file of calibrate (default demo)"
+    add("--step-time", default="demo", help=costs)
+    add("--time-scale", type=float, default=1.0, help="all times are multiplied by this")
+    add("--mode", choices=("step", "fcfs"), default="step", help="fcfs: one prefill at a time, free decode")
+    add("--fcfs-decode", type=float, default=0.02, metavar="S", help="seconds per token in fcfs mode")
+    folder = "a model's tokenizer.json and chat_template.jinja"
+    made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -204,24 +204,22 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    env = os.environ.get
-    made.add_argument("--trace", default=env("TRACE") or "conversation", help="conversation, agents or a file ($TRACE)")
-    made.add_argument("--policy", default=env("POLICY"), help="policies joined by commas, or all ($POLICY; cost)")
-    made.add_argument("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
-    made.add_argument("--fleet", default=env("FLEET") or "", help="other fleets, such as smg:4,session-sticky ($FLEET)")
-    made.add_argument("--seeds", type=int, default=env("SEEDS") or "1", help="runs of each fleet ($SEEDS; 1)")
-    made.add_argument("--rows", type=int, help="play only the first requests (2400; agents: 2955)")
-    made.add_argument("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
-    made.add_argument(
-        "--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)"
-    )
-    made.add_argument("--engines", type=int, default=8)
-    made.add_argument("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
-    made.add_argument("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
-    made.add_argument("--step-time", help="preset, factor or file of calibrate (by trace and mode)")
-    made.add_argument("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
-    made.add_argument("--no-haproxy", action="store_true", help="the client chooses a router at random")
-    made.add_argument("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
+    env, add = os.environ.get, made.add_argument
+    add("--trace", default=env("TRACE") or "conversation", help="conversation, agents or a file ($TRACE)")
+    add("--policy", default=env("POLICY"), help="policies joined by commas, or all ($POLICY; cost)")
+    add("--replicas", default=env("REPLICAS") or "1", help="numbers joined by commas ($REPLICAS; 1)")
+    add("--fleet", default=env("FLEET") or "", help="other fleets, such as smg:4,session-sticky ($FLEET)")
+    add("--seeds", type=int, default=env("SEEDS") or "1", help="runs of each fleet ($SEEDS; 1)")
+    add("--rows", type=int, help="play only the first requests (2400; agents: 2955)")
+    add("--speed", type=float, help="trace seconds per second: the load (6; agents: 4)")
+    add("--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)")
+    add("--engines", type=int, default=8)
+    add("--blocks", type=int, help="of 16 tokens, per engine (1953; agents: 1024)")
+    add("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
+    add("--step-time", help="preset, factor or file of calibrate (by trace and mode)")
+    add("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
+    add("--no-haproxy", action="store_true", help="the client chooses a router at random")
+    add("--out", type=Path, default=Path("out/trace"), help="plots, figures.json (default %(default)s)")
     return made
 
 

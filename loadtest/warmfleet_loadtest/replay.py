@@ -144,17 +144,16 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--base-url", action="append", required=True, metavar="URL", help="may be repeated")
-    made.add_argument("--model", default="sim", help="served name (default %(default)s)")
-    made.add_argument("--api-key", help="bearer token")
-    made.add_argument("--trace", metavar="FILE", help="conversation, agents or a .jsonl.xz file ($TRACE)")
-    made.add_argument("--rows", type=int, help="play only the first requests (default: all; 600 if generated)")
-    made.add_argument("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
-    made.add_argument("--seeds", type=int, default=1, help="repetitions, each with other tokens (default %(default)s)")
-    made.add_argument(
-        "--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)"
-    )
-    made.add_argument("--json", action="store_true", help="print JSON only")
+    add = made.add_argument
+    add("--base-url", action="append", required=True, metavar="URL", help="may be repeated")
+    add("--model", default="sim", help="served name (default %(default)s)")
+    add("--api-key", help="bearer token")
+    add("--trace", metavar="FILE", help="conversation, agents or a .jsonl.xz file ($TRACE)")
+    add("--rows", type=int, help="play only the first requests (default: all; 600 if generated)")
+    add("--speed", type=float, default=6.0, help="trace seconds per second (default %(default)s)")
+    add("--seeds", type=int, default=1, help="repetitions, each with other tokens (default %(default)s)")
+    add("--skip", type=float, default=0.1, help="share of the requests that warms up (default %(default)s)")
+    add("--json", action="store_true", help="print JSON only")
     return made
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.pools.served import answers_of, fleets_of, tag_of, tags_of
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, in_short, printable, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, in_short, print_answer, printable
 from warmfleet.errors import FleetUnavailable, WarmfleetError
 
 if TYPE_CHECKING:
@@ -73,12 +71,9 @@ async def _run(action: str, wanted: Sequence[str], url: str, tags: Sequence[str]
     async with fleets_of(url, tags) as fleets:
         answers, lost = await answers_of(fleets, _shelf)
         shelves = [shelf for _, shelf in answers]
-        if action == "list" and as_json:
-            print(json.dumps({tag_of(shelf.fleet): rows(shelf) for shelf in shelves}, indent=2))
-            return
         if action == "list":
-            footnote: list[Part] = [MAY_BE_APPROVED] if any(map(may_be_approved, shelves)) else []
-            show(sys.stdout, [part for shelf in shelves for part in listing(shelf)] + footnote)
+            found = {tag_of(shelf.fleet): rows(shelf) for shelf in shelves}
+            print_answer(found, lambda: listing(shelves), as_json=as_json)
             return
         known = set[str]().union(*[shelf.templates() for shelf in shelves])
         for digest in [whole(digest, known) for digest in wanted]:
@@ -120,16 +115,16 @@ def rows(shelf: Shelf) -> list[dict[str, Any]]:
     ]
 
 
-def listing(shelf: Shelf) -> list[Part]:
-    """The table of a model, with whole digests, because an approval names a digest."""
-    title = Toned(shelf.fleet.keys.tag, Tone.HEAD)
-    files = [_cells(row, shelf.by_settings) for row in rows(shelf)]
-    return [title, Table(HEADER, files) if files else "no worker has announced a file"]
-
-
-def may_be_approved(shelf: Shelf) -> bool:
-    """Whether a template is approved neither by command nor by the settings known here."""
-    return any(row["approved"] is False and row["sha256"] not in shelf.by_settings for row in rows(shelf))
+def listing(shelves: Sequence[Shelf]) -> list[Part]:
+    """A table for each model, with whole digests, because an approval names a digest."""
+    parts, footnote = list[Part](), list[Part]()
+    for shelf in shelves:
+        files = [_cells(row, shelf.by_settings) for row in rows(shelf)]
+        parts.append(Toned(shelf.fleet.keys.tag, Tone.HEAD))
+        parts.append(Table(HEADER, files) if files else "no worker has announced a file")
+        if any(row["approved"] is False and row["sha256"] not in shelf.by_settings for row in rows(shelf)):
+            footnote = [MAY_BE_APPROVED]
+    return parts + footnote
 
 
 def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ...]:

@@ -102,17 +102,14 @@ async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
             if not worker.draining:
                 raise CommandError(f"{worker_id} is no longer drained: an operator undid it, or Redis has lost it")
             left = _left(worker)
-            quiet_since = min(quiet_since, loop.time()) if _idle(worker) else float("inf")
+            idle = worker.load.in_flight <= 0 and not _foreign_tokens(worker)
+            quiet_since = min(quiet_since, loop.time()) if idle else float("inf")
         if loop.time() - quiet_since >= QUIET_S:
             progress.say(f"{worker_id}: nothing runs there any more")
             return
         if left != printed:
             progress.say(f"{worker_id}: {left}")
             printed = left
-
-
-def _idle(worker: WorkerView) -> bool:
-    return worker.load.in_flight <= 0 and not _foreign_tokens(worker)
 
 
 def _left(worker: WorkerView) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 
 if TYPE_CHECKING:
     import argparse
@@ -64,10 +64,7 @@ by which that worker is late counts whole.
 def run(options: argparse.Namespace) -> int:
     """Print every worker and the choice; returns 1 if no worker can be chosen. Raises CommandError."""
     answer = ask("POST", options.url, "/explain", body_of(options))
-    if options.json:
-        print(json.dumps(answer, indent=2))
-    else:
-        show(sys.stdout, parts_of(answer))
+    print_answer(answer, lambda: parts_of(answer), as_json=options.json)
     return 0 if answer["candidates"] and (answer["chosen"] or not answer["fresh"]) else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.pools.served import answers_of, fleets_of, tag_of, tags_of
+from warmfleet.cli.terminal.output import print_answer
 from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
@@ -35,11 +35,8 @@ async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool
     async with fleets_of(url, tags) as fleets:
         answers, lost = await answers_of(fleets, partial(_switched, name))
     switched = {tag_of(fleet): switched_to for fleet, switched_to in answers}
-    if as_json:
-        print(json.dumps(switched, indent=2))
-    else:
-        for tag, switched_to in switched.items():
-            print(f"{tag}: {switched_to or 'as each replica is set (`warmfleet workers` shows how)'}")
+    unset = "as each replica is set (`warmfleet workers` shows how)"
+    print_answer(switched, lambda: [f"{tag}: {name or unset}" for tag, name in switched.items()], as_json=as_json)
     if lost and name is not None:
         raise CommandError(f"{', '.join(lost)} may go by another policy: call this again when all answer")
 

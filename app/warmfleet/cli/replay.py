@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 from warmfleet.cli.terminal.progress import Progress
 from warmfleet.errors import BadRequest
 from warmfleet.fleet import connect
@@ -46,11 +46,9 @@ def run(options: argparse.Namespace) -> int:
     again = asyncio.run(_again(Replays(client), records, ["", *wanted]))
     changed = [(record, made) for record, made in zip(records, again[""], strict=True) if not same(record, made)]
     rows = [_row(name or AS_IT_WAS, records, choices) for name, choices in again.items()] if wanted else []
-    if options.json:
-        figures = {"decisions": len(records), "same": len(records) - len(changed), "damaged_lines": damaged}
-        print(json.dumps(figures | {"policies": [asdict(row) for row in rows]}, indent=2))
-    else:
-        show(sys.stdout, _parts(len(records), changed, rows))
+    figures = {"decisions": len(records), "same": len(records) - len(changed), "damaged_lines": damaged}
+    answer = figures | {"policies": [asdict(row) for row in rows]}
+    print_answer(answer, lambda: _parts(len(records), changed, rows), as_json=options.json)
     return int(bool(changed or damaged))
 
 

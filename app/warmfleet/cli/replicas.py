@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import ask
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 
 if TYPE_CHECKING:
     import argparse
@@ -24,10 +22,7 @@ TONES = {"serving": Tone.GOOD, "draining": Tone.MIND, "silent": Tone.BAD}
 def run(options: argparse.Namespace) -> int:
     """Print the table; returns 1 if a replica is silent. Raises CommandError."""
     answer = ask("GET", options.url, "/replicas")
-    if options.json:
-        print(json.dumps(answer, indent=2))
-    else:
-        show(sys.stdout, parts_of(answer, time.time()))
+    print_answer(answer, lambda: parts_of(answer, time.time()), as_json=options.json)
     return 1 if any(row["state"] == "silent" for row in answer["replicas"]) else 0
 
 

@@ -107,7 +107,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def run(options: argparse.Namespace) -> int:
     """Start the stack, print how to use it, and serve until Ctrl-C or SIGTERM. Returns 1 if every replica died."""
     for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     plan = plan_of(options)
     try:
         with Progress() as progress, Stack(plan, progress.say, progress.step) as stack:
@@ -161,7 +161,3 @@ def usage(address: str, operators: Sequence[str], model: str) -> str:
 def say(line: str) -> None:
     """Print a line of progress at once, also into a pipe."""
     print(line, flush=True)
-
-
-def _interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt

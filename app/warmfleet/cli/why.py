@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,7 +10,7 @@ from urllib.parse import urlencode
 from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import listens, replicas_to_ask
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 from warmfleet.tracing.last_requests import KEPT
 
 if TYPE_CHECKING:
@@ -57,12 +55,11 @@ def run(options: argparse.Namespace) -> int:
     answers = _answers(replicas_to_ask(options.url), path, named=bool(options.url))
     if not any(answer["requests"] for answer in answers.values()) or not (options.id or options.url):
         _ask_the_others(answers, path)
-    if options.json:
-        print(json.dumps(answers, indent=2))
-    elif options.id:
-        show(sys.stdout, about_request(options.id, answers))
-    else:
-        show(sys.stdout, table(answers, options.order, options.count))
+
+    def parts() -> list[Part]:
+        return about_request(options.id, answers) if options.id else table(answers, options.order, options.count)
+
+    print_answer(answers, parts, as_json=options.json)
     return 0 if any(answer["requests"] for answer in answers.values()) else 1
 
 
@@ -97,7 +94,8 @@ def about_request(request_id: str, answers: dict[str, Any]) -> list[Part]:
     found = [(answer["replica"], request) for answer in answers.values() for request in answer["requests"]]
     if not found:
         kept = [
-            f"{answer['replica']} at {url} keeps {answer['kept']} requests{_since(answer['since'])}"
+            f"{answer['replica']} at {url} keeps {answer['kept']} requests"
+            + ("" if answer["since"] is None else f", back to {_clock(answer['since'])}")
             for url, answer in answers.items()
         ]
         return [f"No request with the id {request_id} is known:", *kept, ELSEWHERE]
@@ -157,10 +155,6 @@ def _waited_ms(request: dict[str, Any]) -> float:
 
 def _replicas(answers: dict[str, Any]) -> str:
     return ", ".join(f"{answer['replica']} at {url}" for url, answer in answers.items())
-
-
-def _since(at: float | None) -> str:
-    return "" if at is None else f", back to {_clock(at)}"
 
 
 def _clock(at: float) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, redraw, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer, redraw
 
 if TYPE_CHECKING:
     import argparse
@@ -42,10 +41,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.watch is not None:
         redraw(sys.stdout, picture, options.watch)
-    elif options.json:
-        print(json.dumps(read(), indent=2))
     else:
-        show(sys.stdout, parts_of(read(), wide=options.wide))
+        print_answer(read(), lambda: parts_of(answer, wide=options.wide), as_json=options.json)
     return 0 if any(worker["routable"] for model in answer["models"] for worker in model["workers"]) else 1
 
 

@@ -31,12 +31,11 @@ EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 class Served:
     """The offer of an engine. models: the names of its model.
 
-    api_key: the bearer token that requests must have. cached_details: ``usage`` says how many tokens were cached.
+    api_key: the bearer token that requests must have.
     """
 
     models: tuple[str, ...]
     api_key: str | None = None
-    cached_details: bool = True
 
 
 class Core(Protocol):

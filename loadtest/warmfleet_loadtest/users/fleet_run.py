@@ -151,6 +151,7 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
     tally, own = run.tally, run.generator
     breaks = by_name(tally, "broken")
     used = {kind: f"{kind} {seconds / run.seconds:.2f}" for kind, seconds in sorted(run.cpu_s.items())}
+    late = f"requests sent late p50 {own['late_p50_ms']:g} ms, p99 {own['late_p99_ms']:g} ms"
     found = [
         ("rate", f"{run.figures[ALL]['sent'] / run.seconds:.2f} requests/s for {run.seconds:.0f} s"),
         ("servers", f"{_counts(run.sessions)} (connections; health checks not counted)"),
@@ -159,7 +160,10 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
             f"{breaks.get('retried', 0)} before an answer, {breaks.get('cut', 0)} in mid-stream; all sent again",
         ),
         ("cpu", f"{', '.join(used.values())} (cores)"),
-        ("client", _client(own)),
+        (
+            "client",
+            f"busiest process {own['busiest_share']:.0%} of a core, loop late p99 {own['lag_p99_ms']:g} ms, {late}",
+        ),
     ]
     workers = by_name(tally, "worker")
     if workers:
@@ -168,11 +172,6 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
     if run.marks:
         found.append(("events", ", ".join(f"{mark.text} at {mark.at_s:.0f} s" for mark in run.marks)))
     return found
-
-
-def _client(own: dict[str, Any]) -> str:
-    late = f"requests sent late p50 {own['late_p50_ms']:g} ms, p99 {own['late_p99_ms']:g} ms"
-    return f"busiest process {own['busiest_share']:.0%} of a core, loop late p99 {own['lag_p99_ms']:g} ms, {late}"
 
 
 def describe(run: FleetRun) -> str:

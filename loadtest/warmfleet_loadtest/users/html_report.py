@@ -47,7 +47,8 @@ def save_report(folder: Path, runs: Sequence[FleetRun]) -> Path:
     plots = plots_of(runs)
     for name, figure in plots.items():
         save_figure(figure, folder / f"{name}.svg")
-    drawn = [_inline((folder / f"{name}.svg").read_text()) for name in plots]
+    texts = [(folder / f"{name}.svg").read_text() for name in plots]
+    drawn = [svg[svg.index("<svg") :] for svg in texts]  # without the lines before a whole document
     page = folder / "report.html"
     page.write_text(
         _PAGE.format(plan=escape(plan_text(runs[0])), fleets="\n".join(map(_section, runs)), plots="\n".join(drawn))
@@ -127,8 +128,3 @@ def _section(run: FleetRun) -> str:
     result += "".join(f"<p>warning: {escape(doubt)}</p>" for doubt in doubts)
     table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
     return f"<h2>{escape(run.fleet)}</h2>{result}<p>Times in ms.</p>{table}<dl>{terms}</dl>"
-
-
-def _inline(svg: str) -> str:
-    """An SVG file without the lines that only stand before a whole document."""
-    return svg[svg.index("<svg") :]

@@ -122,7 +122,8 @@ class Replicas:
         await self._stopping.wait()
         for task in rounds:
             task.cancel()
-        await self._all_ended()
+        while self._alive:
+            await asyncio.gather(*map(self._ended, list(self._alive)))
         for task in self._tasks:
             task.cancel()
         return self._status
@@ -280,10 +281,6 @@ class Replicas:
         self._stopping.set()
         for replica in self._alive:
             replica.signal(number)
-
-    async def _all_ended(self) -> None:
-        while self._alive:
-            await asyncio.gather(*map(self._ended, list(self._alive)))
 
     async def _ended(self, replica: Replica) -> None:
         """Return when the process has ended; kill it if it takes too long."""

@@ -24,10 +24,10 @@ def signal_group(group: int, number: int) -> bool:
     return True
 
 
-def stop_groups(groups: set[int], grace_seconds: float = GRACE_SECONDS) -> None:
-    """Send SIGTERM to every group, and SIGKILL to those still there after ``grace_seconds``."""
+def stop_groups(groups: set[int]) -> None:
+    """Send SIGTERM to every group, and SIGKILL to those still there after GRACE_SECONDS."""
     left = {group for group in groups if signal_group(group, signal.SIGTERM)}
-    deadline = time.monotonic() + grace_seconds
+    deadline = time.monotonic() + GRACE_SECONDS
     while left and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         left = {group for group in left if signal_group(group, 0)}

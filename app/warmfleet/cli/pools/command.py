@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.running_stack import models_of, models_of_settings
 from warmfleet.cli.pools.served import all_tags, entries_of, pool_of, registry_of, runs, slot_ranges
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, show
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet.connection.pool_masters import next_tag
 from warmfleet.fleet.connection.reply_errors import RefusedCall
@@ -96,10 +95,8 @@ async def _run(options: argparse.Namespace) -> None:
         for name, figures in found.items():
             if not any(pool.since_ms or pool.known or pool.unreachable for pool in figures):
                 _warn(f"no worker and no registry of {name} is known: is its name right?")
-        if options.json:
-            print(json.dumps({name: [asdict(pool) for pool in pools] for name, pools in found.items()}, indent=2))
-        else:
-            show(sys.stdout, _parts(found))
+        answer = {name: [asdict(pool) for pool in pools] for name, pools in found.items()}
+        print_answer(answer, lambda: _parts(found), as_json=options.json)
         return
     async with registry_of(url, tags[0]) as registry:
         if options.action == "add":

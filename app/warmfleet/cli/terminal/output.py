@@ -7,9 +7,11 @@ is ``dumb``) the same words come as plain text, so that no program that reads th
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -104,6 +106,14 @@ def text_for(out: TextIO, parts: Sequence[Part]) -> str:
 def show(out: TextIO, parts: Sequence[Part]) -> None:
     """Print the parts at once."""
     print(text_for(out, parts), file=out, flush=True)
+
+
+def print_answer(value: object, parts: Callable[[], Sequence[Part]], *, as_json: bool) -> None:
+    """Print the answer of a command on standard output: the value as JSON, or the parts for people."""
+    if as_json:
+        print(json.dumps(value, indent=2))
+    else:
+        show(sys.stdout, parts())
 
 
 def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
