@@ -76,7 +76,7 @@ async def test_token_ids_in_and_out() -> None:
     assert demo_identity().text(choice["token_ids"]) == choice["text"]
     assert given["prompt_token_ids"] == ids
     assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-    assert [one["index"] for one in several["choices"]] == [0, 1, 2, 3]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
     assert several["usage"]["prompt_tokens"] == 41
 
 
@@ -245,7 +245,7 @@ async def test_table_and_reset() -> None:
         await http.post("/v1/completions", json={"prompt": list(range(40)), "max_tokens": 1})
         table = (await http.get("/sim/table")).json()
         assert table["count"] == 2
-        assert set(table["hashes"]) == {one.hex() for one in up.engine.core.scheduler.pool.held()}
+        assert set(table["hashes"]) == {digest.hex() for digest in up.engine.core.scheduler.pool.held()}
         assert (await http.post("/sim/reset")).json() == {"reset": True}
         assert (await http.get("/sim/table")).json()["count"] == 0
 

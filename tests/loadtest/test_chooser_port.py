@@ -81,7 +81,7 @@ async def test_the_oracle_goes_where_the_prefix_is_and_around_who_is_busy(monkey
         async with asyncio.TaskGroup() as group:
             for number in range(2):
                 group.create_task(ask(client, 320, first=1_000 + number))
-            await poll(lambda: all(one.scheduler.running for one in core._cores), what="each engine has one")
+            await poll(lambda: all(engine.scheduler.running for engine in core._cores), what="each engine has one")
             held.go_on()
 
 
@@ -112,16 +112,16 @@ async def _seven_hundred_wait_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     async with chosen("central") as (client, core), asyncio.TaskGroup() as group:
         for tokens in (900, 901):
             group.create_task(ask(client, tokens))
-        await poll(lambda: all(one.scheduler.running for one in core._cores), what="each engine has one")
+        await poll(lambda: all(engine.scheduler.running for engine in core._cores), what="each engine has one")
         impatient = group.create_task(ask(client, 650))
         for tokens in (700, 80, 90):
             group.create_task(ask(client, tokens))
         await poll(lambda: len(core._sinks) == 4, what="the others are kept back")
-        assert not any(one.scheduler.waiting for one in core._cores)
+        assert not any(engine.scheduler.waiting for engine in core._cores)
         impatient.cancel()
         await poll(lambda: len(core._sinks) == 3, what="it is forgotten")
         held.go_on()
-    assert sum(one.scheduler.totals.prompt_tokens for one in core._cores) == 900 + 901 + 700 + 80 + 90
+    assert sum(engine.scheduler.totals.prompt_tokens for engine in core._cores) == 900 + 901 + 700 + 80 + 90
 
 
 async def test_a_prompt_that_fits_nowhere_is_refused_at_once() -> None:

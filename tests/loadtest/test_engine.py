@@ -55,7 +55,7 @@ async def the_worker(fleet: Fleet) -> WorkerView | None:
 
 
 async def test_the_fleets_index_equals_the_engines_table(valkey_url: str, model: str) -> None:
-    """It does so through evictions, duplicates and a reset. The load is reported, both foreign and ours."""
+    """Evictions, duplicates and a reset keep them equal. The load is reported, both foreign and ours."""
     engine = Engine(config(StepCosts(0.0005, 1e-6), blocks=80), demo_identity(), Served(("demo",)))
     store = connect(valkey_url, timeout_s=5)
     fleet = Fleet(store, model)
@@ -63,7 +63,7 @@ async def test_the_fleets_index_equals_the_engines_table(valkey_url: str, model:
     async with running(ready=engine) as up:
         engine.join(Membership(valkey_url, model, ("demo",), "s1", up.url), demo_identity().artifacts())
         worker = await poll(lambda: the_worker(fleet), 20)
-        arrivals = [one for one in generate(150, 7).arrivals if len(one.prompt) < 900]
+        arrivals = [arrival for arrival in generate(150, 7).arrivals if len(arrival.prompt) < 900]
         trace = generate(1)
         await replay(type(trace)("t", tuple(arrivals)), Target((up.url,), "demo", speed=20.0))
         assert pool.evicted > 200
@@ -113,8 +113,8 @@ async def test_foreign_load_is_what_no_router_sent() -> None:
             http.stream("POST", "/v1/completions", json=body, headers=ours) as own,
         ):
             chunks = [answer.aiter_bytes() for answer in (foreign, own)]  # ending an iterator closes its connection
-            for one in chunks:
-                await anext(one)
+            for stream in chunks:
+                await anext(stream)
             load = engine.core.load()
             engine.core.moved()
             both = engine.core.load().foreign_decode_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+from tests.loadtest.test_trace import write
 
 from warmfleet.settings import POLICIES
 from warmfleet_loadtest.fleet_bench import main, table
@@ -89,10 +89,7 @@ def growing_sessions(path: Path) -> Path:
             new = [1_000 * session + 6 * turn + number for number in range(6)]
             row = {"t": turn + session / 16, "s": session, "n": turn + 1, "in": 96 * (turn + 1), "out": 8}
             rows.append({**row, "k": 6 * turn, "new": new})
-    with lzma.open(path, "wt") as out:
-        for line in [{"name": "sessions", "block": 16, "timing": "synthetic"}, *rows]:
-            out.write(json.dumps(line) + "\n")
-    return path
+    return write(path, rows, name="sessions", block=16, timing="synthetic")
 
 
 @pytest.mark.long(minutes=3, shows="a trace through vllm-router and SMG, which are downloaded and installed (100 MB)")

@@ -82,7 +82,7 @@ def test_few_fallbacks_are_told_but_fail_nothing() -> None:
     found = run(tally)
 
     assert verdict(found) == []
-    assert any("5 answers without a decision (fallback), in second 0, 1" in one for one in warnings(found))
+    assert any("5 answers without a decision (fallback), in second 0, 1" in warning for warning in warnings(found))
 
 
 def test_whatever_was_the_limit_is_told() -> None:
@@ -94,10 +94,12 @@ def test_whatever_was_the_limit_is_told() -> None:
     late.answered("chat", Answer(1.0, "", [], 1, 0), Timing(0.05, 0.1, 0.2), BEGAN)
 
     assert warnings(run()) == []
-    assert any("requests were sent up to 50 ms late" in one for one in warnings(run(late)))
-    assert any("the load generator was the limit" in one for one in warnings(run(busy)))
-    assert any("haproxy was the limit: it used 90% of a core" in one for one in warnings(run(cpu_s={"haproxy": 90.0})))
-    assert any("the machine was the limit" in one for one in warnings(run(cpu_s={"engines": 1e6})))
+    assert any("requests were sent up to 50 ms late" in warning for warning in warnings(run(late)))
+    assert any("the load generator was the limit" in warning for warning in warnings(run(busy)))
+    assert any(
+        "haproxy was the limit: it used 90% of a core" in warning for warning in warnings(run(cpu_s={"haproxy": 90.0}))
+    )
+    assert any("the machine was the limit" in warning for warning in warnings(run(cpu_s={"engines": 1e6})))
 
 
 def test_the_description_hides_nothing() -> None:

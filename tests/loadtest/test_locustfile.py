@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.loadtest.openai_server import engine
+from tests.loadtest.test_trace import write
 from tests.support.polling import until
 
 from warmfleet_loadtest.stacks.processes import free_ports, get_json
@@ -47,7 +47,7 @@ def drive(url: str, folder: Path, enough: Callable[[], bool], *more: str) -> tup
 
 def continued(seen: type[Engine]) -> list[dict[str, Any]]:
     """The requests whose conversation has an answer in it."""
-    return [body for body in seen.bodies if any(one["role"] == "assistant" for one in body["messages"])]
+    return [body for body in seen.bodies if any(message["role"] == "assistant" for message in body["messages"])]
 
 
 def test_conversations_grow_and_are_measured(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_all_kinds_in_two_processes(tmp_path: Path) -> None:
 def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> None:
     faults = ["reset", "", "cut", "", "reset in the stream", "", "500", "error in the stream"]
     with engine(*faults) as (url, seen):
-        # One at a time, so that each fault and its second try follow each other.
+        # A request at a time, so that each fault and its second try follow each other.
         more = ("OneOffUser", "--rate", "5", "--arrivals", "constant")
         summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > len(faults), *more)
 
@@ -102,12 +102,10 @@ def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> No
 
 
 def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
-    rows = [{"name": "t", "block": 16, "timing": "synthetic"}]
-    rows += [{"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]}]
+    rows: list[dict[str, object]] = [{"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]}]
     rows += [{"t": 0.2, "s": 1, "in": 16, "out": 3, "k": 0, "new": [1]}]
     rows += [{"t": 0.5, "s": 0, "in": 48, "out": 3, "k": 2, "new": [3]}]
-    trace = tmp_path / "t.jsonl.xz"
-    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    trace = write(tmp_path / "t.jsonl.xz", rows, block=16, timing="synthetic")
     with engine() as (url, seen):
         process = locust(url, tmp_path, "--headless", "--trace", str(trace), "--seconds", "0", "--speed", "2")
         _, said = process.communicate(timeout=60)
@@ -161,9 +159,8 @@ def test_wrong_options_are_told_before_anything_is_sent(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_breaks_off_is_told_before_anything_is_sent(tmp_path: Path) -> None:
-    rows = [{"block": 16}, {"t": 0.0, "s": 0, "in": 16, "out": 3, "k": 0, "new": [1]}, {"t": "soon"}]
-    trace = tmp_path / "t.jsonl.xz"
-    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    whole: dict[str, object] = {"t": 0.0, "s": 0, "in": 16, "out": 3, "k": 0, "new": [1]}
+    trace = write(tmp_path / "t.jsonl.xz", [whole, {"t": "soon"}], block=16)
 
     process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--trace", str(trace))
     _, said = process.communicate(timeout=60)

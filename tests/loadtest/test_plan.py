@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.loadtest.test_trace import write
 
 from warmfleet_loadtest.users.plan import DEFAULT_MIX, Plan, mix_of, plan_of
 from warmfleet_loadtest.users.sessions import SESSIONS
@@ -44,10 +43,7 @@ def test_users_chosen_on_the_command_line_share_the_whole_rate() -> None:
 
 
 def test_a_trace_is_played_instead(tmp_path: Path) -> None:
-    trace = tmp_path / "t.jsonl.xz"
-    rows: list[dict[str, object]] = [{"name": "t", "block": 16, "timing": "synthetic"}]
-    rows.append({"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]})
-    trace.write_bytes(lzma.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    trace = write(tmp_path / "t.jsonl.xz", [{"t": 0.0, "s": 0, "in": 32, "out": 3, "k": 0, "new": [1, 2]}], block=16)
     assert set(plan_of(options(trace=str(trace)), {"chat", "trace"}).mix) == {"trace"}
 
 

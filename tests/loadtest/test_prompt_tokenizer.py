@@ -29,7 +29,7 @@ def test_a_chat_becomes_the_templates_text() -> None:
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 60))
 def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
-    """This makes the next turn of a simulated conversation hit its own answers."""
+    """So the next turn of a simulated conversation hits its own answers."""
     said = demo_identity().answer(seed, count)
     before = demo_identity().chat_ids({"messages": CHAT})
     history = [*CHAT, {"role": "assistant", "content": demo_identity().text(said)}, {"role": "user", "content": "Why?"}]

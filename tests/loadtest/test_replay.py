@@ -41,7 +41,9 @@ async def test_arrivals_do_not_wait_for_answers_unless_the_trace_is_closed() -> 
     slow = config(StepCosts(base_s=0.01, prefill_token_s=0.0))
     walls = []
     for closed in (False, False, True):  # the first run starts slowly, and does not count
-        opened = tuple(Arrival(one.at_s, one.session, one.prompt, one.output_tokens) for one in arrivals)
+        opened = tuple(
+            Arrival(arrival.at_s, arrival.session, arrival.prompt, arrival.output_tokens) for arrival in arrivals
+        )
         async with running(slow) as up:
             began = asyncio.get_running_loop().time()
             await replay(Trace("t", arrivals if closed else opened, closed), Target((up.url,), "demo"))

@@ -28,7 +28,7 @@ def step(engine: Scheduler) -> tuple[dict[str, int], list[Output]]:
     planned = engine.schedule()
     if planned is None:
         return {}, []
-    return {one.request_id: tokens for one, tokens in planned.tokens}, engine.complete(planned)
+    return {request.request_id: tokens for request, tokens in planned.tokens}, engine.complete(planned)
 
 
 def drain(engine: Scheduler) -> list[Output]:
@@ -58,9 +58,9 @@ def test_an_engine_that_sorts_takes_the_lowest_priority_first_and_equal_ones_as_
     limits = Limits(1_024, 1, 1_024, 16, sorts=True)
     for engine in (Scheduler(BlockPool(65), SCHEME, limits), FcfsScheduler(BlockPool(65), SCHEME, limits)):
         for index, priority in enumerate((5, 7, -2, 5, 0)):
-            one = request(f"{priority}.{index}", [index] * 20)
-            one.priority = priority
-            engine.add(one)
+            queued = request(f"{priority}.{index}", [index] * 20)
+            queued.priority = priority
+            engine.add(queued)
         ended = []
         while engine.busy:
             ended += [output.request.request_id for output in step(engine)[1] + engine.collect(9.0)]
@@ -80,7 +80,7 @@ def test_hashes_are_those_of_the_wire() -> None:
     engine.add(request("a", list(range(48)), said=20))
     drain(engine)
     ids = [*range(48), *ANSWER[:19]]
-    assert sorted(engine.pool.held()) == sorted(one[-8:] for one in wire.chain_hashes(SCHEME, ids))
+    assert sorted(engine.pool.held()) == sorted(digest[-8:] for digest in wire.chain_hashes(SCHEME, ids))
 
 
 def test_a_salt_keeps_tenants_apart() -> None:
@@ -100,7 +100,11 @@ def test_decodes_come_first_and_prefills_share_what_is_left() -> None:
     assert step(engine)[0] == {"decoding": 1, "long": 63}
     planned = engine.schedule()
     assert planned is not None
-    assert {one.request_id: tokens for one, tokens in planned.tokens} == {"decoding": 1, "long": 37, "short": 26}
+    assert {request.request_id: tokens for request, tokens in planned.tokens} == {
+        "decoding": 1,
+        "long": 37,
+        "short": 26,
+    }
     assert (planned.work.prefill_tokens, planned.work.prefill_requests) == (63, 2)
     assert (planned.work.decode_requests, planned.work.decode_context) == (1, 22)
     assert planned.work.prefill_pairs == 37 * (63 + 18.5) + 26 * 13
@@ -190,8 +194,8 @@ def test_every_request_says_everything_once(
     ]
     now = 0
     while pending or engine.busy:
-        for _at, one in [entry for entry in pending if entry[0] <= now]:
-            engine.add(one)
+        for _at, arrived in [entry for entry in pending if entry[0] <= now]:
+            engine.add(arrived)
         pending = [entry for entry in pending if entry[0] > now]
         planned = engine.schedule()
         outputs = engine.collect(float(now))
@@ -217,13 +221,13 @@ def test_fcfs_prefills_one_at_a_time_and_decodes_for_nothing() -> None:
     engine.add(second)
     planned = engine.schedule()
     assert planned is not None
-    assert [one for one, _tokens in planned.tokens] == [first]
+    assert [request for request, _tokens in planned.tokens] == [first]
     (output,) = engine.complete(planned, 10.0)
     assert (output.first, output.finished) == (True, False)
     assert engine.next_due() == 11.5
     planned = engine.schedule()
     assert planned is not None
-    assert [(one, tokens) for one, tokens in planned.tokens] == [(second, 100 - 32)]
+    assert [(request, tokens) for request, tokens in planned.tokens] == [(second, 100 - 32)]
     assert engine.collect(11.0) == []
     (rest,) = engine.collect(11.5)
     assert (list(rest.token_ids), rest.finished) == (list(ANSWER[1:4]), True)

@@ -1,4 +1,4 @@
-"""What the users of a load test ask: requests of a session extend each other, and sessions share what they should."""
+"""The sessions of a load test: their requests extend each other, and sessions share the texts that they should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request of a load test against a small OpenAI server that can misbehave."""
+"""A request of a load test against a small OpenAI server that can misbehave."""
 
 from __future__ import annotations
 

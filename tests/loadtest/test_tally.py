@@ -1,4 +1,4 @@
-"""What a run counts: added up over processes, and made into figures."""
+"""The counts of a run, added up over processes and made into figures."""
 
 from __future__ import annotations
 

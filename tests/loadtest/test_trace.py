@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write(path: Path, rows: list[dict[str, object]], **header: object) -> Path:
+def write(path: Path, rows: list[dict[str, Any]], **header: object) -> Path:
+    """Write a trace with these fields in its header."""
     with lzma.open(path, "wt") as out:
         for line in [{"name": "t", "block": 64, **header}, *rows]:
             out.write(json.dumps(line) + "\n")

@@ -65,7 +65,7 @@ async def test_a_closed_session_waits_for_its_answer() -> None:
 async def test_fcfs_engines_run_on_the_same_clock() -> None:
     arrivals = tuple(Arrival(0.0, k, [k] * 100, 5) for k in range(3))
     served = await VirtualFleet(engines(mode="fcfs"), Always()).run(Trace("t", arrivals))
-    assert [round(one.ttft_s, 3) for one in served] == [0.11, 0.22, 0.33]
+    assert [round(answered.ttft_s, 3) for answered in served] == [0.11, 0.22, 0.33]
 
 
 async def test_fcfs_answers_end_in_time_though_no_step_follows() -> None:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.support.redis.servers import server, valkey_binary
+from tests.support.redis.servers import valkey_binary
+from tests.support.replicas.doctor import guarded
 
 from warmfleet.__main__ import main
 from warmfleet.cli.artifacts import whole
@@ -137,34 +138,13 @@ def test_mistakes_are_explained_in_one_line(
     assert why.lower() in said.lower()
 
 
-def test_the_router_user_may_list_but_not_approve(capsys: pytest.CaptureFixture[str]) -> None:
-    with server(valkey_binary()) as url:
-        assert main(["acl", "m", "--commands"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        router = next(line for line in lines if " router " in line).split()[2:]
-        asyncio.run(set_user(url, [*router, ">pass"]))
-        as_router = url.replace("unix://", "unix://router:pass@")
-        assert main(["artifacts", "--model", "m", "--redis", as_router]) == 0
-        assert main(["artifacts", "approve", "a" * 64, "--model", "m", "--redis", as_router]) == 2
+def test_the_router_user_may_list_but_not_approve(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with guarded(model, valkey_binary()) as path:
+        as_router = ["--model", model, "--redis", f"unix://router:secret-router@{path}"]
+        assert main(["artifacts", *as_router]) == 0
+        assert main(["artifacts", "approve", "a" * 64, *as_router]) == 2
         assert "use an operator" in capsys.readouterr().err
-        assert asyncio.run(approved(url, "m")) == frozenset()
-
-
-async def set_user(url: str, rules: list[str]) -> None:
-    client = connect(url, timeout_s=2)
-    await client.execute_command("ACL", "SETUSER", *joined_selectors(rules))  # type: ignore[no-untyped-call]
-    await client.aclose()
-
-
-def joined_selectors(words: list[str]) -> list[str]:
-    """The rules with each selector, which stands between brackets, as one argument."""
-    found: list[str] = []
-    for word in words:
-        if found and found[-1].startswith("(") and not found[-1].endswith(")"):
-            found[-1] += " " + word
-        else:
-            found.append(word)
-    return found
+        assert asyncio.run(approved(f"unix://admin:secret-admin@{path}", model)) == frozenset()
 
 
 def test_the_beginning_of_a_digest_must_be_unique() -> None:

@@ -186,7 +186,7 @@ def test_another_redis_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def shown(*workers_: dict[str, Any], wide: bool = False, **more: Any) -> str:
-    """What ``warmfleet workers`` prints of a model with these workers. more: other fields of the model."""
+    """The output of ``warmfleet workers`` for a model with these workers. more: other fields of the model."""
     return plain(workers.parts_of({"models": [MODEL | more | {"workers": list(workers_)}]}, wide=wide))
 
 
@@ -204,12 +204,14 @@ class TestWorkers:
 
     def test_its_columns_fit_100_characters_and_wide_shows_the_rest(self) -> None:
         loaded = dict.fromkeys(LOAD, 12_345_678) | {"in_flight": 123}
-        one = WORKER | {"worker_id": "vllm-qwen3-8b-7d9f8b6c5-x2k4.0", "load": loaded, "heartbeat_age_s": 600.0}
+        worker = WORKER | {"worker_id": "vllm-qwen3-8b-7d9f8b6c5-x2k4.0", "load": loaded, "heartbeat_age_s": 600.0}
         head, row = (
-            line for line in shown(one).splitlines() if line.startswith(("WORKER", "vllm-qwen3-8b-7d9f8b6c5-x2k4.0  "))
+            line
+            for line in shown(worker).splitlines()
+            if line.startswith(("WORKER", "vllm-qwen3-8b-7d9f8b6c5-x2k4.0  "))
         )
         assert max(len(head), len(row)) <= 100
-        wide = shown(one, wide=True)
+        wide = shown(worker, wide=True)
         row = next(line for line in wide.splitlines() if line.startswith("vllm-qwen3-8b-7d9f8b6c5-x2k4.0  "))
         assert re.search(r"http://127\.0\.0\.1:9 +vllm-0\.32\.0 +url +", row)
         assert re.search(r" 17 +never +2 of 3, gap +gap 2 join 1$", row)
@@ -225,8 +227,8 @@ class TestWorkers:
     def test_each_worker_that_is_not_used_has_a_reason_and_a_remedy(
         self, state: str, routable: bool, head: str
     ) -> None:
-        one = WORKER | {"state": state, "routable": routable, "why": "its reason", "remedy": "do this"}
-        assert shown(one).splitlines()[-2:] == [head, "  -> do this"]
+        worker = WORKER | {"state": state, "routable": routable, "why": "its reason", "remedy": "do this"}
+        assert shown(worker).splitlines()[-2:] == [head, "  -> do this"]
 
     def test_a_worker_that_is_well_needs_no_line(self) -> None:
         well = WORKER | {"state": "proven", "routable": True, "why": "takes requests", "remedy": ""}
@@ -434,8 +436,8 @@ class TestPorts:
     def test_several_may_listen_on_a_claimed_port_but_it_is_claimed_once(self) -> None:
         with closing(ports.claim_shared("127.0.0.1", 0)) as claimed:
             port = claimed.getsockname()[1]
-            with closing(ports.listen("127.0.0.1", port, shared=True)) as one:
-                one.listen()
+            with closing(ports.listen("127.0.0.1", port, shared=True)) as listener:
+                listener.listen()
                 with closing(ports.listen("127.0.0.1", port, shared=True)):
                     socket.create_connection(("127.0.0.1", port), 2).close()
                 with pytest.raises(CommandError, match="choose another"):

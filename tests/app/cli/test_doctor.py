@@ -164,7 +164,7 @@ async def test_redis_is_down(model: str) -> None:
     )
     assert SECRET not in told.printed
     assert {"server", "clock", "latency", "router rights", "worker rights", "workers"} == {
-        one.check for _, one in told.report.found if one.state is State.SKIPPED
+        finding.check for _, finding in told.report.found if finding.state is State.SKIPPED
     }
     assert f"Workers of {model}" in told.printed
     told = await doctor("redis://no-such-host.invalid/0", model)
@@ -269,7 +269,9 @@ async def test_a_cluster(model: str) -> None:
         assert all(f"127.0.0.1:{node.port}" in named for node in nodes), "every node is looked at, also replicas"
         told = await doctor(f"redis://127.0.0.1:{clustered.owner.port}", model)
         told.names("cluster", "this server is a node of a Cluster", "redis+cluster://")
-        number, other = next((at, one) for at, one in enumerate(clustered.masters) if one is not clustered.owner)
+        number, other = next(
+            (number, node) for number, node in enumerate(clustered.masters) if node is not clustered.owner
+        )
         share = -(-SLOTS // len(clustered.masters))
         first, last = number * share, min((number + 1) * share, SLOTS) - 1
         for node in nodes:
@@ -297,7 +299,7 @@ def test_the_coverage_of_nodes_of_which_some_cannot_be_read() -> None:
     assert (well.state, "within 15 s" in well.detail) == (State.OK, True)
     strict = loose | {"cluster-require-full-coverage": "yes"}
     found = cluster_checks.of_settings({places[0]: loose, places[1]: strict, places[2]: FleetUnavailable("away")})
-    assert [(one.state, "b:2" in one.detail, "c:3" in one.detail) for one in found] == [
+    assert [(finding.state, "b:2" in finding.detail, "c:3" in finding.detail) for finding in found] == [
         (State.FAULT, True, False),
         (State.NOTE, False, True),
     ]
@@ -371,7 +373,7 @@ async def test_a_mistyped_model_is_told_which_there_are(valkey_url: str, model: 
 
 
 async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -> None:
-    """Routers that name it serve it while it has workers. It is told of also where the registry has one pool."""
+    """Routers that name such a pool serve it while it has workers. A registry with a single pool is enough."""
     client = connect(valkey_url, timeout_s=5)
     await PoolRegistry(client, model).write([PoolEntry(f"{model}#1")])
     await client.aclose()
@@ -381,7 +383,7 @@ async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -
 
 
 async def test_a_server_in_a_pool_that_the_registry_lacks(valkey_url: str, model: str) -> None:
-    """Its WARMFLEET_MODEL names that pool, and no router serves it."""
+    """The server's WARMFLEET_MODEL names a pool that no router serves."""
     there, lost = f"{model}#1", f"{model}#77"
     client = connect(valkey_url, timeout_s=5)
     await PoolRegistry(client, model).write([PoolEntry(there)])
@@ -414,12 +416,14 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
         told = await doctor(valkey_url, tags[4])
         move = f"warmfleet pools drain {tags[0]} --move"
         told.names("workers", f"no engine has joined {tags[2]}, while {tags[0]}, {tags[1]} have some", move, State.NOTE)
-        assert not [one for one in told.of("pools", State.FAULT) if tags[2] in one.detail]
+        assert not [finding for finding in told.of("pools", State.FAULT) if tags[2] in finding.detail]
         told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
         for check in ("router rights", "default user"):
-            assert [one.check for _, one in told.report.found].count(check) == 1, "four pools have one Redis"
+            assert [finding.check for _, finding in told.report.found].count(check) == 1, "four pools have one Redis"
         told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
-        assert [one.detail for one in told.of("pools", State.OK)] == ["2 pools with workers, which announce the same"]
+        assert [finding.detail for finding in told.of("pools", State.OK)] == [
+            "2 pools with workers, which announce the same"
+        ]
         workers = {tag: await Fleet(fleet.redis, tag).workers.read() for tag in tags[:2]}
     alone = {tags[0]: workers[tags[0]]}
     for moving, state, remedy in ((False, State.FAULT, "--undo"), (True, State.NOTE, "wait while its workers move")):
@@ -484,7 +488,7 @@ async def test_engines_that_said_goodbye_are_no_fault_while_others_serve(valkey_
         [gone] = told.of("left", State.OK)
         assert gone.detail == "old.0 said goodbye"
         assert not told.of("halves", State.FAULT), told.printed
-        assert [one for one in told.of("worker", State.FAULT) if "old" in one.detail] == []
+        assert [finding for finding in told.of("worker", State.FAULT) if "old" in finding.detail] == []
 
 
 async def test_halves_that_move_one_after_the_other_are_no_fault(
@@ -551,7 +555,7 @@ async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: st
         found = await router_checks.replica(
             url, {"m#2": []}, "", time.time, engine_tls(""), registered=["m#2"] if registered else []
         )
-    [told] = [one for one in found if one.check == "models"]
+    [told] = [finding for finding in found if finding.check == "models"]
     assert (told.state, remedy in told.remedy) == (State.FAULT, True)
 
 
@@ -562,7 +566,7 @@ async def test_a_template_that_is_not_approved_is_told_of_once_for_all_pools() -
             found = await router_checks.replica(
                 url, {"m#1": [], "m#2": []}, "", time.time, engine_tls(""), registered=registered
             )
-            remedies = [one.remedy for one in found if one.check == "template"]
+            remedies = [finding.remedy for finding in found if finding.check == "template"]
             assert [remedy.split(";")[0] for remedy in remedies] == [
                 f"read it, then approve it: warmfleet artifacts --model {name}" for name in named
             ]
@@ -605,7 +609,7 @@ async def test_an_engine_without_tokenizer_is_looked_for_where_its_messenger_log
         for reports, said in ((True, "vLLM's log"), (False, "the log of `warmfleet bridge`")):
             server = worker.server | {"artifacts": {}, "facts": facts | {"reports_prefills": reports}}
             found = fleet_checks.identities([replace(worker, server=server)])
-            [told] = [one for one in found if one.state is State.NOTE]
+            [told] = [finding for finding in found if finding.state is State.NOTE]
             assert said in told.remedy
 
 
@@ -721,7 +725,7 @@ async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, mode
         (worker,) = await fleet.workers.read()
     partial = replace(worker, load=replace(worker.load, flags=worker.load.flags | Flag.PARTIAL))
     late = WorkerTruth(lag_batches=7, lag_s=31.0, cause="gap", found=3, healed=2)
-    found = {one.check: one for one in fleet_checks.index(partial, Truth(workers={"eng.0": late}))}
+    found = {finding.check: finding for finding in fleet_checks.index(partial, Truth(workers={"eng.0": late}))}
     assert "7 entries of its stream wait, the oldest for 31 s" in found["lag"].detail
     assert "whether routers run" in found["lag"].remedy
     assert "differs from the engine's table (gap); 2 of 3 are mended" in found["digest"].detail
@@ -830,7 +834,7 @@ async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model
         told = await doctor(valkey_url, model, static_workers=(url, other, "http+dns://no-such-host.invalid:80"))
         told.names("listed", f"{other}: no connection (connection refused)", "start the engine on this machine")
         told.names("listed", "no-such-host.invalid cannot be resolved", "mend that entry")
-        assert [one.detail.partition(" is ")[0] for one in told.of("listed", State.OK)] == [url]
+        assert [finding.detail.partition(" is ")[0] for finding in told.of("listed", State.OK)] == [url]
         told = await doctor(valkey_url, model, url)
         assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
 
@@ -858,7 +862,7 @@ async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: 
 
 
 async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valkey_url: str, model: str) -> None:
-    """It has no plugin. One that hangs is not to be started, either."""
+    """A listed engine has no plugin; and an engine that hangs is not to be started, either."""
     async with applied(valkey_url, model) as fleet:
         with fixed_answers.replica({"/health": (503, "")}) as (ill, _):
             away = f"http://127.0.0.1:{free_port()}"
@@ -878,8 +882,8 @@ async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: s
         async with replica(valkey_url, model, url) as router:
             await router.routable(1)
             told = await doctor(valkey_url, model, static_workers=(url, other))
-            listed = [one.detail for one in told.of("listed", State.OK)]
-            assert [" is the worker 127.0.0.1-" in one for one in listed] == [True, True]
+            listed = [finding.detail for finding in told.of("listed", State.OK)]
+            assert [" is the worker 127.0.0.1-" in detail for detail in listed] == [True, True]
             assert listed[1].endswith(f"which is listed as {url}, too")
             assert told.of("address", State.FAULT) == []
             record = {"scheme_id": 7, "url": other, "models": [model], "identity": ""}
@@ -988,7 +992,7 @@ def test_exit_status_and_json(
     assert main(["doctor", "--json", "--redis", valkey_url, "--model", model]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["status"] == 1
-    faults = {one["check"]: one["remedy"] for one in told["findings"] if one["state"] == "fault"}
+    faults = {finding["check"]: finding["remedy"] for finding in told["findings"] if finding["state"] == "fault"}
     assert faults.keys() == {"routers", "workers"}
     assert all(faults.values()), "every fault has a remedy"
     assert main(["doctor", "--model", model]) == 1

@@ -50,15 +50,15 @@ class Fleet:
 
     async def asked(self, requests: int = 12) -> set[str]:
         """Send so many requests, which must all be answered; the URLs of the engines that got them."""
-        for one in self.engines:
-            one.seen.clear()
+        for upstream in self.engines:
+            upstream.seen.clear()
         assert [await self.ask(prompt=f"{n} {PROMPT}") for n in range(requests)] == [200] * requests
-        return {one.url for one in self.engines if one.seen}
+        return {upstream.url for upstream in self.engines if upstream.seen}
 
     async def shown(self, worker: str) -> dict[str, Any]:
-        """What ``/workers`` says of it."""
+        """The row of ``/workers`` about this worker."""
         (model,) = json.loads((await self.router.get("/workers"))[1])["models"]
-        return next(one for one in model["workers"] if one["worker_id"] == worker)
+        return next(row for row in model["workers"] if row["worker_id"] == worker)
 
     async def noticed(self, count: int) -> None:
         """Return when the replica itself has read that so many workers are drained."""
@@ -88,7 +88,7 @@ async def fleet_of(
 
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(model, answer)) for _ in range(count)]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         chosen = {"policy": "round_robin"} | settings
         router = await stack.enter_async_context(replica(redis_url, model, *urls, look_url=look_url, **chosen))
         yield Fleet(router, engines, model, look_url or redis_url, finish)
@@ -106,7 +106,9 @@ async def test_nothing_new_the_stream_finishes_and_it_is_undone(
     async with fleet_of(valkey_url, model, 2) as fleet:
         body = {"prompt": HELD, "max_tokens": 2, "stream": True}
         stream = asyncio.create_task(fleet.router.post(body))
-        busy = await poll(lambda: next((one for one in fleet.engines if one.seen), None), 10, "it streams")
+        busy = await poll(
+            lambda: next((upstream for upstream in fleet.engines if upstream.seen), None), 10, "it streams"
+        )
         assert isinstance(busy, Engine)
         name = worker_id(busy.url)
         waiting = asyncio.create_task(fleet.command(name, "--wait"))
@@ -115,7 +117,7 @@ async def test_nothing_new_the_stream_finishes_and_it_is_undone(
             return bool((await fleet.shown(name))["state"] == "draining")
 
         await poll(drained, 10, "it is drained")
-        idle = {one.url for one in fleet.engines} - {busy.url}
+        idle = {upstream.url for upstream in fleet.engines} - {busy.url}
         assert await fleet.asked() == idle, "nothing new, from the very next request on"
         shown = await fleet.shown(name)
         assert (shown["state"], shown["draining"], shown["routable"]) == ("draining", True, False)

@@ -50,7 +50,7 @@ class Masters:
         asyncio.run(write())
 
     def policies(self) -> list[str]:
-        """That each pool was switched to."""
+        """The policy that each pool was switched to."""
 
         async def ask(pool: str) -> str:
             fleet = Fleet(connect(self.url, timeout_s=2), pool)
@@ -74,7 +74,7 @@ def masters(
 
 
 async def proved(url: str, pool: str, worker_id: str) -> None:
-    """This worker takes requests from now on."""
+    """Let this worker take requests from now on."""
     fleet = Fleet(connect(url, timeout_s=2), pool)
     [worker] = [one for one in await fleet.workers.read() if one.worker_id == worker_id]
     assert await fleet.probes.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
@@ -82,7 +82,7 @@ async def proved(url: str, pool: str, worker_id: str) -> None:
 
 
 async def switched(url: str, pool: str) -> None:
-    """Redis holds something of this pool from now on: its policy."""
+    """Let Redis hold a key of this pool from now on: its policy."""
     async with connect(url, timeout_s=2) as client:
         await Fleet(client, pool).operator.switch("sticky")
 
@@ -141,7 +141,7 @@ def test_the_registry_tells_the_pools_of_a_model_that_settings_name(masters: Mas
 
 
 def test_a_worker_that_two_pools_know_is_drained_in_each_which_are_named(masters: Masters) -> None:
-    """It has moved from one to the other."""
+    """The worker has moved from the first pool to the second."""
     with joined(masters.url, masters.pools[0], "w"), joined(masters.url, masters.pools[1], "w"):
         lines = masters("drain", "w.0")[0].splitlines()
         assert [line.partition(";")[0] for line in lines] == [

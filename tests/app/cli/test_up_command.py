@@ -50,7 +50,7 @@ def test_models_of_the_environment_have_no_effect_and_that_is_told(
 
 
 def environments(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> tuple[list[dict[str, str]], list[Member]]:
-    """What two replicas of this plan would be started with, and how the stack would reach them."""
+    """The environments of two replicas of this plan, and how the stack would reach them."""
     started: list[dict[str, str]] = []
     monkeypatch.setattr(Children, "start", lambda _self, _name, _argv, env: started.append(env))
     stack = Stack(plan)

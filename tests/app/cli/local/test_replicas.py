@@ -48,7 +48,7 @@ class Parent:
             self.said.append(line.decode().rstrip())
 
     def matches(self, pattern: str) -> list[str]:
-        """What the group of the pattern matched, line by line."""
+        """The text of the pattern's group in each line that has it."""
         return [found[1] for line in self.said if (found := re.search(pattern, line))]
 
     def ready(self) -> list[str]:

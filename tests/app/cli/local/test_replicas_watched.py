@@ -44,8 +44,8 @@ async def parent(folder: Path, beat: str = "alive\\n") -> AsyncIterator[Replicas
     """The parent of two stubs, in this process; both are ready."""
     stub = folder / "stub.py"
     stub.write_text(STUB.format(retired=line.RETIRED.line(), beat=beat))
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        made = Replicas([sys.executable, "-S", str(stub)], Shared([one, two], []), 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        made = Replicas([sys.executable, "-S", str(stub)], Shared([first, second], []), 5.0)
         running = asyncio.create_task(made.run())
         try:
             await poll(lambda: len(ready(made)) == 2, 30, "both are ready")
@@ -57,7 +57,7 @@ async def parent(folder: Path, beat: str = "alive\\n") -> AsyncIterator[Replicas
 
 def ready(made: Replicas) -> list[int]:
     """The processes of the replicas that are ready."""
-    return [one.process.pid for one in made._places if one is not None and one.ready.is_set()]
+    return [place.process.pid for place in made._places if place is not None and place.ready.is_set()]
 
 
 async def test_a_replica_that_hangs_is_replaced(

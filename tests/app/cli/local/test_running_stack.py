@@ -47,26 +47,18 @@ def test_it_is_found_while_it_runs(home: Path) -> None:
     assert not list(home.rglob("*.json*"))
 
 
-def test_the_later_of_two_is_found_also_when_the_earlier_has_ended() -> None:
+def test_the_later_of_two_is_found_and_then_the_one_that_is_left() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid, ("http://127.0.0.1:3",))
-        with ExitStack() as ends:
-            with announced(STACK):
-                ends.enter_context(announced(later))
-                assert found() == later
+        for first, last in ((STACK, later), (later, STACK)):
+            ends = {stack: ExitStack() for stack in (STACK, later)}
+            for stack, end in ends.items():
+                end.enter_context(announced(stack))
             assert found() == later
-        assert found() is None
-        other.kill()
-
-
-def test_the_earlier_of_two_is_found_again_when_the_later_has_ended() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        later = RunningStack("http://127.0.0.1:2", "redis://b", ("b",), other.pid, ("http://127.0.0.1:3",))
-        with announced(STACK):
-            with announced(later):
-                assert found() == later
-            assert found() == STACK
-        assert found() is None
+            ends[first].close()
+            assert found() == last
+            ends[last].close()
+            assert found() is None
         other.kill()
 
 

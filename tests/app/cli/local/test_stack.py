@@ -1,4 +1,4 @@
-"""What a local stack asks for before it starts, and which chat templates its replicas may trust."""
+"""The needs of a local stack before it starts, and the chat templates that its replicas may trust."""
 
 from __future__ import annotations
 
@@ -32,32 +32,27 @@ def test_without_the_simulator_one_sentence_says_what_to_install(
     assert "store" not in said.out, "nothing was started"
 
 
+TRUSTED = {"WARMFLEET_APPROVED_TEMPLATES": "*"}
+
+
 @pytest.mark.parametrize(
-    ("plan", "simulated"),
+    ("plan", "simulated", "approvals"),
     [
-        (Plan(), True),
-        (Plan(engines=EngineOptions(kind="vllm")), False),
-        (Plan(workers=YOURS), False),
+        (Plan(), True, TRUSTED),
+        (Plan(engines=EngineOptions(kind="vllm")), False, TRUSTED),
+        (Plan(workers=YOURS), False, TRUSTED),
+        (Plan(redis_url="redis://h"), True, {"WARMFLEET_APPROVED_TEMPLATES": f"abc,{demo_template_sha256()}"}),
+        (Plan(redis_url="redis://h", workers=YOURS), False, {}),
     ],
 )
-def test_only_a_plan_without_engines_of_the_user_is_simulated(plan: Plan, simulated: bool) -> None:
-    assert plan.simulated is simulated
-
-
-def test_every_template_in_a_private_store_is_trusted() -> None:
-    assert Stack(Plan())._approvals() == {"WARMFLEET_APPROVED_TEMPLATES": "*"}
-
-
-def test_in_a_store_of_the_user_the_simulated_engines_template_is_approved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_store_is_trusted_and_in_one_of_the_user_only_the_simulators_template(
+    plan: Plan, simulated: bool, approvals: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WARMFLEET_APPROVED_TEMPLATES", "abc")
-    approvals = Stack(Plan(redis_url="redis://h"))._approvals()
-    assert approvals == {"WARMFLEET_APPROVED_TEMPLATES": f"abc,{demo_template_sha256()}"}
-
-
-def test_engines_of_the_user_need_no_simulator_for_their_approvals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WARMFLEET_APPROVED_TEMPLATES", raising=False)
-    monkeypatch.setattr(stack, "demo_template_sha256", lambda: pytest.fail("the simulator is not installed"))
-    assert Stack(Plan(redis_url="redis://h", workers=YOURS))._approvals() == {}
+    if not simulated:
+        monkeypatch.setattr(stack, "demo_template_sha256", lambda: pytest.fail("the simulator is not installed"))
+    assert plan.simulated is simulated
+    assert Stack(plan)._approvals() == approvals
 
 
 def test_flags_behind_two_dashes_are_for_vllm_and_win() -> None:

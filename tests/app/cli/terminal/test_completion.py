@@ -1,4 +1,4 @@
-"""What a shell is told when somebody presses Tab."""
+"""The words that a shell offers when somebody presses Tab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print: aligned text for everybody, colour for a person at a terminal, and pictures in place."""
+"""The output of commands: aligned text for everybody, colour for a person at a terminal, and pictures in place."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_nothing_that_a_worker_wrote_steers_the_terminal(out: io.StringIO) -> No
 
 
 def drawn(out: io.StringIO, pictures: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What ``redraw`` prints of these pictures, after which somebody presses Ctrl-C."""
+    """The output of ``redraw`` for these pictures, after which somebody presses Ctrl-C."""
     waits = iter(pictures[1:])
 
     def wait(seconds: float) -> None:
