@@ -68,14 +68,14 @@ async def test_token_ids_in_and_out() -> None:
         body = {"prompt": ids, "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
         choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
         chat = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": {"prompt_token_ids": ids}}
-        given = (
+        chat_answer = (
             await http.post("/v1/chat/completions", json={**chat, "return_token_ids": True, "max_tokens": 1})
         ).json()
         several = (await http.post("/v1/completions", json={"prompt": [ids, "b"], "n": 2, "max_tokens": 2})).json()
     assert choice["prompt_token_ids"] == ids
     assert demo_identity().text(choice["token_ids"]) == choice["text"]
-    assert given["prompt_token_ids"] == ids
-    assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert chat_answer["prompt_token_ids"] == ids
+    assert chat_answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
     assert several["usage"]["prompt_tokens"] == 41
 
@@ -186,21 +186,21 @@ async def test_echo_and_logprobs_are_imitated() -> None:
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         plain = (await http.post("/v1/completions", json=body)).json()["choices"][0]
         more = {"echo": True, "logprobs": 0, "prompt_logprobs": 1}
-        told = (await http.post("/v1/completions", json=body | more)).json()
+        answer = (await http.post("/v1/completions", json=body | more)).json()
         own = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "chat_template": "{{ messages }}"}
         templated = (await http.post("/v1/chat/completions", json=own)).json()
-    (choice,), prompt_tokens = told["choices"], told["usage"]["prompt_tokens"]
+    (choice,), prompt_tokens = answer["choices"], answer["usage"]["prompt_tokens"]
     assert choice["text"].endswith(WORDS + plain["text"])
     assert len(choice["logprobs"]["tokens"]) == prompt_tokens + 2
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert len(choice["prompt_logprobs"]) == prompt_tokens
-    assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "every token of the prompt is computed"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "every token of the prompt is computed"
     assert templated["usage"]["prompt_tokens"] == len(demo_identity().chat_ids(own)) != 0
 
 
-@pytest.mark.parametrize("given", [5, [], {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}])
-async def test_what_cannot_be_token_ids_of_a_chat_is_refused(given: object) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": given}
+@pytest.mark.parametrize("ids", [5, [], {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}])
+async def test_what_cannot_be_token_ids_of_a_chat_is_refused(ids: object) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": ids}
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
 

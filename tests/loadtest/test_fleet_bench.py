@@ -117,7 +117,7 @@ def test_a_bench_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.
         children: list[psutil.Process] = []
         while not children:
             assert process.poll() is None
-            time.sleep(0.05)  # they start
+            time.sleep(0.05)  # the workers start
             children = psutil.Process(process.pid).children()
         process.send_signal(number)
         assert process.wait(30) == 128 + number

@@ -26,8 +26,8 @@ ADD = Mark(50.0, "add", "replica-4")
 def run(tally: Tally | None = None, **more: Any) -> FleetRun:
     """A run of 100 s that passes."""
     summary = {"plan": asdict(PLAN), "tally": (tally or counted()).as_json(), "errors": more.pop("errors", [])}
-    given = {"marks": (KILL, ADD, STOP), "sessions": {"replica-1": 4, "replica-4": 2}, "cpu_s": {"client": 5.0}}
-    return FleetRun("warmfleet", 100.0, summary, **given | more)
+    fields = {"marks": (KILL, ADD, STOP), "sessions": {"replica-1": 4, "replica-4": 2}, "cpu_s": {"client": 5.0}}
+    return FleetRun("warmfleet", 100.0, summary, **fields | more)
 
 
 def counted(reservation: str = "booked", requests: int = 100) -> Tally:
@@ -133,8 +133,8 @@ def test_the_report_has_figures_and_plots_with_names_units_and_marks(tmp_path: P
     assert "<h2>warmfleet</h2>" in text
     assert "<h2>session-affinity</h2>" in text
     plot = (tmp_path / "hit_ratio.svg").read_text()  # matplotlib writes each text as a comment above its outline
-    for said in "warmfleet", "session-affinity", "replica-1 killed", "engine-1 stopped", "share of prompt tokens":
-        assert f"<!-- {said} -->" in plot
+    for text in "warmfleet", "session-affinity", "replica-1 killed", "engine-1 stopped", "share of prompt tokens":
+        assert f"<!-- {text} -->" in plot
     assert "<!-- seconds from the first arrival -->" in plot
     assert "<!-- warmfleet, p90 -->" in (tmp_path / "ttft.svg").read_text()
     assert (tmp_path / "figures.json").stat().st_size > 500

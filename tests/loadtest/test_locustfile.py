@@ -38,64 +38,64 @@ def drive(url: str, folder: Path, enough: Callable[[], bool], *more: str) -> tup
     try:
         until(lambda: enough() or process.poll() is not None, "enough requests", seconds=60)
         process.send_signal(signal.SIGUSR1)
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (folder / "summary.json").exists(), said
+    assert (folder / "summary.json").exists(), output
     return json.loads((folder / "summary.json").read_text()), process.returncode
 
 
-def continued(seen: type[Engine]) -> list[dict[str, Any]]:
+def continued(server: type[Engine]) -> list[dict[str, Any]]:
     """The requests whose conversation has an answer in it."""
-    return [body for body in seen.bodies if any(message["role"] == "assistant" for message in body["messages"])]
+    return [body for body in server.bodies if any(message["role"] == "assistant" for message in body["messages"])]
 
 
 def test_conversations_grow_and_are_measured(tmp_path: Path) -> None:
-    with engine() as (url, seen):
-        summary, status = drive(url, tmp_path, lambda: bool(continued(seen)), "ChatUser", "--rate", "15")
+    with engine() as (url, server):
+        summary, status = drive(url, tmp_path, lambda: bool(continued(server)), "ChatUser", "--rate", "15")
 
     tally = Tally.from_json(summary["tally"])
     found = figures(tally, 0.0)
-    later = continued(seen)[0]["messages"]
+    later = continued(server)[0]["messages"]
     assert status == 0
-    assert later[:-2] in [body["messages"] for body in seen.bodies]
+    assert later[:-2] in [body["messages"] for body in server.bodies]
     assert later[-2] == {"role": "assistant", "content": "one two three "}
     assert list(found) == ["chat", ALL]
-    assert found["chat"]["sent"] == found["chat"]["answered"] == len(seen.bodies)
+    assert found["chat"]["sent"] == found["chat"]["answered"] == len(server.bodies)
     assert found["chat"]["hit_ratio"] == 0.8
     assert found["chat"]["ttft_p50"] > 0
-    assert by_name(tally, "worker") == {"w1": len(seen.bodies)}
-    assert by_name(tally, "reservation") == {"booked": len(seen.bodies)}
+    assert by_name(tally, "worker") == {"w1": len(server.bodies)}
+    assert by_name(tally, "reservation") == {"booked": len(server.bodies)}
     assert summary["tally"]["broken"] == []
     assert "TTFT" in (tmp_path / "report.html").read_text()
 
 
 def test_all_kinds_in_two_processes(tmp_path: Path) -> None:
-    with engine() as (url, seen):
+    with engine() as (url, server):
         more = ("--rate", "40", "--processes", "2", "--arrivals", "burst")
-        summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > 80, *more)
+        summary, status = drive(url, tmp_path, lambda: len(server.bodies) > 80, *more)
 
     tally = Tally.from_json(summary["tally"])
     found = figures(tally, 0.0)
-    sessions = {headers["X-Session-ID"] for headers in seen.headers_seen}
+    sessions = {headers["X-Session-ID"] for headers in server.headers_seen}
     assert status == 0
     assert set(found) == {"chat", "rag", "agent", "one-off", ALL}
-    assert found[ALL]["sent"] == found[ALL]["answered"] == len(seen.bodies)
+    assert found[ALL]["sent"] == found[ALL]["answered"] == len(server.bodies)
     assert {"master", "worker 1", "worker 2"} == set(by_name(tally, "cpu"))
     assert {name.split("-")[-2].split(".")[0] for name in sessions} == {"0", "1"}  # both processes sent
 
 
 def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> None:
     faults = ["reset", "", "cut", "", "reset in the stream", "", "500", "error in the stream"]
-    with engine(*faults) as (url, seen):
+    with engine(*faults) as (url, server):
         # A request at a time, so that each fault and its second try follow each other.
         more = ("OneOffUser", "--rate", "5", "--arrivals", "constant")
-        summary, status = drive(url, tmp_path, lambda: len(seen.bodies) > len(faults), *more)
+        summary, status = drive(url, tmp_path, lambda: len(server.bodies) > len(faults), *more)
 
     found = figures(Tally.from_json(summary["tally"]), 0.0)
     assert status == 1
     assert [kind for _, kind in summary["tally"]["broken"]] == ["retried", "cut", "cut"]
-    assert [seen.bodies[at] == seen.bodies[at + 1] for at in (0, 2, 4, 6)] == [True, True, True, False]
+    assert [server.bodies[at] == server.bodies[at + 1] for at in (0, 2, 4, 6)] == [True, True, True, False]
     assert found[ALL]["failed"] == 2
     assert any("500" in error for error in summary["errors"])
     assert any("engine died" in error for error in summary["errors"])
@@ -106,12 +106,12 @@ def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
     rows += [{"t": 0.2, "s": 1, "in": 16, "out": 3, "k": 0, "new": [1]}]
     rows += [{"t": 0.5, "s": 0, "in": 48, "out": 3, "k": 2, "new": [3]}]
     trace = write(tmp_path / "t.jsonl.xz", rows, block=16, timing="synthetic")
-    with engine() as (url, seen):
+    with engine() as (url, server):
         process = locust(url, tmp_path, "--headless", "--trace", str(trace), "--seconds", "0", "--speed", "2")
-        _, said = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
 
-    assert process.returncode == 0, said
-    prompts = sorted((body["prompt"] for body in seen.bodies), key=len)
+    assert process.returncode == 0, output
+    prompts = sorted((body["prompt"] for body in server.bodies), key=len)
     assert [len(prompt) for prompt in prompts] == [16, 32, 48]
     assert prompts[2][:32] == prompts[1]
     assert prompts[1][:16] == prompts[0]
@@ -122,7 +122,7 @@ def test_a_trace_is_played_to_its_end(tmp_path: Path) -> None:
 def test_the_web_page_starts_a_run_and_shows_the_caches(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     page = f"http://127.0.0.1:{port}"
-    with engine() as (url, seen):
+    with engine() as (url, server):
         process = locust(url, tmp_path, "OneOffUser", "--web-host", "127.0.0.1", "--web-port", str(port))
         try:
             until(lambda: get_json(f"{page}/stats/requests") is not None, "the page", seconds=60)
@@ -137,7 +137,7 @@ def test_the_web_page_starts_a_run_and_shows_the_caches(tmp_path: Path) -> None:
 
     ((tab),) = stats["extended_stats"]
     row = {row["kind"]: row for row in tab["data"]}["one-off"]
-    assert row["sent"] == len(seen.bodies) == 20
+    assert row["sent"] == len(server.bodies) == 20
     assert row["hit"] == 80.0
 
 
@@ -152,10 +152,10 @@ def test_its_own_help_names_every_option() -> None:
 
 def test_wrong_options_are_told_before_anything_is_sent(tmp_path: Path) -> None:
     process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--mix", "cat=1")
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
 
     assert process.returncode == 2
-    assert "kinds: chat, rag, agent, one-off" in said
+    assert "kinds: chat, rag, agent, one-off" in output
 
 
 def test_a_trace_that_breaks_off_is_told_before_anything_is_sent(tmp_path: Path) -> None:
@@ -163,15 +163,15 @@ def test_a_trace_that_breaks_off_is_told_before_anything_is_sent(tmp_path: Path)
     trace = write(tmp_path / "t.jsonl.xz", [whole, {"t": "soon"}], block=16)
 
     process = locust("http://127.0.0.1:9", tmp_path, "--headless", "--trace", str(trace))
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
 
     assert process.returncode == 2
-    assert f"error: {trace} is no trace" in said
+    assert f"error: {trace} is no trace" in output
 
 
 def test_a_server_without_an_answer_fails_the_run(tmp_path: Path) -> None:
     process = locust("http://127.0.0.1:9", tmp_path, "OneOffUser", "--headless", "--seconds", "5")
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
 
     assert process.returncode == 1
-    assert "no model at http://127.0.0.1:9" in said
+    assert "no model at http://127.0.0.1:9" in output

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def options(**more: object) -> Namespace:
-    given = {"rate": 8.0, "arrivals": "constant", "seconds": 100.0, "mix": DEFAULT_MIX, "seed": "1", "trace": ""}
-    return Namespace(**given | {"speed": 6.0} | more)
+    options = {"rate": 8.0, "arrivals": "constant", "seconds": 100.0, "mix": DEFAULT_MIX, "seed": "1", "trace": ""}
+    return Namespace(**options | {"speed": 6.0} | more)
 
 
 def rate(plan: Plan, kind: str) -> float:

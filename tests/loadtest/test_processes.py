@@ -15,7 +15,12 @@ from warmfleet_loadtest.stacks.processes import Processes, StackError
 if TYPE_CHECKING:
     from pathlib import Path
 
-PARENT = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+#: A parent with a child. The sum takes several ticks of the kernel's clock of CPU time, which has 100 ticks a second.
+PARENT = """import subprocess, time
+subprocess.Popen(["sleep", "600"])
+sum(range(5_000_000))
+print("up", flush=True)
+time.sleep(600)"""
 
 
 def test_children_of_children_end_with_the_block(tmp_path: Path) -> None:

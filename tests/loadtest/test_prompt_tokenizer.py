@@ -30,11 +30,11 @@ def test_a_chat_becomes_the_templates_text() -> None:
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 60))
 def test_the_next_turn_extends_the_one_before(seed: int, count: int) -> None:
     """So the next turn of a simulated conversation hits its own answers."""
-    said = demo_identity().answer(seed, count)
+    ids = demo_identity().answer(seed, count)
     before = demo_identity().chat_ids({"messages": CHAT})
-    history = [*CHAT, {"role": "assistant", "content": demo_identity().text(said)}, {"role": "user", "content": "Why?"}]
+    history = [*CHAT, {"role": "assistant", "content": demo_identity().text(ids)}, {"role": "user", "content": "Why?"}]
     after = demo_identity().chat_ids({"messages": history})
-    assert after[: len(before) + count] == [*before, *said]
+    assert after[: len(before) + count] == [*before, *ids]
 
 
 def test_content_parts_tools_and_continuing() -> None:

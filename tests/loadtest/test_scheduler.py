@@ -19,8 +19,8 @@ def scheduler(blocks: int = 65, step_tokens: int = 128, max_requests: int = 8) -
     return Scheduler(BlockPool(blocks), SCHEME, Limits(step_tokens, max_requests, (blocks - 1) * 16, 16))
 
 
-def request(name: str, prompt: list[int], said: int = 1) -> Request:
-    return Request(name, prompt, said, ANSWER)
+def request(name: str, prompt: list[int], max_tokens: int = 1) -> Request:
+    return Request(name, prompt, max_tokens, ANSWER)
 
 
 def step(engine: Scheduler) -> tuple[dict[str, int], list[Output]]:
@@ -34,15 +34,15 @@ def step(engine: Scheduler) -> tuple[dict[str, int], list[Output]]:
 def drain(engine: Scheduler) -> list[Output]:
     outputs: list[Output] = []
     while engine.busy:
-        planned, said = step(engine)
+        planned, out = step(engine)
         assert planned, "waiting requests, and nothing is done for them"
-        outputs += said
+        outputs += out
     return outputs
 
 
 def test_a_second_turn_computes_what_is_new_and_hits_what_was_said() -> None:
     engine = scheduler()
-    first = request("a", list(range(40)), said=30)
+    first = request("a", list(range(40)), max_tokens=30)
     engine.add(first)
     drain(engine)
     second = request("b", [*range(40), *ANSWER[:30], *range(100, 120)])
@@ -77,7 +77,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_hashes_are_those_of_the_wire() -> None:
     engine = scheduler()
-    engine.add(request("a", list(range(48)), said=20))
+    engine.add(request("a", list(range(48)), max_tokens=20))
     drain(engine)
     ids = [*range(48), *ANSWER[:19]]
     assert sorted(engine.pool.held()) == sorted(digest[-8:] for digest in wire.chain_hashes(SCHEME, ids))
@@ -93,7 +93,7 @@ def test_a_salt_keeps_tenants_apart() -> None:
 
 def test_decodes_come_first_and_prefills_share_what_is_left() -> None:
     engine = scheduler(step_tokens=64)
-    engine.add(request("decoding", list(range(20)), said=5))
+    engine.add(request("decoding", list(range(20)), max_tokens=5))
     assert step(engine)[0] == {"decoding": 20}
     engine.add(request("long", list(range(1_000, 1_100))))
     engine.add(request("short", list(range(2_000, 2_030))))
@@ -120,7 +120,7 @@ def test_a_request_of_the_same_step_already_hits() -> None:
 def test_only_so_many_run_at_once() -> None:
     engine = scheduler(max_requests=2)
     for name in "abc":
-        engine.add(request(name, [ord(name)] * 10, said=2))
+        engine.add(request(name, [ord(name)] * 10, max_tokens=2))
     assert set(step(engine)[0]) == {"a", "b"}
     assert (len(engine.running), len(engine.waiting)) == (2, 1)
     assert {output.request.request_id for output in drain(engine) if output.finished} == {"a", "b", "c"}
@@ -128,7 +128,7 @@ def test_only_so_many_run_at_once() -> None:
 
 def test_a_prompt_waits_until_all_of_it_fits() -> None:
     engine = scheduler(blocks=9, step_tokens=16)  # 8 blocks
-    engine.add(request("a", list(range(80)), said=40))
+    engine.add(request("a", list(range(80)), max_tokens=40))
     step(engine)
     engine.add(request("b", list(range(500, 564))))  # 4 blocks, 3 are not yet given to anyone ... but a needs them
     assert set(step(engine)[0]) == {"a"}
@@ -136,20 +136,20 @@ def test_a_prompt_waits_until_all_of_it_fits() -> None:
 
 def test_the_last_admitted_gives_way_and_is_computed_again() -> None:
     engine = scheduler(blocks=7, max_requests=4)  # 6 blocks of 16
-    old, new = request("old", list(range(32)), said=40), request("new", list(range(100, 132)), said=40)
+    old, new = request("old", list(range(32)), max_tokens=40), request("new", list(range(100, 132)), max_tokens=40)
     engine.add(old)
     engine.add(new)
     outputs = drain(engine)
     assert (old.preemptions, new.preemptions) == (0, 1)
     assert engine.totals.preemptions == 1
-    said = [token for output in outputs if output.request is new for token in output.token_ids]
-    assert said == list(ANSWER[:40])
+    answer = [token for output in outputs if output.request is new for token in output.token_ids]
+    assert answer == list(ANSWER[:40])
     assert [output.first for output in outputs if output.request is new].count(True) == 1
 
 
 def test_abort_frees_blocks_wherever_the_request_is() -> None:
     engine = scheduler(step_tokens=16, max_requests=1)
-    running, waiting = request("a", list(range(64)), said=9), request("b", list(range(64)), said=9)
+    running, waiting = request("a", list(range(64)), max_tokens=9), request("b", list(range(64)), max_tokens=9)
     engine.add(running)
     engine.add(waiting)
     planned = engine.schedule()
@@ -162,10 +162,10 @@ def test_abort_frees_blocks_wherever_the_request_is() -> None:
     assert engine.pool.free == engine.pool.blocks - 1
 
 
-@pytest.mark.parametrize(("prompt", "said"), [(0, 1), (1_020, 10), (10, 0)])
-def test_what_can_never_run_is_refused(prompt: int, said: int) -> None:
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(0, 1), (1_020, 10), (10, 0)])
+def test_what_can_never_run_is_refused(prompt: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        scheduler().add(request("a", [1] * prompt, said))
+        scheduler().add(request("a", [1] * prompt, max_tokens))
 
 
 def test_a_cache_must_hold_one_request() -> None:
@@ -188,7 +188,7 @@ def test_every_request_says_everything_once(
     """For any arrivals, budgets hold, blocks balance, and each answer is complete and in order."""
     limits = Limits(step_tokens, limit, 8 * 16, 16)
     engine = (FcfsScheduler if fcfs else Scheduler)(BlockPool(9), SCHEME, limits)
-    said: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
     pending = [
         (arrives, request(f"{k}", [family] * length, out)) for k, (family, length, out, arrives) in enumerate(plan)
     ]
@@ -206,17 +206,17 @@ def test_every_request_says_everything_once(
             assert len(engine.running) <= limit
             outputs += engine.complete(planned, float(now))
         for output in outputs:
-            said.setdefault(output.request.request_id, []).extend(output.token_ids)
+            answers.setdefault(output.request.request_id, []).extend(output.token_ids)
         now += 1
         assert now < 5_000
-    assert said == {f"{k}": list(ANSWER[:out]) for k, (_family, _length, out, _at) in enumerate(plan)}
+    assert answers == {f"{k}": list(ANSWER[:out]) for k, (_family, _length, out, _at) in enumerate(plan)}
     assert engine.pool.free == engine.pool.blocks - 1
     assert engine.totals.finished == len(plan)
 
 
 def test_fcfs_prefills_one_at_a_time_and_decodes_for_nothing() -> None:
     engine = FcfsScheduler(BlockPool(65), SCHEME, Limits(max_model_len=1_024), decode_s=0.5)
-    first, second = request("a", list(range(40)), said=4), request("b", list(range(100)))
+    first, second = request("a", list(range(40)), max_tokens=4), request("b", list(range(100)))
     engine.add(first)
     engine.add(second)
     planned = engine.schedule()

@@ -14,20 +14,20 @@ KINDS = pytest.mark.parametrize("kind", SESSIONS)
 
 def played(session: Session) -> list[list[dict[str, str]]]:
     """The messages of each request of a session, to its end."""
-    asked: list[list[dict[str, str]]] = []
+    sent: list[list[dict[str, str]]] = []
     think_s: float | None = 0.0
     while think_s is not None:
         body: dict[str, Any] = session.ask().body
-        asked.append(list(body["messages"]))
-        think_s = session.answered(f"answer {len(asked)}")
-    return asked
+        sent.append(list(body["messages"]))
+        think_s = session.answered(f"answer {len(sent)}")
+    return sent
 
 
 @KINDS
 def test_every_request_extends_the_one_before_by_its_answer_and_new_words(kind: str) -> None:
-    asked = played(SESSIONS[kind]("key", "shared"))
+    sent = played(SESSIONS[kind]("key", "shared"))
 
-    for number, (before, after) in enumerate(pairwise(asked), 1):
+    for number, (before, after) in enumerate(pairwise(sent), 1):
         assert after[: len(before)] == before
         assert after[len(before)] == {"role": "assistant", "content": f"answer {number}"}
         assert [message["role"] for message in after[len(before) + 1 :]] == ["user"]

@@ -21,7 +21,7 @@ def ask(url: str, broken: list[str], what: Ask = CHAT, key: str = "") -> Answer:
 
 def test_an_answer_is_timed_and_counted() -> None:
     before = time.perf_counter()
-    with engine() as (url, seen):
+    with engine() as (url, server):
         answer = ask(url, [], key="secret")
 
     assert answer.text == "one two three "
@@ -29,9 +29,9 @@ def test_an_answer_is_timed_and_counted() -> None:
     assert len(answer.gaps_s) == 2
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (40, 32, 3)
     assert (answer.headers["x-warmfleet-worker"], answer.headers["x-warmfleet-reservation"]) == ("w1", "booked")
-    assert seen.bodies == [CHAT.body | {"model": "m", "stream": True, "stream_options": {"include_usage": True}}]
-    assert seen.headers_seen[0]["X-Session-ID"] == "session-1"
-    assert seen.headers_seen[0]["Authorization"] == "Bearer secret"
+    assert server.bodies == [CHAT.body | {"model": "m", "stream": True, "stream_options": {"include_usage": True}}]
+    assert server.headers_seen[0]["X-Session-ID"] == "session-1"
+    assert server.headers_seen[0]["Authorization"] == "Bearer secret"
 
 
 def test_a_completion_of_token_ids_has_its_text_elsewhere() -> None:
@@ -47,13 +47,13 @@ def test_an_address_may_end_with_v1() -> None:
 @pytest.mark.parametrize(("fault", "kind"), [("reset", "retried"), ("cut", "cut"), ("reset in the stream", "cut")])
 def test_a_broken_connection_is_sent_again_and_counted(fault: str, kind: str) -> None:
     broken: list[str] = []
-    with engine(fault) as (url, seen):
+    with engine(fault) as (url, server):
         answer = ask(url, broken)
 
     assert answer.text == "one two three "
     assert broken == [kind]
-    assert len(seen.bodies) == 2
-    assert seen.bodies[0] == seen.bodies[1]
+    assert len(server.bodies) == 2
+    assert server.bodies[0] == server.bodies[1]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_a_broken_connection_is_sent_again_and_counted(fault: str, kind: str) ->
 def test_what_sending_again_cannot_mend_is_raised(
     faults: list[str], kind: type[Exception], message: str, tries: int
 ) -> None:
-    with engine(*faults) as (url, seen), pytest.raises(kind, match=message):
+    with engine(*faults) as (url, server), pytest.raises(kind, match=message):
         ask(url, [])
 
-    assert len(seen.bodies) == tries
+    assert len(server.bodies) == tries
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8080", "ftp://host"])

@@ -99,11 +99,11 @@ def test_without_a_trace_one_of_the_same_shape_is_generated(monkeypatch: pytest.
     assert 300 < sum(lengths) / len(lengths) < 520  # the real one: 430
     assert 190 < lengths[600] < 330  # 256
     assert 320 < made.arrivals[-1].at_s < 480  # 400
-    seen: set[tuple[int, ...]] = set()
+    prefixes: set[tuple[int, ...]] = set()
     shared = 0
     for arrival in made.arrivals:
         for end in range(BLOCK_TOKENS, len(arrival.prompt) + 1, BLOCK_TOKENS):
             prefix = tuple(arrival.prompt[:end])
-            shared += prefix in seen
-            seen.add(prefix)
+            shared += prefix in prefixes
+            prefixes.add(prefix)
     assert 0.15 < BLOCK_TOKENS * shared / sum(lengths) < 0.4  # 0.3

@@ -20,17 +20,17 @@ COSTS = StepCosts(base_s=0.01, prefill_token_s=0.001)
 class Always:
     def __init__(self, engine: int = 0) -> None:
         self.engine = engine
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     async def choose(self, request: Request, arrival: Arrival, now: float) -> int:
-        self.told.append(f"choose {now:.2f}")
+        self.calls.append(f"choose {now:.2f}")
         return self.engine
 
     async def started(self, request: Request, engine: int, now: float) -> None:
-        self.told.append("started")
+        self.calls.append("started")
 
     async def finished(self, request: Request, engine: int, now: float) -> None:
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
 def engines(count: int = 1, costs: StepCosts = COSTS, mode: str = "step") -> list[VirtualEngine]:
@@ -43,7 +43,7 @@ async def test_a_requests_time_is_its_steps() -> None:
     (served,) = await fleet.run(Trace("t", (Arrival(2.0, 0, list(range(100)), 3),)))
     assert served.ttft_s == pytest.approx(0.01 + 0.1)
     assert fleet.engines[0].busy_s == pytest.approx(0.11 + 2 * 0.01)
-    assert router.told == ["choose 2.00", "started", "finished"]
+    assert router.calls == ["choose 2.00", "started", "finished"]
 
 
 async def test_overheads_of_the_api_server_count_but_block_no_step() -> None:
@@ -58,8 +58,8 @@ async def test_a_closed_session_waits_for_its_answer() -> None:
     router = Always()
     arrivals = (Arrival(0.0, 0, list(range(100)), 3), Arrival(0.1, 0, list(range(100)), 1, think_s=4.0))
     await VirtualFleet(engines(), router, speed=2.0).run(Trace("t", arrivals, closed=True))
-    assert router.told[0] == "choose 0.00"
-    assert router.told[3] == f"choose {0.11 + 0.02 + 2.0:.2f}"
+    assert router.calls[0] == "choose 0.00"
+    assert router.calls[3] == f"choose {0.11 + 0.02 + 2.0:.2f}"
 
 
 async def test_fcfs_engines_run_on_the_same_clock() -> None:
@@ -71,13 +71,13 @@ async def test_fcfs_engines_run_on_the_same_clock() -> None:
 async def test_fcfs_answers_end_in_time_though_no_step_follows() -> None:
     class Ends(Always):
         async def finished(self, request: Request, engine: int, now: float) -> None:
-            self.told.append(f"{request.max_tokens} tokens: {now:.2f}")
+            self.calls.append(f"{request.max_tokens} tokens: {now:.2f}")
 
     router, lengths = Ends(), (801, 401, 901, 601)
     arrivals = tuple(Arrival(0.0, k, [k] * 100, tokens) for k, tokens in enumerate(lengths))
     await VirtualFleet(engines(mode="fcfs"), router).run(Trace("t", arrivals))  # 0.11 s of prefill, 1 ms a token
     ended = ["401 tokens: 0.62", "801 tokens: 0.91", "601 tokens: 1.04", "901 tokens: 1.23"]
-    assert [line for line in router.told if "tokens" in line] == ended
+    assert [line for line in router.calls if "tokens" in line] == ended
 
 
 async def test_a_duty_does_not_keep_a_run_from_ending() -> None:

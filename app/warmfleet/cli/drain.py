@@ -92,7 +92,7 @@ async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            worker = next((one for one in await fleet.workers.read() if one.worker_id == worker_id), None)
+            worker = next((worker for worker in await fleet.workers.read() if worker.worker_id == worker_id), None)
         except FleetUnavailable:
             left, quiet_since = "Redis does not answer, asking again", float("inf")
         else:

@@ -68,13 +68,13 @@ class FcfsScheduler(Scheduler):
             _at, _order, request = heapq.heappop(self._due)
             if request not in self.running:  # aborted
                 continue
-            rest = request.answer[1 : request.max_tokens]
+            tokens = request.answer[1 : request.max_tokens]
             request.output_tokens = request.max_tokens
-            self.totals.generation_tokens += len(rest)
+            self.totals.generation_tokens += len(tokens)
             hash_blocks(self.scheme, request)
             self._grow(request, request.tokens - 1 - request.computed)
             self._end(request)
             self.totals.finished += 1
-            if rest:
-                outputs.append(Output(request, rest, first=False, finished=True))
+            if tokens:
+                outputs.append(Output(request, tokens, first=False, finished=True))
         return outputs

@@ -57,7 +57,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     entered: int = 0  # the number of its blocks that are in the cache
     last_digest: bytes | None = None
-    seen: bool = False  # whether it has been scheduled before
+    admitted: bool = False  # True from its first admission, also after a preemption
 
     @property
     def prompt_tokens(self) -> int:
@@ -240,8 +240,8 @@ class Scheduler:
         request.blocks = list(hit)
         request.entered = len(hit)
         request.computed = len(hit) * self.limits.block_tokens
-        if not request.seen:
-            request.seen = True
+        if not request.admitted:
+            request.admitted = True
             request.cached_tokens = request.computed
             self.totals.queries += request.tokens
             self.totals.hits += request.computed

@@ -240,8 +240,8 @@ def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], eve
     folder = peers.install()
     ports = free_ports(2 * fleet.replicas)
     for number in range(fleet.replicas):
-        command, *rest = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines, events)
-        processes.spawn("routers", f"{fleet.kind}-{number}", [str(folder / command), *rest], {"PYTHONPATH": ""})
+        command, *arguments = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines, events)
+        processes.spawn("routers", f"{fleet.kind}-{number}", [str(folder / command), *arguments], {"PYTHONPATH": ""})
     for number, port in enumerate(ports[: fleet.replicas]):
         url = f"http://127.0.0.1:{port}/readiness"
         processes.wait(f"{fleet.kind}-{number}", partial(_all_healthy, url, len(engines)))

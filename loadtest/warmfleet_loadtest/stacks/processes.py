@@ -205,8 +205,8 @@ def replica_ready(url: str, workers: int) -> bool:
     All must be proven, but for engines that join by their URL alone, which are never more than approximate.
     """
     found = get_json(f"{url}/workers") or {"models": []}
-    seen = [worker for model in found["models"] for worker in model["workers"]]
-    usable = [worker for worker in seen if worker["routable"] and worker["proof"] in ("proven", "approximate")]
+    listed = [worker for model in found["models"] for worker in model["workers"]]
+    usable = [worker for worker in listed if worker["routable"] and worker["proof"] in ("proven", "approximate")]
     return len(usable) == workers and answers(f"{url}/readyz")
 
 

@@ -78,8 +78,8 @@ def block(identifier: int, seed: int = 0) -> list[int]:
     """The 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
     generator = random.Random(identifier + (seed << 40))
     head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
-    rest = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
-    return [FIRST_TOKEN + token % TOKENS for token in head + rest]
+    tail = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
+    return [FIRST_TOKEN + token % TOKENS for token in head + tail]
 
 
 def shared(name: str) -> Path:

@@ -29,11 +29,11 @@ def test_rules_on_one_stream_and_passwords_on_the_other(capsys: pytest.CaptureFi
 
 
 def test_two_runs_have_different_passwords(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = []
+    passwords = []
     for _ in range(2):
         main(["acl", "m"])
-        seen.append(capsys.readouterr().err)
-    assert seen[0] != seen[1]
+        passwords.append(capsys.readouterr().err)
+    assert passwords[0] != passwords[1]
 
 
 def test_one_more_worker_as_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +104,12 @@ def test_one_user_for_workers_whose_names_nobody_knows(
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_an_old_password_opens_a_user_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: bool) -> None:
-    given = {"admin": "a", "router": "new", "router.old": "before", "worker": "w"}
+    passwords = {"admin": "a", "router": "new", "router.old": "before", "worker": "w"}
     if folder:
-        for name, password in {**given, "worker.old": ""}.items():
+        for name, password in {**passwords, "worker.old": ""}.items():
             (tmp_path / name).write_text(password)
     else:
-        (tmp_path / "file").write_text("".join(f"{name} {password}\n" for name, password in given.items()))
+        (tmp_path / "file").write_text("".join(f"{name} {password}\n" for name, password in passwords.items()))
 
     place = tmp_path if folder else tmp_path / "file"
     assert main(["acl", "m", "--shared-worker", "--password-file", str(place)]) == 0

@@ -89,10 +89,10 @@ def test_list_show_approve_revoke(
         assert "WARMFLEET_APPROVED_TEMPLATES" in " ".join(lines), "a footnote"
         with monkeypatch.context() as routers:
             routers.setenv("WARMFLEET_APPROVED_TEMPLATES", f"{'b' * 64}, {DIGEST}")
-            told = says("list")
-            assert "approved by WARMFLEET_APPROVED_TEMPLATES" in told
-            assert "not approved" not in told
-            assert "may approve templates" not in told
+            listed = says("list")
+            assert "approved by WARMFLEET_APPROVED_TEMPLATES" in listed
+            assert "not approved" not in listed
+            assert "may approve templates" not in listed
         [file] = [row for row in json.loads(says("--json", "--model", model))[model] if row["approved"] is not None]
         of_file = {"sha256": DIGEST, "artifact": "chat_template.jinja", "bytes": len(TEMPLATE)}
         assert file == {**of_file, "servers": ["w1", "w2"], "approved": False}
@@ -133,18 +133,18 @@ def test_mistakes_are_explained_in_one_line(
     monkeypatch.setenv("WARMFLEET_REDIS_URL", valkey_url)
     monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
     assert main(["artifacts", *line.split()]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("warmfleet artifacts: ")
-    assert why.lower() in said.lower()
+    printed = capsys.readouterr().err
+    assert printed.startswith("warmfleet artifacts: ")
+    assert why.lower() in printed.lower()
 
 
 def test_the_router_user_may_list_but_not_approve(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with guarded(model, valkey_binary()) as path:
-        as_router = ["--model", model, "--redis", f"unix://router:secret-router@{path}"]
+    with guarded(model, valkey_binary()) as url_of:
+        as_router = ["--model", model, "--redis", url_of("router")]
         assert main(["artifacts", *as_router]) == 0
         assert main(["artifacts", "approve", "a" * 64, *as_router]) == 2
         assert "use an operator" in capsys.readouterr().err
-        assert asyncio.run(approved(f"unix://admin:secret-admin@{path}", model)) == frozenset()
+        assert asyncio.run(approved(url_of("admin"), model)) == frozenset()
 
 
 def test_the_beginning_of_a_digest_must_be_unique() -> None:

@@ -171,18 +171,18 @@ def test_unknown_words_end_with_status_2(line: str, capsys: pytest.CaptureFixtur
 def test_an_unknown_option_shows_the_options_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--model", "m"])
-    told = capsys.readouterr().err
-    assert told.startswith("usage: warmfleet serve ")
-    assert told.endswith("warmfleet serve: error: unrecognized arguments: --model m\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: warmfleet serve ")
+    assert printed.endswith("warmfleet serve: error: unrecognized arguments: --model m\n")
 
 
 def test_another_redis_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with closing(ports.listen("127.0.0.1", 0)) as taken:  # it does not listen yet, so connections are refused
+    with closing(ports.listen("127.0.0.1", 0)) as taken:  # the port does not listen yet: connections are refused
         address = f"redis://127.0.0.1:{taken.getsockname()[1]}"
         assert main(["drain", "w", "--model", "m", "--redis", address]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("warmfleet drain: Redis is away or slow: ")
-    assert told.endswith("(--redis or WARMFLEET_REDIS_URL names another Redis; `warmfleet doctor` says more)\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("warmfleet drain: Redis is away or slow: ")
+    assert printed.endswith("(--redis or WARMFLEET_REDIS_URL names another Redis; `warmfleet doctor` says more)\n")
 
 
 def shown(*workers_: dict[str, Any], wide: bool = False, **more: Any) -> str:
@@ -236,16 +236,16 @@ class TestWorkers:
 
     def test_the_title_shows_prompts_times_and_the_size_of_the_index(self) -> None:
         assert "tokenizer: slow, no pieces" in shown(WORKER)
-        said = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
-        said += "objective 0.4 s, in force 0.100 s"
-        assert said in shown(WORKER)
+        line = "12 streams, last minute, this replica: P50 0.100 s, P90 0.500 s, P99 2.000 s; "
+        line += "objective 0.4 s, in force 0.100 s"
+        assert line in shown(WORKER)
         assert "no stream in the last minute" in shown(WORKER, ttft=TTFT | {"requests": 0})
         first = {"prompt_tokens": 812, "worker_id": "sim-1.0", "waited_s": 1.23, "because": "so", "has_room": False}
         first["to_compute_there_s"] = 0.96
         printed = shown(WORKER, queue={"waiting": 3, "next": first})
         assert "; 3 requests wait for a worker\n" in printed
-        said = "first in the queue: 812 tokens, waits for sim-1.0, which needs 0.96 s for it, has waited 1.23 s: so\n"
-        assert said in printed
+        line = "first in the queue: 812 tokens, waits for sim-1.0, which needs 0.96 s for it, has waited 1.23 s: so\n"
+        assert line in printed
         first |= {"to_compute_there_s": 0.0, "has_room": True}
         assert "812 tokens, goes to sim-1.0, has waited" in shown(WORKER, queue={"waiting": 3, "next": first})
         assert "first in the queue" not in shown(WORKER)
@@ -281,10 +281,10 @@ class TestWorkers:
     def test_an_engine_that_said_goodbye_needs_no_word(self) -> None:
         left = WORKER | {"state": "left", "why": "it said goodbye", "remedy": ""}
         serving = WORKER | {"worker_id": "sim-2.0", "state": "proven", "routable": True, "remedy": ""}
-        told = plain(workers.parts_of({"models": [MODEL | {"workers": [left, serving]}]}))
-        assert "1 of 1 workers take requests" in told
-        assert "sim-1.0  left " in told
-        assert "sim-1.0: " not in told
+        printed = plain(workers.parts_of({"models": [MODEL | {"workers": [left, serving]}]}))
+        assert "1 of 1 workers take requests" in printed
+        assert "sim-1.0  left " in printed
+        assert "sim-1.0: " not in printed
 
     def test_a_fleet_without_workers(self) -> None:
         assert "no workers: `warmfleet doctor` says what is missing" in shown()
@@ -306,8 +306,8 @@ REPLICA = {
 
 class TestReplicas:
     def test_a_row_tells_state_load_and_hits(self) -> None:
-        told = plain(replicas.parts_of({"fresh": True, "replicas": [REPLICA]}, 1_090.0)).splitlines()
-        assert told[1].split() == [
+        printed = plain(replicas.parts_of({"fresh": True, "replicas": [REPLICA]}, 1_090.0)).splitlines()
+        assert printed[1].split() == [
             *("host:9090", "serving", "0.1.0", "90", "s", "cost,", "sticky", "3", "3", "3", "75%"),
             "http://10.0.0.5:9090",
         ]
@@ -320,21 +320,21 @@ class TestReplicas:
         assert "b:1: silent: it was last heard 12 s ago; killed, hung" in capsys.readouterr().out
 
     def test_none_yet_and_redis_away(self) -> None:
-        told = plain(replicas.parts_of({"fresh": False, "replicas": []}, 0.0))
-        assert "Redis does not answer" in told
-        assert "no replica has reported itself yet" in told
+        printed = plain(replicas.parts_of({"fresh": False, "replicas": []}, 0.0))
+        assert "Redis does not answer" in printed
+        assert "no replica has reported itself yet" in printed
 
 
 class TestExplain:
     def test_a_message_goes_to_the_first_model(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with replica({"/explain": (200, EXPLAINED), "/workers": (200, FLEET)}) as (url, seen):
+        with replica({"/explain": (200, EXPLAINED), "/workers": (200, FLEET)}) as (url, requests):
             assert main(["explain", "--message", "Hi", "--url", url]) == 0
-        assert json.loads(seen[-1][1]) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+        assert json.loads(requests[-1][1]) == {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
         serving = WORKER | {"routable": True, "models": ["served"]}
         pooled = {"models": [MODEL | {"model": "base#pool", "workers": [serving]}]}
-        with replica({"/explain": (200, EXPLAINED), "/workers": (200, pooled)}) as (url, seen):
+        with replica({"/explain": (200, EXPLAINED), "/workers": (200, pooled)}) as (url, requests):
             assert main(["explain", "--message", "Hi", "--url", url]) == 0
-        assert json.loads(seen[-1][1])["model"] == "served"
+        assert json.loads(requests[-1][1])["model"] == "served"
         printed = capsys.readouterr().out
         assert "It would go to sim-1.0" in printed
         row = next(line.split() for line in printed.splitlines() if "->" in line)
@@ -343,20 +343,20 @@ class TestExplain:
     def test_each_engine_is_compared_with_the_chosen_one(self) -> None:
         other = CANDIDATE | {"worker_id": "sim-2.0", "cost_s": 0.0105, "chosen": False, "speculative_tokens": 16}
         third = CANDIDATE | {"worker_id": "sim-3.0", "cost_s": 0.5, "chosen": False}
-        told = plain(explain.parts_of(EXPLAINED | {"candidates": [third, CANDIDATE, other]})).splitlines()
-        assert told[1].split()[:4] == ["WORKER", "CACHED", "SOON", "TO"]
-        assert told[2].split()[0] == "sim-2.0", "the cheapest first"
-        assert told[2].endswith("16           8             15         3          1   10.5 ms  -2.0 ms")
-        assert told[3].split()[0] == "->"
-        assert told[4].endswith("500.0 ms  +487.5 ms")
-        assert "CACHED, SOON, TO COMPUTE: tokens of this prompt" in told[5]
+        printed = plain(explain.parts_of(EXPLAINED | {"candidates": [third, CANDIDATE, other]})).splitlines()
+        assert printed[1].split()[:4] == ["WORKER", "CACHED", "SOON", "TO"]
+        assert printed[2].split()[0] == "sim-2.0", "the cheapest first"
+        assert printed[2].endswith("16           8             15         3          1   10.5 ms  -2.0 ms")
+        assert printed[3].split()[0] == "->"
+        assert printed[4].endswith("500.0 ms  +487.5 ms")
+        assert "CACHED, SOON, TO COMPUTE: tokens of this prompt" in printed[5]
 
     def test_the_terms_of_a_cost_add_up_to_it(self) -> None:
-        told = plain(explain.parts_of(EXPLAINED | {"moved": "sim-2.0 holds 16 tokens more"})).splitlines()
-        at = next(number for number, line in enumerate(told) if "LEAVE" in line)
-        assert told[at].split() == ["WORKER", *explain.TERMS.values(), "COST"]
-        assert told[at + 1].split() == ["->", "sim-1.0", "2.0", "1.0", "0.0", "4.0", "0.0", "5.5", "12.5"]
-        assert told[-1] == "It moves: sim-2.0 holds 16 tokens more."
+        printed = plain(explain.parts_of(EXPLAINED | {"moved": "sim-2.0 holds 16 tokens more"})).splitlines()
+        at = next(number for number, line in enumerate(printed) if "LEAVE" in line)
+        assert printed[at].split() == ["WORKER", *explain.TERMS.values(), "COST"]
+        assert printed[at + 1].split() == ["->", "sim-1.0", "2.0", "1.0", "0.0", "4.0", "0.0", "5.5", "12.5"]
+        assert printed[-1] == "It moves: sim-2.0 holds 16 tokens more."
         assert "LEAVE" not in plain(explain.parts_of(EXPLAINED | {"policy": "sticky"})), "other policies ask no price"
 
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,10 +364,10 @@ class TestExplain:
         with replica({"/explain": (200, waits)}) as (url, _):
             assert main(["explain", "--model", "demo", "--message", "Hi", "--url", url]) == 0
         assert "at a price of 4.54 s.\nBy COST alone it would go to sim-1.0" in capsys.readouterr().out
-        told = plain(explain.parts_of(waits | {"queue": {"waiting": 41, "work_s": 22.2, "next": None}}))
-        assert "It would wait for its turn at sim-2.0, at a price of 4.54 s. 41 requests wait" in told
-        assert "which the engines need 22.20 s for." in told
-        assert "By COST alone it would go to sim-1.0" in told
+        printed = plain(explain.parts_of(waits | {"queue": {"waiting": 41, "work_s": 22.2, "next": None}}))
+        assert "It would wait for its turn at sim-2.0, at a price of 4.54 s. 41 requests wait" in printed
+        assert "which the engines need 22.20 s for." in printed
+        assert "By COST alone it would go to sim-1.0" in printed
         alone = waits | {"queue": {"waiting": 0, "work_s": 0.0, "next": None}}
         assert "at a price of 4.54 s. No other request waits." in plain(explain.parts_of(alone))
         assert "it would be refused" in plain(explain.parts_of(waits | {"waits_for": ""}))
@@ -385,10 +385,10 @@ class TestExplain:
         assert "It would go to any of them." in plain(explain.parts_of(anywhere))
 
     def test_a_prompt_shorter_than_a_block_is_never_found_again(self) -> None:
-        said = "shorter than one block of an engine's cache"
-        assert said in plain(explain.parts_of(EXPLAINED | {"blocks": 0}))
-        assert said not in plain(explain.parts_of(EXPLAINED))
-        assert said not in plain(explain.parts_of(EXPLAINED | {"blocks": 0, "identity": "load"})), "nobody knows"
+        remark = "shorter than one block of an engine's cache"
+        assert remark in plain(explain.parts_of(EXPLAINED | {"blocks": 0}))
+        assert remark not in plain(explain.parts_of(EXPLAINED))
+        assert remark not in plain(explain.parts_of(EXPLAINED | {"blocks": 0, "identity": "load"})), "nobody knows"
 
     def test_a_file_and_standard_input_are_sent_unchanged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -396,10 +396,10 @@ class TestExplain:
         body = b'{"model": "demo",  "prompt": "Hi"}'
         (tmp_path / "request.json").write_bytes(body)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(body)))
-        with replica({"/explain": (200, EXPLAINED | {"chosen": ""})}) as (url, seen):
+        with replica({"/explain": (200, EXPLAINED | {"chosen": ""})}) as (url, requests):
             assert main(["explain", str(tmp_path / "request.json"), "--url", url]) == 1
             assert main(["explain", "-", "--json", "--url", url]) == 1
-        assert [asked for _, asked in seen] == [body, body]
+        assert [sent for _, sent in requests] == [body, body]
 
     @pytest.mark.parametrize("arguments", [[], ["--message", "a", "--prompt", "b"], ["/nonexistent.json"]])
     def test_exactly_one_request_must_be_given(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,8 +468,8 @@ class TestServe:
         monkeypatch.setenv("WARMFLEET_DECISION_LOG", path)
         monkeypatch.setenv("WARMFLEET_ADMIN_PORT", "0")
         assert main(["serve", "--models", "demo", "--port", "0"]) == 2
-        said = capsys.readouterr().err
-        assert said == f"warmfleet serve: WARMFLEET_DECISION_LOG={path!r}: No such file or directory\n"
+        printed = capsys.readouterr().err
+        assert printed == f"warmfleet serve: WARMFLEET_DECISION_LOG={path!r}: No such file or directory\n"
 
     def test_a_second_replica_on_a_machine_is_told_to_choose_a_port_for_operators(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -478,9 +478,9 @@ class TestServe:
             port = first.getsockname()[1]
             monkeypatch.setenv("WARMFLEET_ADMIN_PORT", str(port))
             assert main(["serve", "--models", "demo", "--port", "0"]) == 2
-        said = capsys.readouterr().err
-        assert f"127.0.0.1:{port} cannot be used" in said
-        assert "choose another with WARMFLEET_ADMIN_PORT" in said
+        printed = capsys.readouterr().err
+        assert f"127.0.0.1:{port} cannot be used" in printed
+        assert "choose another with WARMFLEET_ADMIN_PORT" in printed
 
     def test_a_variable_that_cannot_be_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WARMFLEET_PORT", "many")

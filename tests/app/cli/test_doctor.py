@@ -142,13 +142,13 @@ async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
     async with replica(valkey_url, model) as router, simulated(valkey_url, model) as engine:
         await router.proven()
         keys = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
-        told = await doctor(valkey_url, model, engine.url, routers=(router.operators,))
-        assert told.report.status == 0, told.printed
-        assert told.of("prefix caching", State.OK)[0].detail.endswith("as predicted")
+        result = await doctor(valkey_url, model, engine.url, routers=(router.operators,))
+        assert result.report.status == 0, result.printed
+        assert result.of("prefix caching", State.OK)[0].detail.endswith("as predicted")
         for check in ("version", "eviction", "clock", "latency", "router rights", "routers", "worker", "scheme", "url"):
-            assert told.of(check, State.OK), (check, told.printed)
+            assert result.of(check, State.OK), (check, result.printed)
         for check in ("plugin", "tokenizer", "template", "token ids", "index", "token hand-off", "ready", "workers"):
-            assert told.of(check, State.OK), (check, told.printed)
+            assert result.of(check, State.OK), (check, result.printed)
         now = set(redis.Redis.from_url(valkey_url).scan_iter(f"*{wire.model_tag(model)}*"))
         assert {key for key in now - keys if b":b:" not in key and b":s:" not in key} == set(), "it wrote keys"
 
@@ -158,30 +158,30 @@ async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
 
 async def test_redis_is_down(model: str) -> None:
     port = free_port()
-    told = await doctor(f"redis://router:{SECRET}@127.0.0.1:{port}/0", model)
-    told.names(
+    result = await doctor(f"redis://router:{SECRET}@127.0.0.1:{port}/0", model)
+    result.names(
         "reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there, or correct host"
     )
-    assert SECRET not in told.printed
+    assert SECRET not in result.printed
     assert {"server", "clock", "latency", "router rights", "worker rights", "workers"} == {
-        finding.check for _, finding in told.report.found if finding.state is State.SKIPPED
+        finding.check for _, finding in result.report.found if finding.state is State.SKIPPED
     }
-    assert f"Workers of {model}" in told.printed
-    told = await doctor("redis://no-such-host.invalid/0", model)
-    told.names("reachable", "the name cannot be resolved", "correct the host in WARMFLEET_REDIS_URL")
-    told = await doctor("redis://no-such-host.invalid/0", model, url_from="--redis")
-    told.names("reachable", "the name cannot be resolved", "correct the host in --redis")
-    assert "WARMFLEET_REDIS_URL" not in told.printed
-    told = await doctor("unix:///no/such/socket", model)
-    told.names("reachable", "there is no socket /no/such/socket", "start Redis with `unixsocket`")
+    assert f"Workers of {model}" in result.printed
+    result = await doctor("redis://no-such-host.invalid/0", model)
+    result.names("reachable", "the name cannot be resolved", "correct the host in WARMFLEET_REDIS_URL")
+    result = await doctor("redis://no-such-host.invalid/0", model, url_from="--redis")
+    result.names("reachable", "the name cannot be resolved", "correct the host in --redis")
+    assert "WARMFLEET_REDIS_URL" not in result.printed
+    result = await doctor("unix:///no/such/socket", model)
+    result.names("reachable", "there is no socket /no/such/socket", "start Redis with `unixsocket`")
 
 
 async def test_the_password_is_wrong(valkey_url: str, model: str) -> None:
-    told = await doctor(valkey_url.replace("://", f"://nobody:{SECRET}@", 1), model)
-    told.names(
+    result = await doctor(valkey_url.replace("://", f"://nobody:{SECRET}@", 1), model)
+    result.names(
         "login", "refuses the user or the password of WARMFLEET_REDIS_URL", "put user and password of `warmfleet acl`"
     )
-    assert SECRET not in told.printed
+    assert SECRET not in result.printed
 
 
 @pytest.fixture(scope="module")
@@ -191,29 +191,29 @@ def secured() -> Iterator[Secured]:
 
 
 async def test_the_authority_is_wrong(secured: Secured, model: str) -> None:
-    told = await doctor(secured.url, model, redis_ca=str(secured.other_ca))
-    told.names("tls", "shows a certificate that is not trusted", "set WARMFLEET_REDIS_CA to the PEM file")
+    result = await doctor(secured.url, model, redis_ca=str(secured.other_ca))
+    result.names("tls", "shows a certificate that is not trusted", "set WARMFLEET_REDIS_CA to the PEM file")
     assert (await doctor(secured.url, model, redis_ca=str(secured.ca))).of("login", State.OK)
 
 
 async def test_redis_evicts_and_is_full(model: str) -> None:
     with server(valkey_binary(), "--maxmemory-policy", "allkeys-lru") as url, redis.Redis.from_url(url) as client:
-        told = await doctor(url, model)
-        told.names("eviction", "maxmemory-policy is allkeys-lru", "CONFIG SET maxmemory-policy noeviction")
-        assert "maxmemory is not set" in told.of("memory", State.NOTE)[0].detail
+        result = await doctor(url, model)
+        result.names("eviction", "maxmemory-policy is allkeys-lru", "CONFIG SET maxmemory-policy noeviction")
+        assert "maxmemory is not set" in result.of("memory", State.NOTE)[0].detail
         client.config_set("maxmemory-policy", "noeviction")
         client.set("ballast", b"x" * 10_000_000)
         client.config_set("maxmemory", client.info("memory")["used_memory"] * 10 // 9)
-        told = await doctor(url, model)
-        told.names("memory", "are used: from 85% on no new block is indexed", "raise maxmemory")
-        assert told.of("eviction", State.OK)
+        result = await doctor(url, model)
+        result.names("memory", "are used: from 85% on no new block is indexed", "raise maxmemory")
+        assert result.of("eviction", State.OK)
         client.config_set("maxmemory", 1_000_000)
         (await doctor(url, model)).names("memory", "Redis is full", "raise maxmemory")
 
 
 async def test_the_clock_is_off(valkey_url: str, model: str) -> None:
-    told = await doctor(valkey_url, model, wall=lambda: time.time() + 90)
-    told.names(
+    result = await doctor(valkey_url, model, wall=lambda: time.time() + 90)
+    result.names(
         "clock", "this machine's clock is 90.0 s ahead of Redis'", "let chrony or systemd-timesyncd set the clocks"
     )
 
@@ -221,14 +221,14 @@ async def test_the_clock_is_off(valkey_url: str, model: str) -> None:
 async def test_redis_is_far_away(valkey_url: str, model: str) -> None:
     async with gate(valkey_url) as door:
         door.delay_s = 0.03
-        told = await doctor(f"redis://127.0.0.1:{door.port}", model, decide_timeout_s=0.05)
-        told.names("latency", "after 50 ms a request goes by the last known fleet", "put Redis near the routers")
+        result = await doctor(f"redis://127.0.0.1:{door.port}", model, decide_timeout_s=0.05)
+        result.names("latency", "after 50 ms a request goes by the last known fleet", "put Redis near the routers")
 
 
 async def test_a_server_that_only_reads(model: str) -> None:
     with server(valkey_binary(), "--replicaof", "127.0.0.1", str(free_port())) as url:
-        told = await doctor(url, model)
-    told.names(
+        result = await doctor(url, model)
+    result.names(
         "role", "read-only replica, and its link to the master is down", "name the master in WARMFLEET_REDIS_URL"
     )
 
@@ -241,37 +241,39 @@ LONG = pytest.mark.long(
 @LONG
 async def test_sentinels_that_are_down_and_a_master_without_a_replica(model: str) -> None:
     with sentinels() as watched:
-        told = await doctor(watched.url, model)
-        assert told.of("master", State.OK), told.printed
-        assert told.of("replication", State.OK), told.printed
+        result = await doctor(watched.url, model)
+        assert result.of("master", State.OK), result.printed
+        assert result.of("replication", State.OK), result.printed
         watched.sentinels[0].kill()
         watched.cut()
-        told = await doctor(watched.url, model)
+        result = await doctor(watched.url, model)
         port = watched.sentinels[0].port
-        told.names("reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there")
-        told.names("nodes", f"the Sentinel 127.0.0.1:{port} does not answer", "start it, or take it out of the URL")
-        told.names("replication", "no replica follows the master", "start a replica")
-        told = await doctor(watched.url.replace("/kv", "/nobody"), model)
-        told.names("login", "no node says where the Redis master is", "compare the SERVICE at the end of the URL")
+        result.names("reachable", f"127.0.0.1:{port}: no connection (connection refused)", "start Redis there")
+        result.names("nodes", f"the Sentinel 127.0.0.1:{port} does not answer", "start it, or take it out of the URL")
+        result.names("replication", "no replica follows the master", "start a replica")
+        result = await doctor(watched.url.replace("/kv", "/nobody"), model)
+        result.names("login", "no node says where the Redis master is", "compare the SERVICE at the end of the URL")
 
 
 @LONG
 async def test_a_cluster(model: str) -> None:
     with cluster(wire.model_tag(model)) as clustered:
         nodes = (*clustered.masters, clustered.replica)
-        asked = clustered.masters[0 if clustered.masters[0] is not clustered.owner else 1].client()
-        await poll(lambda: str(clustered.replica.port) in str(asked.cluster("SLOTS")), 10, "the replica is known")
-        told = await doctor(clustered.url, model)
-        assert told.of("slots", State.OK), told.printed
-        assert told.of("replication", State.OK), told.printed
-        told.names("coverage", "cluster-require-full-coverage is yes on", "CONFIG SET cluster-require-full-coverage no")
-        named = told.of("coverage", State.FAULT)[0].detail
-        assert all(f"127.0.0.1:{node.port}" in named for node in nodes), "every node is looked at, also replicas"
-        told = await doctor(f"redis://127.0.0.1:{clustered.owner.port}", model)
-        told.names("cluster", "this server is a node of a Cluster", "redis+cluster://")
         number, other = next(
             (number, node) for number, node in enumerate(clustered.masters) if node is not clustered.owner
         )
+        client = other.client()
+        await poll(lambda: str(clustered.replica.port) in str(client.cluster("SLOTS")), 10, "the replica is known")
+        result = await doctor(clustered.url, model)
+        assert result.of("slots", State.OK), result.printed
+        assert result.of("replication", State.OK), result.printed
+        result.names(
+            "coverage", "cluster-require-full-coverage is yes on", "CONFIG SET cluster-require-full-coverage no"
+        )
+        named = result.of("coverage", State.FAULT)[0].detail
+        assert all(f"127.0.0.1:{node.port}" in named for node in nodes), "every node is looked at, also replicas"
+        result = await doctor(f"redis://127.0.0.1:{clustered.owner.port}", model)
+        result.names("cluster", "this server is a node of a Cluster", "redis+cluster://")
         share = -(-SLOTS // len(clustered.masters))
         first, last = number * share, min((number + 1) * share, SLOTS) - 1
         for node in nodes:
@@ -279,16 +281,16 @@ async def test_a_cluster(model: str) -> None:
             node.client().acl_setuser(
                 "plain", True, passwords=["+plain-secret"], keys=["*"], categories=["+@all"], commands=["-config"]
             )
-        told = await doctor(clustered.url, model)
-        assert "within 1 s" in told.of("coverage", State.OK)[0].detail
+        result = await doctor(clustered.url, model)
+        assert "within 1 s" in result.of("coverage", State.OK)[0].detail
         plain = clustered.url.replace("://", "://plain:plain-secret@")
-        told = await doctor(plain, model)
-        assert "WARMFLEET_ADMIN_REDIS_URL" in told.of("coverage", State.SKIPPED)[0].detail, told.printed
+        result = await doctor(plain, model)
+        assert "WARMFLEET_ADMIN_REDIS_URL" in result.of("coverage", State.SKIPPED)[0].detail, result.printed
         assert (await doctor(plain, model, admin_url=clustered.url)).of("coverage", State.OK)
         for node in nodes:
             node.client().cluster("DELSLOTSRANGE", first, last)
-        told = await doctor(clustered.url, model)
-        told.names("slots", f"{last - first + 1} of 16384 slots have no owner", "redis-cli --cluster fix")
+        result = await doctor(clustered.url, model)
+        result.names("slots", f"{last - first + 1} of 16384 slots have no owner", "redis-cli --cluster fix")
         other.kill()
 
 
@@ -312,38 +314,38 @@ def test_the_coverage_of_nodes_of_which_some_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("binary", [valkey_binary, redis7_binary], ids=["valkey", "redis7"])
 async def test_users_with_too_few_rights(binary: Any, model: str) -> None:
-    with guarded(model, binary(), " +xadd", " +zscore") as path:
-        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
-        told.names("router rights", "may not: ZSCORE", "print the user again (`warmfleet acl")
+    with guarded(model, binary(), " +xadd", " +zscore") as url_of:
+        result = await doctor(url_of("router"), model, admin_url=url_of("admin"))
+        result.names("router rights", "may not: ZSCORE", "print the user again (`warmfleet acl")
         prefix = wire.Keys(model).prefix
         missing = f"worker-eng may not: XADD to {prefix}events:eng.0, XADD to {prefix}server:eng, XADD to {prefix}hello"
-        told.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router")
+        result.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router")
 
 
 async def test_a_user_with_the_rules_of_an_older_version(model: str) -> None:
-    with guarded(model, valkey_binary(), " +expire") as path:
-        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
+    with guarded(model, valkey_binary(), " +expire") as url_of:
+        result = await doctor(url_of("router"), model, admin_url=url_of("admin"))
         missing = f"it may not EXPIRE of {wire.Keys(model).artifact('eng', '*')}"
-        told.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router", State.NOTE)
+        result.names("worker rights", missing, f"warmfleet acl {model} --worker eng --no-router", State.NOTE)
 
 
 async def test_whoever_may_not_look_at_users_is_told_how(model: str) -> None:
-    with guarded(model, valkey_binary()) as path:
-        told = await doctor(f"unix://router:secret-router@{path}", model)
-        assert told.of("router rights", State.OK), told.printed
-        assert "WARMFLEET_ADMIN_REDIS_URL" in told.of("worker rights", State.SKIPPED)[0].detail
-        told = await doctor(f"unix://router:secret-router@{path}", model, admin_url=f"unix://admin:secret-admin@{path}")
-        assert told.of("worker rights", State.OK), told.printed
-        assert told.of("default user", State.OK)
-        told = await doctor(f"unix://worker-eng:secret-worker-eng@{path}", model)
-        told.names("router rights", "this user may not run scripts at all", "ACL LOAD")
+    with guarded(model, valkey_binary()) as url_of:
+        result = await doctor(url_of("router"), model)
+        assert result.of("router rights", State.OK), result.printed
+        assert "WARMFLEET_ADMIN_REDIS_URL" in result.of("worker rights", State.SKIPPED)[0].detail
+        result = await doctor(url_of("router"), model, admin_url=url_of("admin"))
+        assert result.of("worker rights", State.OK), result.printed
+        assert result.of("default user", State.OK)
+        result = await doctor(url_of("worker-eng"), model)
+        result.names("router rights", "this user may not run scripts at all", "ACL LOAD")
 
 
 async def test_each_missing_command_of_a_router_is_named(model: str) -> None:
     """Otherwise a call of ``rights`` would ask for something else than the command that it stands for."""
-    with guarded(model, valkey_binary()) as path:
-        admin = redis.Redis.from_url(f"unix://admin:secret-admin@{path}")
-        fleet = Fleet(connect(f"unix://router:secret-router@{path}", timeout_s=5), model)
+    with guarded(model, valkey_binary()) as url_of:
+        admin = redis.Redis.from_url(url_of("admin"))
+        fleet = Fleet(connect(url_of("router"), timeout_s=5), model)
         look = Inspection(fleet.scripts)
         for command in sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS} - {"evalsha", "script|load"}):
             admin.execute_command("ACL", "SETUSER", "router", f"-{command}")  # type: ignore[no-untyped-call]
@@ -358,17 +360,21 @@ async def test_each_missing_command_of_a_router_is_named(model: str) -> None:
 
 
 async def test_no_router_and_no_engine(valkey_url: str, model: str) -> None:
-    told = await doctor(valkey_url, model)
-    told.names("routers", f"no router has looked at the streams of {model}", f"WARMFLEET_MODELS={model} and this Redis")
-    told.names("workers", f"no engine has joined {model}", "install the plugin beside vLLM")
+    result = await doctor(valkey_url, model)
+    result.names(
+        "routers", f"no router has looked at the streams of {model}", f"WARMFLEET_MODELS={model} and this Redis"
+    )
+    result.names("workers", f"no engine has joined {model}", "install the plugin beside vLLM")
 
 
 async def test_a_mistyped_model_is_told_which_there_are(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await complete(fleet)
-        told = await doctor(valkey_url, f"{model}-nope")
-        told.names("workers", f"no engine has joined {model}-nope", "which this Redis has: --model NAME; else install")
-        [finding] = told.of("workers", State.FAULT)
+        result = await doctor(valkey_url, f"{model}-nope")
+        result.names(
+            "workers", f"no engine has joined {model}-nope", "which this Redis has: --model NAME; else install"
+        )
+        [finding] = result.of("workers", State.FAULT)
         assert model in re.split(r"[ ,]+", finding.remedy)
 
 
@@ -377,9 +383,9 @@ async def test_a_pool_that_only_the_settings_name(valkey_url: str, model: str) -
     client = connect(valkey_url, timeout_s=5)
     await PoolRegistry(client, model).write([PoolEntry(f"{model}#1")])
     await client.aclose()
-    told = await doctor(valkey_url, f"{model}#2")
+    result = await doctor(valkey_url, f"{model}#2")
     text = f"{model}#2 is named here, but the registry of {model} has no such pool: only routers that name it serve it"
-    told.names("pools", text, f"warmfleet pools add {model}#2", State.NOTE)
+    result.names("pools", text, f"warmfleet pools add {model}#2", State.NOTE)
 
 
 async def test_a_server_in_a_pool_that_the_registry_lacks(valkey_url: str, model: str) -> None:
@@ -395,9 +401,9 @@ async def test_a_server_in_a_pool_that_the_registry_lacks(valkey_url: str, model
     }.items():
         await client.hset(wire.Keys(model).placement, name, place.encode())
     await client.aclose()
-    told = await doctor(valkey_url, model)
-    told.names("pools", f"pin-77: in {lost}, which the registry lacks", f"WARMFLEET_MODEL={model}", State.NOTE)
-    assert not told.of("pools", State.FAULT)
+    result = await doctor(valkey_url, model)
+    result.names("pools", f"pin-77: in {lost}, which the registry lacks", f"WARMFLEET_MODEL={model}", State.NOTE)
+    assert not result.of("pools", State.FAULT)
 
 
 async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
@@ -413,15 +419,19 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
             await complete(fleet)
             [worker] = await fleet.workers.read()
             assert await fleet.probes.prove(worker.worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
-        told = await doctor(valkey_url, tags[4])
+        result = await doctor(valkey_url, tags[4])
         move = f"warmfleet pools drain {tags[0]} --move"
-        told.names("workers", f"no engine has joined {tags[2]}, while {tags[0]}, {tags[1]} have some", move, State.NOTE)
-        assert not [finding for finding in told.of("pools", State.FAULT) if tags[2] in finding.detail]
-        told.names("pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE)
+        result.names(
+            "workers", f"no engine has joined {tags[2]}, while {tags[0]}, {tags[1]} have some", move, State.NOTE
+        )
+        assert not [finding for finding in result.of("pools", State.FAULT) if tags[2] in finding.detail]
+        result.names(
+            "pools", f"{tags[3]} is drained and has no worker", f"warmfleet pools remove {tags[3]}", State.NOTE
+        )
         for check in ("router rights", "default user"):
-            assert [finding.check for _, finding in told.report.found].count(check) == 1, "four pools have one Redis"
-        told.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
-        assert [finding.detail for finding in told.of("pools", State.OK)] == [
+            assert [finding.check for _, finding in result.report.found].count(check) == 1, "four pools have one Redis"
+        result.names("pools", f"{tags[4]} is named here", f"warmfleet pools add {tags[4]}", State.NOTE)
+        assert [finding.detail for finding in result.of("pools", State.OK)] == [
             "2 pools with workers, which announce the same"
         ]
         workers = {tag: await Fleet(fleet.redis, tag).workers.read() for tag in tags[:2]}
@@ -433,8 +443,8 @@ async def test_pools_beside_each_other(valkey_url: str, model: str) -> None:
         assert f"{tags[0]} is drained, and no pool that serves has a worker" in drained.detail
         assert remedy in drained.remedy
     pools = [PoolEntry(tag) for tag in tags[:2]]
-    [one] = workers[tags[1]]
-    odd = replace(one, record=one.record | {"scheme": {}}, load=replace(one.load, capacity_blocks=9_999))
+    [worker] = workers[tags[1]]
+    odd = replace(worker, record=worker.record | {"scheme": {}}, load=replace(worker.load, capacity_blocks=9_999))
     uneven, other = pool_checks.beside_each_other(pools, workers | {tags[1]: [odd]})
     assert (uneven.state, "the smaller ones are full sooner" in uneven.detail) == (State.NOTE, True)
     [even] = pool_checks.beside_each_other(pools, workers | {tags[1]: workers[tags[1]] * 3})
@@ -461,17 +471,17 @@ async def test_engines_that_have_moved_to_another_pool_are_no_fault(valkey_url: 
                     continue
                 await silent(left)
                 await left.scripts.ask("UNLINK", wire.Keys(model).placement)  # not only because it moved just now
-                told = await doctor(valkey_url, model)
-                assert not told.of("worker", State.FAULT), told.printed
-                [moved] = told.of("moved", State.OK)
+                result = await doctor(valkey_url, model)
+                assert not result.of("worker", State.FAULT), result.printed
+                [moved] = result.of("moved", State.OK)
                 assert moved.detail.startswith(f"eng.0 moved to {new}")
-                told.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model} they", State.NOTE)
-                told.names("routers", f"the streams of {empty}", f"WARMFLEET_MODELS={model} and this Redis")
+                result.names("workers", f"no engine has joined {empty}", f"WARMFLEET_MODEL={model} they", State.NOTE)
+                result.names("routers", f"the streams of {empty}", f"WARMFLEET_MODELS={model} and this Redis")
         await silent(joined)
         await left.scripts.ask("UNLINK", wire.Keys(model).placement)
-        told = await doctor(valkey_url, model)
-        assert not told.of("worker", State.FAULT), "it said goodbye to both"
-        told.names("workers", f"no engine of {new} is left: eng.0 said goodbye", "start an engine")
+        result = await doctor(valkey_url, model)
+        assert not result.of("worker", State.FAULT), "it said goodbye to both"
+        result.names("workers", f"no engine of {new} is left: eng.0 said goodbye", "start an engine")
 
 
 async def test_engines_that_said_goodbye_are_no_fault_while_others_serve(valkey_url: str, model: str) -> None:
@@ -484,11 +494,11 @@ async def test_engines_that_said_goodbye_are_no_fault_while_others_serve(valkey_
             return WorkerState.LEFT in {worker.state for worker in await fleet.workers.read()}
 
         await poll(left, 30, "the goodbye is applied")
-        told = await doctor(valkey_url, model)
-        [gone] = told.of("left", State.OK)
+        result = await doctor(valkey_url, model)
+        [gone] = result.of("left", State.OK)
         assert gone.detail == "old.0 said goodbye"
-        assert not told.of("halves", State.FAULT), told.printed
-        assert [finding for finding in told.of("worker", State.FAULT) if "old" in finding.detail] == []
+        assert not result.of("halves", State.FAULT), result.printed
+        assert [finding for finding in result.of("worker", State.FAULT) if "old" in finding.detail] == []
 
 
 async def test_halves_that_move_one_after_the_other_are_no_fault(
@@ -528,17 +538,17 @@ async def test_a_lost_master_hides_its_own_pools_only(valkey_url: str, model: st
     async with applied(valkey_url, two) as fleet, simulated(valkey_url, model, pool=two):
         await complete(fleet)
         away.add(wire.model_tag(one))
-        told = await doctor(valkey_url, model)
-        told.names("reachable", f"the Redis that has the keys of {one} cannot be reached", "start Redis there")
-        told.names("workers", f"no engine has joined {three}", f"WARMFLEET_MODEL={model} they", State.NOTE)
-        assert told.of("version", State.OK), told.printed
-        assert told.of("worker", State.NOTE)[0].detail.startswith("eng.0 is pending")
-        assert len(told.of("workers", State.SKIPPED)) == 1
-        assert not [found for found in told.of("pools", State.FAULT) if one in found.detail]
+        result = await doctor(valkey_url, model)
+        result.names("reachable", f"the Redis that has the keys of {one} cannot be reached", "start Redis there")
+        result.names("workers", f"no engine has joined {three}", f"WARMFLEET_MODEL={model} they", State.NOTE)
+        assert result.of("version", State.OK), result.printed
+        assert result.of("worker", State.NOTE)[0].detail.startswith("eng.0 is pending")
+        assert len(result.of("workers", State.SKIPPED)) == 1
+        assert not [found for found in result.of("pools", State.FAULT) if one in found.detail]
         away.add(wire.model_tag(model))
-        told = await doctor(valkey_url, two)
-        told.names("registry", f"the registry of {model}'s pools cannot be read", "with --model")
-        assert told.of("worker", State.NOTE), told.printed
+        result = await doctor(valkey_url, two)
+        result.names("registry", f"the registry of {model}'s pools cannot be read", "with --model")
+        assert result.of("worker", State.NOTE), result.printed
 
 
 @pytest.mark.parametrize(
@@ -555,8 +565,8 @@ async def test_a_router_without_a_pool(serves: str, registered: bool, remedy: st
         found = await router_checks.replica(
             url, {"m#2": []}, "", time.time, engine_tls(""), registered=["m#2"] if registered else []
         )
-    [told] = [finding for finding in found if finding.check == "models"]
-    assert (told.state, remedy in told.remedy) == (State.FAULT, True)
+    [model_fault] = [finding for finding in found if finding.check == "models"]
+    assert (model_fault.state, remedy in model_fault.remedy) == (State.FAULT, True)
 
 
 async def test_a_template_that_is_not_approved_is_told_of_once_for_all_pools() -> None:
@@ -583,9 +593,9 @@ def test_two_busy_pools_on_one_master() -> None:
 
 
 async def test_who_may_not_scan_is_told_no_models(model: str) -> None:
-    with guarded(model, valkey_binary()) as path:
-        told = await doctor(f"unix://router:secret-router@{path}", model)
-        assert told.of("workers", State.FAULT)[0].remedy.startswith("install the plugin")
+    with guarded(model, valkey_binary()) as url_of:
+        result = await doctor(url_of("router"), model)
+        assert result.of("workers", State.FAULT)[0].remedy.startswith("install the plugin")
 
 
 async def test_a_worker_that_is_not_heard_is_not_told_to_wait(valkey_url: str, model: str) -> None:
@@ -606,21 +616,21 @@ async def test_an_engine_without_tokenizer_is_looked_for_where_its_messenger_log
         [worker] = await fleet.workers.read()
         assert worker.server is not None
         facts = dict(worker.server["facts"])
-        for reports, said in ((True, "vLLM's log"), (False, "the log of `warmfleet bridge`")):
+        for reports, message in ((True, "vLLM's log"), (False, "the log of `warmfleet bridge`")):
             server = worker.server | {"artifacts": {}, "facts": facts | {"reports_prefills": reports}}
             found = fleet_checks.identities([replace(worker, server=server)])
-            [told] = [finding for finding in found if finding.state is State.NOTE]
-            assert said in told.remedy
+            [remark] = [finding for finding in found if finding.state is State.NOTE]
+            assert message in remark.remedy
 
 
 async def test_half_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmfleet_worker.server_publisher.ServerPublisher.start", lambda _self: None)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await poll(fleet.workers.read, 30, "the core has joined")
-        told = await doctor(valkey_url, model)
+        result = await doctor(valkey_url, model)
         text = "the engine core eng.0 has joined, its API server eng has not"
-        told.names("halves", text, "look for `warmfleet: server ... joined` in vLLM's log")
-        told.names("halves", text, "WARMFLEET_WORKER_URL")
+        result.names("halves", text, "look for `warmfleet: server ... joined` in vLLM's log")
+        result.names("halves", text, "WARMFLEET_WORKER_URL")
 
 
 async def test_the_other_half_of_a_worker(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,27 +638,27 @@ async def test_the_other_half_of_a_worker(valkey_url: str, model: str, monkeypat
     keys = wire.Keys(model)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model):
         await poll(lambda: fleet.scripts.ask("HGET", keys.servers, "eng"), 30, "the API server has joined")
-        told = await doctor(valkey_url, model)
-        told.names("halves", "the API server eng has joined, its engine core has not", "engine core's process")
+        result = await doctor(valkey_url, model)
+        result.names("halves", "the API server eng has joined, its engine core has not", "engine core's process")
 
 
 async def test_a_loopback_url_of_another_host(valkey_url: str, model: str) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
         await complete(fleet)
-        told = await doctor(valkey_url, model)
-        told.names("url", f"eng.0 announces {url}", "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT")
-        told.names("url", "connection refused", "127.0.0.1 means each machine itself")
+        result = await doctor(valkey_url, model)
+        result.names("url", f"eng.0 announces {url}", "set WARMFLEET_WORKER_URL=http://ITS_HOST:PORT")
+        result.names("url", "connection refused", "127.0.0.1 means each machine itself")
 
 
 async def test_an_announced_url_is_asked_for_its_health_only_and_gets_no_key(valkey_url: str, model: str) -> None:
-    with fixed_answers.replica({"/health": (200, {})}) as (url, seen):
+    with fixed_answers.replica({"/health": (200, {})}) as (url, requests):
         async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
             await complete(fleet)
-            told = await doctor(valkey_url, model, worker_api_key=SECRET)
-    assert told.of("url", State.OK), told.printed
-    assert len(seen) == 1
-    assert "authorization" not in seen[0][0]
+            result = await doctor(valkey_url, model, worker_api_key=SECRET)
+    assert result.of("url", State.OK), result.printed
+    assert len(requests) == 1
+    assert "authorization" not in requests[0][0]
 
 
 @pytest.mark.parametrize("ranges", [("10.0.0.0/8",), ("127.0.0.0/8",)])
@@ -664,9 +674,9 @@ async def test_an_announced_url_that_routers_would_not_use_is_not_connected_to(
         )
         async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):
             await complete(fleet)
-            told = await doctor(valkey_url, model, worker_addresses=ranges)
-    told.names("allowed", "is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
-    assert not told.of("url", State.OK)
+            result = await doctor(valkey_url, model, worker_addresses=ranges)
+    result.names("allowed", "is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
+    assert not result.of("url", State.OK)
     assert connected == []
 
 
@@ -674,8 +684,8 @@ async def test_an_announced_url_that_routers_would_not_use_is_not_connected_to(
 async def test_an_announced_url_that_cannot_be_read(url: str, valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url), stock() as other:
         await complete(fleet)
-        told = await doctor(valkey_url, model, other)
-    told.names("allowed", "routers with this environment send nothing there", "WARMFLEET_WORKER_ADDRESSES")
+        result = await doctor(valkey_url, model, other)
+    result.names("allowed", "routers with this environment send nothing there", "WARMFLEET_WORKER_ADDRESSES")
 
 
 async def test_workers_that_hash_in_different_ways(valkey_url: str, model: str) -> None:
@@ -686,21 +696,21 @@ async def test_workers_that_hash_in_different_ways(valkey_url: str, model: str) 
         simulated(valkey_url, model, "three", "algorithm"),
     ):
         await complete(fleet, 3)
-        told = await doctor(valkey_url, model)
-        told.names(
+        result = await doctor(valkey_url, model)
+        result.names(
             "schemes",
             "workers hash blocks in 3 ways",
             "the same --prefix-caching-hash-algo (sha256_cbor), --block-size",
         )
-        told.names("seed", "two.0: the hash seed is random (vLLM 0.28", "set PYTHONHASHSEED=0 for every engine")
-        assert "sha256, blocks of 16 tokens, tagged keys, unknown seed: three.0" in told.printed
+        result.names("seed", "two.0: the hash seed is random (vLLM 0.28", "set PYTHONHASHSEED=0 for every engine")
+        assert "sha256, blocks of 16 tokens, tagged keys, unknown seed: three.0" in result.printed
 
 
 async def test_one_worker_with_a_random_seed(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, kind="seed"):
         await complete(fleet)
-        told = await doctor(valkey_url, model)
-        told.names("seed", "each restart makes a scheme of its own", "set PYTHONHASHSEED=0", State.NOTE)
+        result = await doctor(valkey_url, model)
+        result.names("seed", "each restart makes a scheme of its own", "set PYTHONHASHSEED=0", State.NOTE)
 
 
 async def test_workers_with_different_templates(valkey_url: str, model: str) -> None:
@@ -710,8 +720,10 @@ async def test_workers_with_different_templates(valkey_url: str, model: str) -> 
         simulated(valkey_url, model, "two", "template"),
     ):
         await complete(fleet, 2)
-        told = await doctor(valkey_url, model)
-        told.names("identity", "two.0 announce other files or facts than eng.0: chat_template.jinja", "--chat-template")
+        result = await doctor(valkey_url, model)
+        result.names(
+            "identity", "two.0 announce other files or facts than eng.0: chat_template.jinja", "--chat-template"
+        )
 
 
 def test_a_seed_of_the_operator_is_recognised() -> None:
@@ -740,9 +752,9 @@ async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, mode
     (counted,) = fleet_checks.dropped(Truth(counts={"nonce": 12}))
     assert "12 entries came from other processes" in counted.detail
     differing = {**worker.record, "reason": "its chat_template.jinja differs from the fleet's", "cause": "differs"}
-    told = fleet_checks.worker_finding(replace(worker, state=WorkerState.LOAD_ONLY, record=differing), model)
-    assert "its chat_template.jinja differs" in told.detail
-    assert "--chat-template" in told.remedy
+    finding = fleet_checks.worker_finding(replace(worker, state=WorkerState.LOAD_ONLY, record=differing), model)
+    assert "its chat_template.jinja differs" in finding.detail
+    assert "--chat-template" in finding.remedy
 
 
 # ---------------------------------------------------------------- engines
@@ -750,33 +762,33 @@ async def test_an_index_that_lags_differs_and_lacks_blocks(valkey_url: str, mode
 
 async def test_an_engine_that_cannot_be_reached(valkey_url: str, model: str) -> None:
     port = free_port()
-    told = await doctor(valkey_url, model, f"http://user:{SECRET}@127.0.0.1:{port}")
-    told.names(
+    result = await doctor(valkey_url, model, f"http://user:{SECRET}@127.0.0.1:{port}")
+    result.names(
         "reachable", f"http://127.0.0.1:{port}: no connection (connection refused)", "start the engine on this machine"
     )
-    assert SECRET not in told.printed
+    assert SECRET not in result.printed
 
 
 async def test_an_engine_that_has_not_joined_this_fleet(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model), simulated(valkey_url, f"{model}-other") as engine:
-        told = await doctor(valkey_url, model, engine.url)
-        told.names("plugin", f"no worker of {model} announces this URL", "pip install ./worker_plugin")
-        told.names("plugin", "the engine runs without the plugin", "VLLM_PLUGINS")
-        assert told.of("prefix caching", State.OK), "its cache is examined all the same"
+        result = await doctor(valkey_url, model, engine.url)
+        result.names("plugin", f"no worker of {model} announces this URL", "pip install ./worker_plugin")
+        result.names("plugin", "the engine runs without the plugin", "VLLM_PLUGINS")
+        assert result.of("prefix caching", State.OK), "its cache is examined all the same"
 
 
 async def test_another_template_and_tokenizer_than_announced(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet:
         async with simulated(valkey_url, model, kind="template", lies=True) as engine:
             await complete(fleet)
-            told = await doctor(valkey_url, model, engine.url)
-            told.names("template", "another chat template or tokenizer than it announced", "the same --chat-template")
-            assert told.of("tokenizer", State.OK)
+            result = await doctor(valkey_url, model, engine.url)
+            result.names("template", "another chat template or tokenizer than it announced", "the same --chat-template")
+            assert result.of("tokenizer", State.OK)
         async with simulated(valkey_url, model, "two", kind="tokenizer", lies=True) as engine:
             await complete(fleet, 2)
-            told = await doctor(valkey_url, model, engine.url)
-            told.names("tokenizer", "another tokenizer than it announced", "restart the engine")
-            told.names("token ids", "the announced tokenizer makes", "--tokenizer")
+            result = await doctor(valkey_url, model, engine.url)
+            result.names("tokenizer", "another tokenizer than it announced", "restart the engine")
+            result.names("token ids", "the announced tokenizer makes", "--tokenizer")
 
 
 async def test_an_engine_that_hashes_otherwise_than_announced(
@@ -785,8 +797,8 @@ async def test_an_engine_that_hashes_otherwise_than_announced(
     monkeypatch.setattr("warmfleet.cli.doctor.parity_checks.INDEXED_S", 0.5)
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, kind="seed", lies=True) as engine:
         await complete(fleet)
-        told = await doctor(valkey_url, model, engine.url)
-        told.names("index", "0 came into the index", "hashed otherwise than announced")
+        result = await doctor(valkey_url, model, engine.url)
+        result.names("index", "0 came into the index", "hashed otherwise than announced")
 
 
 async def test_prefix_caching_is_off(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -794,14 +806,14 @@ async def test_prefix_caching_is_off(valkey_url: str, model: str, monkeypatch: p
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model) as engine:
         await complete(fleet)
         engine.engine.core.scheduler.pool.insert = lambda *_: None  # type: ignore[method-assign]
-        told = await doctor(valkey_url, model, engine.url)
-        told.names("prefix caching", "was not cached the second time", "without --no-enable-prefix-caching")
+        result = await doctor(valkey_url, model, engine.url)
+        result.names("prefix caching", "was not cached the second time", "without --no-enable-prefix-caching")
         page = exposition.metrics_text
         monkeypatch.setattr(
             api, "metrics_text", lambda *words: page(*words).replace('caching="True"', 'caching="False"')
         )
-        told = await doctor(valkey_url, model, engine.url)
-        told.names("prefix caching", "the engine says so in its metrics", "without --no-enable-prefix-caching")
+        result = await doctor(valkey_url, model, engine.url)
+        result.names("prefix caching", "the engine says so in its metrics", "without --no-enable-prefix-caching")
 
 
 async def test_an_engine_that_does_not_tell_cached_tokens(
@@ -811,10 +823,10 @@ async def test_an_engine_that_does_not_tell_cached_tokens(
     monkeypatch.setattr(answers, "usage", lambda *words: usage(*words) | {"prompt_tokens_details": None})
     async with applied(valkey_url, model) as fleet, simulated(valkey_url, model) as engine:
         await complete(fleet)
-        told = await doctor(valkey_url, model, engine.url)
+        result = await doctor(valkey_url, model, engine.url)
         off = "prompt_tokens_details is off"
-        told.names("prompt_tokens_details", off, "start vLLM with --enable-prompt-tokens-details", State.NOTE)
-        assert told.of("prefix caching", State.OK)
+        result.names("prompt_tokens_details", off, "start vLLM with --enable-prompt-tokens-details", State.NOTE)
+        assert result.of("prefix caching", State.OK)
 
 
 async def test_an_engine_that_tells_nothing_of_its_cache(
@@ -824,19 +836,19 @@ async def test_an_engine_that_tells_nothing_of_its_cache(
     monkeypatch.setattr(answers, "usage", lambda *words: usage(*words) | {"prompt_tokens_details": None})
     monkeypatch.setattr(api, "metrics_text", lambda *_: "sglang:num_running_reqs 0\n")
     async with stock() as url:
-        told = await doctor(valkey_url, model, url)
-    told.names("prefix caching", "neither answers nor metrics tell", "SGLang with --enable-cache-report", State.NOTE)
+        result = await doctor(valkey_url, model, url)
+    result.names("prefix caching", "neither answers nor metrics tell", "SGLang with --enable-cache-report", State.NOTE)
 
 
 async def test_engines_that_are_listed_and_not_registered(valkey_url: str, model: str, tmp_path: Path) -> None:
     async with stock(Served((model,))) as url, replica(valkey_url, model, url):
         other = "http://127.0.0.1:9"
-        told = await doctor(valkey_url, model, static_workers=(url, other, "http+dns://no-such-host.invalid:80"))
-        told.names("listed", f"{other}: no connection (connection refused)", "start the engine on this machine")
-        told.names("listed", "no-such-host.invalid cannot be resolved", "mend that entry")
-        assert [finding.detail.partition(" is ")[0] for finding in told.of("listed", State.OK)] == [url]
-        told = await doctor(valkey_url, model, url)
-        assert "without the plugin" in told.of("plugin", State.NOTE)[0].detail
+        result = await doctor(valkey_url, model, static_workers=(url, other, "http+dns://no-such-host.invalid:80"))
+        result.names("listed", f"{other}: no connection (connection refused)", "start the engine on this machine")
+        result.names("listed", "no-such-host.invalid cannot be resolved", "mend that entry")
+        assert [finding.detail.partition(" is ")[0] for finding in result.of("listed", State.OK)] == [url]
+        result = await doctor(valkey_url, model, url)
+        assert "without the plugin" in result.of("plugin", State.NOTE)[0].detail
 
 
 async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: str) -> None:
@@ -852,13 +864,13 @@ async def test_each_listed_engine_is_told_its_own_fault(valkey_url: str, model: 
             fixed_answers.replica({"/health": (200, "")}) as (page, _),
             fixed_answers.replica({"/health": (503, "")}) as (ill, _),
         ):
-            told = await doctor(valkey_url, model, static_workers=(misnamed, locked, well, page, ill))
-    told.names("listed", f"{misnamed}: it serves other, but the fleet is of {model}", "--served-model-name")
-    told.names("listed", f"{locked}: the engine wants an API key (401), and none is set here", "WORKER_API_KEY")
-    told.names("listed", f"{page}: /v1/models names no model", "OpenAI's API")
-    told.names("listed", f"{ill}: /health answers 503", "its core may be dead")
-    told.names("listed", f"{well} answers, but no router has registered it", "give every router this list")
-    assert len(told.of("listed", State.FAULT)) == 5, told.printed
+            result = await doctor(valkey_url, model, static_workers=(misnamed, locked, well, page, ill))
+    result.names("listed", f"{misnamed}: it serves other, but the fleet is of {model}", "--served-model-name")
+    result.names("listed", f"{locked}: the engine wants an API key (401), and none is set here", "WORKER_API_KEY")
+    result.names("listed", f"{page}: /v1/models names no model", "OpenAI's API")
+    result.names("listed", f"{ill}: /health answers 503", "its core may be dead")
+    result.names("listed", f"{well} answers, but no router has registered it", "give every router this list")
+    assert len(result.of("listed", State.FAULT)) == 5, result.printed
 
 
 async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valkey_url: str, model: str) -> None:
@@ -868,12 +880,12 @@ async def test_an_engine_that_is_listed_is_not_told_to_announce_another_url(valk
             away = f"http://127.0.0.1:{free_port()}"
             for name, url in (("away", away), ("ill", ill)):
                 await fleet.workers.register(name, {"scheme_id": 7, "url": url, "models": [model]}, 50)
-            told = await doctor(valkey_url, model, static_workers=(away,))
-    told.names(
+            result = await doctor(valkey_url, model, static_workers=(away,))
+    result.names(
         "url", f"away is listed as {away}: no connection", "start the engine on this machine, or correct the URL"
     )
-    told.names("url", f"ill is listed as {ill}: /health answers 503", "its core may be dead")
-    assert "WARMFLEET_WORKER_URL" not in told.printed
+    result.names("url", f"ill is listed as {ill}: /health answers 503", "its core may be dead")
+    assert "WARMFLEET_WORKER_URL" not in result.printed
 
 
 async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: str, model: str) -> None:
@@ -881,23 +893,23 @@ async def test_an_engine_that_is_listed_twice_is_told_its_one_name(valkey_url: s
         other = url.replace("127.0.0.1", "localhost")
         async with replica(valkey_url, model, url) as router:
             await router.routable(1)
-            told = await doctor(valkey_url, model, static_workers=(url, other))
-            listed = [finding.detail for finding in told.of("listed", State.OK)]
+            result = await doctor(valkey_url, model, static_workers=(url, other))
+            listed = [finding.detail for finding in result.of("listed", State.OK)]
             assert [" is the worker 127.0.0.1-" in detail for detail in listed] == [True, True]
             assert listed[1].endswith(f"which is listed as {url}, too")
-            assert told.of("address", State.FAULT) == []
+            assert result.of("address", State.FAULT) == []
             record = {"scheme_id": 7, "url": other, "models": [model], "identity": ""}
             await router.fleet.workers.register("a-router-of-before", record, 50)
-            told = await doctor(valkey_url, model)
-            told.names("address", "are one engine, which gets twice its share", f"take {other} off")
+            result = await doctor(valkey_url, model)
+            result.names("address", "are one engine, which gets twice its share", f"take {other} off")
 
 
 async def test_an_engine_that_has_joined_and_is_listed_is_one_worker(valkey_url: str, model: str) -> None:
     async with stock(Served((model,)), joins=valkey_url) as url, applied(valkey_url, model) as fleet:
         await complete(fleet)
         other = url.replace("127.0.0.1", "localhost")
-        told = await doctor(valkey_url, model, static_workers=(other,))
-        (finding,) = told.of("listed", State.OK)
+        result = await doctor(valkey_url, model, static_workers=(other,))
+        (finding,) = result.of("listed", State.OK)
         assert f"{other} is the worker eng.0 (" in finding.detail
         assert "joined by itself" in finding.detail
 
@@ -905,42 +917,42 @@ async def test_an_engine_that_has_joined_and_is_listed_is_one_worker(valkey_url:
 async def test_a_list_of_engines_that_cannot_be_used(valkey_url: str, model: str, tmp_path: Path) -> None:
     bad, away = tmp_path / "bad", tmp_path / "away"
     bad.write_text("http://user:hidden@a:1?x=1")
-    told = await doctor(valkey_url, model, static_workers=(f"file://{bad}", f"file://{away}"))
-    told.names("listed", "line 1: 'http://a:1?x=1' is not the URL of an engine", "mend that entry")
-    told.names("listed", f"{away} cannot be read", "mend that entry")
-    assert "hidden" not in told.printed
-    assert told.of("router rights", State.OK), told.printed
+    result = await doctor(valkey_url, model, static_workers=(f"file://{bad}", f"file://{away}"))
+    result.names("listed", "line 1: 'http://a:1?x=1' is not the URL of an engine", "mend that entry")
+    result.names("listed", f"{away} cannot be read", "mend that entry")
+    assert "hidden" not in result.printed
+    assert result.of("router rights", State.OK), result.printed
 
 
 async def test_an_engine_with_a_key_and_another_model(valkey_url: str, model: str) -> None:
     async with stock(Served(("other",), SECRET)) as url:
-        told = await doctor(valkey_url, model, url)
-        told.names("key", "the engine wants an API key (401), and none is set", "into WARMFLEET_WORKER_API_KEY")
-        told = await doctor(valkey_url, model, url, worker_api_key="wrong-key")
-        told.names(
+        result = await doctor(valkey_url, model, url)
+        result.names("key", "the engine wants an API key (401), and none is set", "into WARMFLEET_WORKER_API_KEY")
+        result = await doctor(valkey_url, model, url, worker_api_key="wrong-key")
+        result.names(
             "key", "the engine refuses the key of WARMFLEET_WORKER_API_KEY (401)", "WARMFLEET_WORKER_API_KEY_FILE"
         )
         async with applied(valkey_url, model), simulated(valkey_url, model):
-            told = await doctor(valkey_url, model, url, worker_api_key=SECRET)
-        told.names("models", f"it serves other, but the fleet is of {model}", "--served-model-name")
-        assert told.of("key", State.OK)
-        assert SECRET not in told.printed
+            result = await doctor(valkey_url, model, url, worker_api_key=SECRET)
+        result.names("models", f"it serves other, but the fleet is of {model}", "--served-model-name")
+        assert result.of("key", State.OK)
+        assert SECRET not in result.printed
 
 
 async def test_a_key_that_routers_would_not_give(valkey_url: str, model: str) -> None:
     async with applied(valkey_url, model) as fleet, stock(Served((model,), SECRET), valkey_url) as url:
         await complete(fleet)
-        told = await doctor(valkey_url, model, url, worker_api_key=SECRET)
-        told.names("key", "routers give a key to no unproved worker", "set WARMFLEET_WORKER_ADDRESSES=127.0.0.1")
-        told = await doctor(valkey_url, model, url, worker_api_key=SECRET, worker_addresses=("127.0.0.1/32",))
-        assert not told.of("key", State.FAULT)
-        assert told.of("prefix caching", State.OK)
+        result = await doctor(valkey_url, model, url, worker_api_key=SECRET)
+        result.names("key", "routers give a key to no unproved worker", "set WARMFLEET_WORKER_ADDRESSES=127.0.0.1")
+        result = await doctor(valkey_url, model, url, worker_api_key=SECRET, worker_addresses=("127.0.0.1/32",))
+        assert not result.of("key", State.FAULT)
+        assert result.of("prefix caching", State.OK)
 
 
 async def test_an_engine_outside_of_the_allowed_addresses(valkey_url: str, model: str) -> None:
     async with stock() as url:
-        told = await doctor(valkey_url, model, url, worker_addresses=("10.0.0.0/8",))
-    told.names("allowed", "127.0.0.1 is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
+        result = await doctor(valkey_url, model, url, worker_addresses=("10.0.0.0/8",))
+    result.names("allowed", "127.0.0.1 is outside WARMFLEET_WORKER_ADDRESSES", "add the engines' addresses")
 
 
 @pytest.mark.parametrize(
@@ -957,8 +969,8 @@ async def test_versions_of_engines(
 ) -> None:
     monkeypatch.setattr(api, "VERSION", version)
     async with stock() as url:
-        told = await doctor(valkey_url, model, url)
-    assert detail in told.of("version", state)[-1].detail
+        result = await doctor(valkey_url, model, url)
+    assert detail in result.of("version", state)[-1].detail
 
 
 # ---------------------------------------------------------------- routers
@@ -971,15 +983,15 @@ async def test_a_router_of_another_redis(valkey_url: str, redis7_url: str, model
         simulated(valkey_url, model),
     ):
         await complete(fleet)
-        told = await doctor(valkey_url, model, routers=(router.url,), admin_key=SECRET)
-        told.names("workers", "it lacks eng.0", "give it the WARMFLEET_REDIS_URL that was checked here")
-        told.names("ready", "/readyz answers 503", "mend what it says")
-        assert SECRET not in told.printed
-        told = await doctor(valkey_url, model, routers=(router.url,))
-        assert "WARMFLEET_ADMIN_KEY" in told.of("workers", State.SKIPPED)[0].detail
+        result = await doctor(valkey_url, model, routers=(router.url,), admin_key=SECRET)
+        result.names("workers", "it lacks eng.0", "give it the WARMFLEET_REDIS_URL that was checked here")
+        result.names("ready", "/readyz answers 503", "mend what it says")
+        assert SECRET not in result.printed
+        result = await doctor(valkey_url, model, routers=(router.url,))
+        assert "WARMFLEET_ADMIN_KEY" in result.of("workers", State.SKIPPED)[0].detail
         port = free_port()
-        told = await doctor(valkey_url, model, routers=(f"http://127.0.0.1:{port}",))
-        told.names("reachable", "no replica answers", "start one (warmfleet serve)")
+        result = await doctor(valkey_url, model, routers=(f"http://127.0.0.1:{port}",))
+        result.names("reachable", "no replica answers", "start one (warmfleet serve)")
 
 
 # ---------------------------------------------------------------- the command
@@ -990,9 +1002,9 @@ def test_exit_status_and_json(
 ) -> None:
     monkeypatch.setenv("WARMFLEET_REDIS_URL", "redis://127.0.0.1:1/0")
     assert main(["doctor", "--json", "--redis", valkey_url, "--model", model]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["status"] == 1
-    faults = {finding["check"]: finding["remedy"] for finding in told["findings"] if finding["state"] == "fault"}
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"] == 1
+    faults = {finding["check"]: finding["remedy"] for finding in document["findings"] if finding["state"] == "fault"}
     assert faults.keys() == {"routers", "workers"}
     assert all(faults.values()), "every fault has a remedy"
     assert main(["doctor", "--model", model]) == 1
@@ -1000,7 +1012,7 @@ def test_exit_status_and_json(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "no local fleet runs (`warmfleet up` starts one); for another fleet name the model with --model"),
         (["--model", "a{b}"], "a{b}"),
@@ -1010,12 +1022,12 @@ def test_exit_status_and_json(
     ],
 )
 def test_what_it_cannot_do_it_says(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["doctor", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: Path) -> None:
@@ -1025,8 +1037,8 @@ def test_without_an_environment_the_stack_of_this_machine_is_checked(tmp_path: P
         plan = plan_of(build_parser().parse_args(["doctor"]), environment)
         assert (plan.url, plan.settings.models, plan.routers) == ("unix:///tmp/store", ("demo",), stack.operators)
         url = {"WARMFLEET_REDIS_URL": stack.redis_url}
-        for words, given in (["doctor"], environment | url), (["doctor", "--redis", stack.redis_url], environment):
-            same = plan_of(build_parser().parse_args(words), given)
+        for words, environ in (["doctor"], environment | url), (["doctor", "--redis", stack.redis_url], environment):
+            same = plan_of(build_parser().parse_args(words), environ)
             assert (same.settings.models, same.routers) == (("demo",), stack.operators), "its own URL, named"
         elsewhere = plan_of(build_parser().parse_args(["doctor", "--redis", "redis://r", "--model", "m"]), environment)
         assert (elsewhere.url, elsewhere.settings.models, elsewhere.routers) == ("redis://r", ("m",), ())
@@ -1037,10 +1049,10 @@ async def test_a_check_that_fails_by_itself_hides_no_other(
 ) -> None:
     monkeypatch.setattr(fleet_checks, "all_of", lambda _reading: 1 // 0)
     monkeypatch.setattr(fleet_checks, "fights", lambda *_: [Finding("names", State.OK, "reached")])
-    told = await doctor(valkey_url, model)
-    assert told.of("workers", State.BROKEN)[0].remedy == "please report this"
-    assert told.of("names", State.OK)
-    assert told.report.status == 2
+    result = await doctor(valkey_url, model)
+    assert result.of("workers", State.BROKEN)[0].remedy == "please report this"
+    assert result.of("names", State.OK)
+    assert result.report.status == 2
 
 
 def test_nothing_that_a_worker_wrote_steers_the_terminal() -> None:
@@ -1058,8 +1070,8 @@ async def test_a_dead_store_of_up_is_told_so(tmp_path: Path) -> None:
     client = connect(url, timeout_s=1)
     with closing(socket.socket(socket.AF_UNIX)) as left:
         for _ in range(2):  # without its socket, and with the socket that a killed store leaves
-            told = await redis_checks.reachable(client, parse(url), url, redis_checks.OF_UP)
-            assert told[-1].remedy == "its store died; start `warmfleet up` again"
+            found = await redis_checks.reachable(client, parse(url), url, redis_checks.OF_UP)
+            assert found[-1].remedy == "its store died; start `warmfleet up` again"
             assert "died" not in (await redis_checks.reachable(client, parse(url), url))[-1].remedy
             if not (tmp_path / SOCKET_NAME).exists():
                 left.bind(str(tmp_path / SOCKET_NAME))
@@ -1070,7 +1082,7 @@ async def test_a_dead_store_of_up_is_told_so(tmp_path: Path) -> None:
     ("facts", "why"), [({"kv_connector": True}, "it has a KV connector"), ({"x": 1}, "behind a bridge")]
 )
 def test_why_an_engine_tokenises_again(facts: dict[str, Any], why: str) -> None:
-    engine: Any = None  # it is not asked
+    engine: Any = None  # the checks ask no engine
     worker: Any = SimpleNamespace(approximate=False, server={"facts": facts}, state=WorkerState.PROVEN)
     (finding,) = handoff(Subject(engine, "m", None, worker), wanted=True)
     assert finding.detail.endswith(why)

@@ -48,7 +48,7 @@ class Fleet:
     async def ask(self, **more: Any) -> int:
         return (await self.router.post({"prompt": PROMPT, "max_tokens": 1} | more))[0]
 
-    async def asked(self, requests: int = 12) -> set[str]:
+    async def used(self, requests: int = 12) -> set[str]:
         """Send so many requests, which must all be answered; the URLs of the engines that got them."""
         for upstream in self.engines:
             upstream.seen.clear()
@@ -75,9 +75,9 @@ async def fleet_of(
 ) -> AsyncIterator[Fleet]:
     finish = asyncio.Event()
 
-    async def answer(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def answer(upstream: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         if HELD not in seen.json["prompt"]:
-            await answer_well(one, seen, writer)
+            await answer_well(upstream, seen, writer)
             return
         writer.write(STREAM_HEAD)
         chunk(writer, event("begun"))
@@ -118,7 +118,7 @@ async def test_nothing_new_the_stream_finishes_and_it_is_undone(
 
         await poll(drained, 10, "it is drained")
         idle = {upstream.url for upstream in fleet.engines} - {busy.url}
-        assert await fleet.asked() == idle, "nothing new, from the very next request on"
+        assert await fleet.used() == idle, "nothing new, from the very next request on"
         shown = await fleet.shown(name)
         assert (shown["state"], shown["draining"], shown["routable"]) == ("draining", True, False)
         assert shown["load"]["in_flight"] == 1
@@ -131,11 +131,11 @@ async def test_nothing_new_the_stream_finishes_and_it_is_undone(
         assert text.rstrip().endswith(b"[DONE]")
         assert b"ended" in text
         assert await asyncio.wait_for(waiting, 20) == 0
-        said = capsys.readouterr().out.splitlines()
-        assert said[0] == f"{name} gets no new requests; 1 requests in flight"
-        assert said[-1] == f"{name}: nothing runs there any more"
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0] == f"{name} gets no new requests; 1 requests in flight"
+        assert printed[-1] == f"{name}: nothing runs there any more"
         assert await fleet.command(name, "--undo") == 0
-        assert await fleet.asked() == {busy.url} | idle
+        assert await fleet.used() == {busy.url} | idle
 
 
 async def test_nothing_new_while_redis_is_away(valkey_url: str, model: str) -> None:
@@ -147,7 +147,7 @@ async def test_nothing_new_while_redis_is_away(valkey_url: str, model: str) -> N
             assert await fleet.command(name) == 0
             await fleet.noticed(1)
             await door.shut()
-            assert fleet.engines[0].url not in await fleet.asked(24)
+            assert fleet.engines[0].url not in await fleet.used(24)
             await door.open()
 
 
@@ -206,9 +206,9 @@ async def test_a_pool_that_does_not_answer_keeps_no_engine_of_another_from_its_d
         await client.aclose()
         name = worker_id(fleet.engines[0].url)
         assert await fleet.command(name) == 0
-        said = capsys.readouterr()
-        assert f"{name} gets no new requests" in said.out
-        assert f"{lost} is left out" in said.err
+        printed = capsys.readouterr()
+        assert f"{name} gets no new requests" in printed.out
+        assert f"{lost} is left out" in printed.err
         assert await fleet.command("nobody") == 2
         assert f"'nobody' runs in no pool that answers; {lost} cannot be asked" in capsys.readouterr().err
 
@@ -234,7 +234,7 @@ async def test_a_wait_ends_when_somebody_undoes_it(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["drain", "nobody", "--model", "test/of-nobody"], "no worker is called 'nobody'; known are: none"),
         (["drain", "w", "--model", "m", "--undo", "--wait"], "choose one of them"),
@@ -243,8 +243,8 @@ async def test_a_wait_ends_when_somebody_undoes_it(
     ],
 )
 def test_what_it_cannot_do_it_says(
-    words: list[str], said: str, valkey_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, valkey_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WARMFLEET_MODELS", raising=False)
     assert main([*words, "--redis", valkey_url]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -38,8 +38,8 @@ class Masters:
     def __call__(self, *words: str, status: int = 0) -> tuple[str, str]:
         """Standard output and standard error of a command that names the model."""
         assert main([*words, "--model", self.model, "--redis", CLUSTER]) == status
-        told = self.capsys.readouterr()
-        return told.out, told.err
+        printed = self.capsys.readouterr()
+        return printed.out, printed.err
 
     def register(self, *pools: str) -> None:
         async def write() -> None:
@@ -76,7 +76,7 @@ def masters(
 async def proved(url: str, pool: str, worker_id: str) -> None:
     """Let this worker take requests from now on."""
     fleet = Fleet(connect(url, timeout_s=2), pool)
-    [worker] = [one for one in await fleet.workers.read() if one.worker_id == worker_id]
+    [worker] = [worker for worker in await fleet.workers.read() if worker.worker_id == worker_id]
     assert await fleet.probes.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
     await fleet.close()
 
@@ -89,17 +89,17 @@ async def switched(url: str, pool: str) -> None:
 
 def test_the_pools_of_the_settings_are_used_with_a_warning(masters: Masters) -> None:
     masters.away.add(masters.model)
-    told, warned = masters("policy", "sticky")
-    assert told == "".join(f"{pool}: sticky\n" for pool in masters.pools)
+    printed, warned = masters("policy", "sticky")
+    assert printed == "".join(f"{pool}: sticky\n" for pool in masters.pools)
     assert f"the registry of {masters.model}'s pools cannot be read" in warned
     assert f"only those that WARMFLEET_MODELS names are known, {', '.join(masters.pools)}" in warned
     assert masters.policies() == ["sticky", "sticky"]
     with joined(masters.url, masters.pools[1], "w"):
-        told, warned = masters("artifacts")
-        assert DIGEST in told
+        printed, warned = masters("artifacts")
+        assert DIGEST in printed
         assert "cannot be read" in warned
-        told, warned = masters("drain", "w")
-        assert told.startswith("w.0 gets no new requests")
+        printed, warned = masters("drain", "w")
+        assert printed.startswith("w.0 gets no new requests")
         assert "cannot be read" in warned
 
 
@@ -109,23 +109,23 @@ def test_without_a_pool_in_the_settings_the_error_says_to_name_one(
     monkeypatch.setenv("WARMFLEET_MODELS", masters.model)
     masters.away.add(masters.model)
     for words in (("policy",), ("artifacts",), ("drain", "w")):
-        told = masters(*words, status=2)[1]
-        assert f"name pools that may be on other masters, by --model '{masters.model}#1' or in WARMFLEET" in told
+        printed = masters(*words, status=2)[1]
+        assert f"name pools that may be on other masters, by --model '{masters.model}#1' or in WARMFLEET" in printed
 
 
 def test_a_pool_that_is_away_as_well_is_told_and_keeps_no_other_from_its_orders(masters: Masters) -> None:
     lost, other = masters.pools
     masters.away |= {masters.model, lost}
-    told, warned = masters("policy", "sticky", status=2)
-    assert told == f"{other}: sticky\n"
+    printed, warned = masters("policy", "sticky", status=2)
+    assert printed == f"{other}: sticky\n"
     assert f"{lost} is left out" in warned
     assert f"{lost} may go by another policy: call this again" in warned
     assert masters.policies() == ["", "sticky"]
     assert json.loads(masters("policy", "--json")[0]) == {other: "sticky"}
     with joined(masters.url, other, "w"):
         assert DIGEST in masters("artifacts")[0]
-        told, warned = masters("artifacts", "approve", DIGEST, status=2)
-        assert f"{DIGEST} approved" in told
+        printed, warned = masters("artifacts", "approve", DIGEST, status=2)
+        assert f"{DIGEST} approved" in printed
         assert f"nothing has changed in {lost}: call this again" in warned
     assert asyncio.run(approved(masters.url, other)) == {DIGEST}
     masters.away.add(other)
@@ -152,10 +152,10 @@ def test_a_worker_that_two_pools_know_is_drained_in_each_which_are_named(masters
 
 def test_the_pools_of_the_settings_are_listed_with_a_warning(masters: Masters) -> None:
     masters.away |= {masters.model, masters.pools[1]}
-    told, warned = masters("pools")
+    printed, warned = masters("pools")
     assert "cannot be read" in warned
-    assert f"{masters.model}  2 pools\n" in told
-    assert f"{masters.pools[1]}: Redis is away" in told
+    assert f"{masters.model}  2 pools\n" in printed
+    assert f"{masters.pools[1]}: Redis is away" in printed
     assert main(["pools", "list", "--redis", CLUSTER]) == 0
     assert masters.pools[0] in masters.capsys.readouterr().out
 
@@ -168,14 +168,14 @@ def test_a_pool_whose_master_is_away_is_removed_as_far_as_that_goes(
     with joined(masters.url, other, "w"):
         asyncio.run(proved(masters.url, other, "w.0"))
         masters.away.add(lost)
-        told = masters("pools", "remove", lost, status=2)[1]
-        assert f"the Redis that has {lost} does not answer" in told
-        assert f"`warmfleet pools drain {lost} --move` works all the same" in told
+        printed = masters("pools", "remove", lost, status=2)[1]
+        assert f"the Redis that has {lost} does not answer" in printed
+        assert f"`warmfleet pools drain {lost} --move` works all the same" in printed
         assert "move to other pools" in masters("pools", "drain", lost, "--move")[0]
-        told = masters("pools", "remove", lost, "--force")[0]
-        assert f"{lost} is out of the registry; its Redis does not answer: call again when it is there" in told
-        told = masters("pools", "remove", lost, "--force", status=2)[1]
-        assert f"no pool {lost} in the registry; its Redis does not answer" in told
+        printed = masters("pools", "remove", lost, "--force")[0]
+        assert f"{lost} is out of the registry; its Redis does not answer: call again when it is there" in printed
+        printed = masters("pools", "remove", lost, "--force", status=2)[1]
+        assert f"no pool {lost} in the registry; its Redis does not answer" in printed
         masters.away.clear()
         asyncio.run(switched(masters.url, lost))
         assert masters("pools", "remove", lost)[0].startswith(f"no pool {lost} in the registry; deleted what was left")
@@ -207,13 +207,13 @@ def test_a_cluster_that_has_lost_the_master_with_the_registry(
             capsys.readouterr()
             named = ["--model", model, "--redis", cluster.url]
             assert main(["policy", "sticky", *named]) == 2
-            told = capsys.readouterr()
-            assert told.out == "".join(f"{tag}: sticky\n" for tag in tags if tag != lost)
-            assert f"{lost} may go by another policy" in told.err
+            printed = capsys.readouterr()
+            assert printed.out == "".join(f"{tag}: sticky\n" for tag in tags if tag != lost)
+            assert f"{lost} may go by another policy" in printed.err
             assert main(["drain", "w", *named]) == 0
             assert main(["artifacts", *named]) == 0
-            told = capsys.readouterr()
-            assert "w.0 gets no new requests" in told.out
-            assert DIGEST in told.out
-            assert told.err.count("cannot be read") == 2
-            print(told.err)
+            printed = capsys.readouterr()
+            assert "w.0 gets no new requests" in printed.out
+            assert DIGEST in printed.out
+            assert printed.err.count("cannot be read") == 2
+            print(printed.err)

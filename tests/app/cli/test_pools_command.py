@@ -54,8 +54,8 @@ def engines(url: str, model: str, *names: str) -> Iterator[None]:
     for name in names:
         tracker = Tracker()
         tracker.stored(BLOCKS)
-        said = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
-        halves.append(WorkerPublisher(said, tracker, assignment=core_assignment(said)))
+        core = PublisherConfig(url, model, f"{name}.0", name, 0, SCHEME, 100, 4_096, "test")
+        halves.append(WorkerPublisher(core, tracker, assignment=core_assignment(core)))
         server = ServerConfig(url, model, name, "http://127.0.0.1:9", (served_model(model),), "test", FILES)
         halves.append(ServerPublisher(server, server_assignment(url, model, name)))
     for half in halves:
@@ -99,7 +99,7 @@ def booked(url: str, tag: str, worker_id: str) -> None:
     async def book() -> None:
         fleet = Fleet(connect(url, timeout_s=2), tag, PATIENT)
         try:
-            [worker] = [one for one in await fleet.workers.read() if one.worker_id == worker_id]
+            [worker] = [worker for worker in await fleet.workers.read() if worker.worker_id == worker_id]
             assert await fleet.probes.prove(worker_id, worker.record["nonce"], Proof("proven", "")) == "OK"
             chain = Chain(SCHEME.scheme_id, 16, b"".join(BLOCKS[:8]) + b"\xff" * 64)
             assert (
@@ -118,8 +118,8 @@ class Commands:
 
     def __call__(self, *words: str, status: int = 0) -> str:
         assert main(["pools", *words, "--redis", self.url, "--model", self.model]) == status
-        told = self.capsys.readouterr()
-        return told.err if status else told.out
+        printed = self.capsys.readouterr()
+        return printed.err if status else printed.out
 
     def listed(self) -> dict[str, dict[str, Any]]:
         [pools] = json.loads(self("--json")).values()
@@ -149,8 +149,8 @@ def test_pools_are_added_beside_the_one_with_workers_drained_and_removed(pools: 
     new = f"{model}#1"
     with engines(pools.url, model, "a", "b"):
         applied(pools.url, {model: 2})
-        told = pools("add", new)
-        assert f"{model} has workers: it stays a pool" in told
+        printed = pools("add", new)
+        assert f"{model} has workers: it stays a pool" in printed
         assert list(pools.listed()) == [model, new]
         asyncio.run(poll(lambda: pools.client.hlen(Keys(model).placement) == 2, what="both know of the registry"))
         with engines(pools.url, model, "c", "d"):
@@ -191,9 +191,9 @@ def test_the_pool_with_all_workers_stays_even_by_force(pools: Commands, model: s
         booked(pools.url, one, "a.0")
         booked(pools.url, three, "c.0")
         pools("drain", three)
-        told = pools("remove", one, "--force", status=2)
-        assert f"no pool that serves besides {one} has a worker that takes requests" in told
-        assert f"`warmfleet pools drain {one} --move`" in told
+        printed = pools("remove", one, "--force", status=2)
+        assert f"no pool that serves besides {one} has a worker that takes requests" in printed
+        assert f"`warmfleet pools drain {one} --move`" in printed
         assert pools.listed()[one]["workers"] == 1
         pools("remove", two, "--force")
         pools("drain", three, "--undo")
@@ -247,13 +247,12 @@ def test_a_user_who_may_not_copy_orders_enters_pools_all_the_same_and_is_told(
     store: Callable[[], str], model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In Kubernetes routers enter the pools before they start, by their own user."""
-    with guarded(model, store()) as path:
-        url = "unix://{0}:secret-{0}@" + str(path)
-        assert main(["policy", "sticky", "--redis", url.format("admin"), "--model", model]) == 0
-        assert main(["pools", "add", f"{model}#1", "--redis", url.format("router")]) == 0
-        told = capsys.readouterr()
-        assert f"{model}#1 serves" in told.out
-        assert f"policy and approved templates of {model} do not hold in {model}#1" in told.err
+    with guarded(model, store()) as url_of:
+        assert main(["policy", "sticky", "--redis", url_of("admin"), "--model", model]) == 0
+        assert main(["pools", "add", f"{model}#1", "--redis", url_of("router")]) == 0
+        printed = capsys.readouterr()
+        assert f"{model}#1 serves" in printed.out
+        assert f"policy and approved templates of {model} do not hold in {model}#1" in printed.err
 
 
 def test_draining_is_taken_back(pools: Commands, model: str) -> None:
@@ -284,12 +283,12 @@ def test_a_tag_for_one_more_pool_keeps_away_from_pools_of_other_models(
     pools("add", mine)
     theirs = [tag for number in range(60) if master_of(tag := f"{other}#{number}", halves) != home][:2]
     pools("add", *theirs)
-    told = pools("add", model, "--spread", "--model", other)
-    assert master_of(told.split()[0], halves) == home, "one pool is there, and two are on the other master"
+    printed = pools("add", model, "--spread", "--model", other)
+    assert master_of(printed.split()[0], halves) == home, "one pool is there, and two are on the other master"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "refusal"),
     [
         (["add"], "take at least one"),
         (["list", "m#1"], "list takes no pool"),
@@ -305,9 +304,11 @@ def test_a_tag_for_one_more_pool_keeps_away_from_pools_of_other_models(
         (["remove", "{model}#1", "{model}#2"], "last one"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_a_reason(pools: Commands, model: str, words: list[str], told: str) -> None:
+def test_what_cannot_be_done_is_refused_with_a_reason(
+    pools: Commands, model: str, words: list[str], refusal: str
+) -> None:
     pools("add", f"{model}#1", f"{model}#2")
-    assert told in pools(*[word.format(model=model) for word in words], status=2)
+    assert refusal in pools(*[word.format(model=model) for word in words], status=2)
     assert {pool["state"] for pool in pools.listed().values()} == {"serving"}
 
 

@@ -18,9 +18,9 @@ from warmfleet.cli.parser import build_parser
 
 def test_it_asks_its_replicas_as_their_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "secret")
-    with replica({"/workers": (200, {"models": [{"workers": []}]})}) as (url, seen):
+    with replica({"/workers": (200, {"models": [{"workers": []}]})}) as (url, requests):
         assert Stack(Plan()).fleet(Member("replica-1", "http://clients", operators=url)) == [{"workers": []}]
-    assert seen[0][0]["authorization"] == "Bearer secret"
+    assert requests[0][0]["authorization"] == "Bearer secret"
 
 
 def test_the_policy_is_the_environments_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def test_a_model_that_would_be_a_pool_is_refused(words: tuple[str, ...]) -> None
         up.plan_of(build_parser().parse_args(["up", *words]))
 
 
-@pytest.mark.parametrize(("models", "told"), [("", False), ("demo", False), ("demo#1,demo#2", True)])
+@pytest.mark.parametrize(("models", "noted"), [("", False), ("demo", False), ("demo#1,demo#2", True)])
 def test_models_of_the_environment_have_no_effect_and_that_is_told(
-    models: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: str, noted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WARMFLEET_MODELS", models)
     up.note_other_models(("demo",))
-    assert ("they serve demo" in capsys.readouterr().out) == told
+    assert ("they serve demo" in capsys.readouterr().out) == noted
 
 
 def environments(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> tuple[list[dict[str, str]], list[Member]]:
@@ -81,10 +81,10 @@ def test_the_first_replica_has_the_usual_port_for_operators_if_that_is_free(monk
 
 
 def test_each_replica_logs_its_decisions_to_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, wanted in (("", ["", ""]), ("/log/decisions", ["/log/decisions.replica-1", "/log/decisions.replica-2"])):
-        monkeypatch.setenv("WARMFLEET_DECISION_LOG", given)
+    for path, paths in (("", ["", ""]), ("/log/decisions", ["/log/decisions.replica-1", "/log/decisions.replica-2"])):
+        monkeypatch.setenv("WARMFLEET_DECISION_LOG", path)
         started, _ = environments(monkeypatch, Plan())
-        assert [environment["WARMFLEET_DECISION_LOG"] for environment in started] == wanted
+        assert [environment["WARMFLEET_DECISION_LOG"] for environment in started] == paths
 
 
 def test_the_status_page_of_each_replica_is_named() -> None:
@@ -100,10 +100,10 @@ LISTED = {"data": [{"id": "demo"}, {"id": "demo", "parent": None}, {"id": "adapt
 def test_it_waits_for_engines_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine opens its port when its weights are loaded; others open it at once, and answer 503 or list nothing."""
     monkeypatch.setattr(local_stack, "LISTED_POLL_SECONDS", 0.01)
-    said: list[str] = []
+    lines: list[str] = []
     shown: list[str] = []
     loading: dict[str, tuple[int, object]] = {"/v1/models": (503, {})}
-    with replica(loading) as (slow, _), replica({"/v1/models": (200, LISTED)}) as (ready, asked):
+    with replica(loading) as (slow, _), replica({"/v1/models": (200, LISTED)}) as (ready, requests):
 
         def busy(_text: str, done: int, of: int, detail: str) -> None:
             shown.append(f"{done} of {of}{detail}")
@@ -112,16 +112,16 @@ def test_it_waits_for_engines_that_load(monkeypatch: pytest.MonkeyPatch) -> None
             elif len(shown) == 6:
                 loading["/v1/models"] = (200, LISTED)
 
-        stack = Stack(Plan(workers=(slow, ready)), said.append, busy)
+        stack = Stack(Plan(workers=(slow, ready)), lines.append, busy)
         assert stack._listed_names() == [["demo", "demo"]] * 2
-    assert said == [f"engines   waiting for 1 of 2: --worker {slow} answers 503"]
+    assert lines == [f"engines   waiting for 1 of 2: --worker {slow} answers 503"]
     assert shown[0] == f"1 of 2; --worker {slow} answers 503"
     assert shown[3] == f"1 of 2; --worker {slow} serves no model"
-    assert len(asked) == 1, "an engine that has answered is not asked again"
+    assert len(requests) == 1, "an engine that has answered is not asked again"
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "message"),
     [
         (401, {}, "wants an API key: set WARMFLEET_WORKER_API_KEY"),
         (403, {}, "wants an API key"),
@@ -130,8 +130,8 @@ def test_it_waits_for_engines_that_load(monkeypatch: pytest.MonkeyPatch) -> None
         (404, {}, "is no OpenAI server"),
     ],
 )
-def test_it_does_not_wait_where_that_would_not_help(status: int, body: object, told: str) -> None:
-    with replica({"/v1/models": (status, body)}) as (url, _), pytest.raises(CommandError, match=told):
+def test_it_does_not_wait_where_that_would_not_help(status: int, body: object, message: str) -> None:
+    with replica({"/v1/models": (status, body)}) as (url, _), pytest.raises(CommandError, match=message):
         Stack(Plan(workers=(url,)))._listed_names()
 
 

@@ -70,11 +70,11 @@ def test_the_sentences_and_the_facts_of_one_request(capsys: pytest.CaptureFixtur
 def test_an_id_is_asked_of_every_named_replica_and_may_hold_anything(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/why?id=a%26b%3Dc%2F%3F"
     with (
-        replica({path: answer(name="router-1")}) as (first, seen),
+        replica({path: answer(name="router-1")}) as (first, requests),
         replica({path: answer(REQUEST, name="router-2")}) as (second, _),
     ):
         assert main(["why", "a&b=c/?", "--url", first, "--url", second]) == 0
-        assert len(seen) == 1
+        assert len(requests) == 1
         assert "by router-2" in capsys.readouterr().out
         assert main(["why", "a&b=c/?", "--url", first]) == 1
     printed = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_all_replicas_of_a_stack_are_asked_and_one_may_be_stopped(
 
 
 def test_the_other_replicas_of_the_fleet_are_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    with replica({"/why?id=x": answer(REQUEST, name="router-2:9090")}) as (second, asked):
+    with replica({"/why?id=x": answer(REQUEST, name="router-2:9090")}) as (second, requests):
         nobody = f"http://127.0.0.1:{ports.free_port()}"
         rows = [
             {"replica": "router-1:9090", "url": "http://127.0.0.1:1"},
@@ -143,7 +143,7 @@ def test_the_other_replicas_of_the_fleet_are_asked(capsys: pytest.CaptureFixture
         with replica({"/why?id=x": answer(name="router-1:9090"), "/replicas": listed}) as (first, _):
             assert main(["why", "x", "--url", first]) == 0
             assert main(["why", "x", "--url", second]) == 0, "it has it, so no other is asked"
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert capsys.readouterr().out.count("by router-2:9090") == 2
 
 

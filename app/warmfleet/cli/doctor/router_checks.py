@@ -60,9 +60,9 @@ async def replica(
     if not isinstance(models, list):
         remedy = "is this URL that of a router replica? " + ADMIN_HELP
         return [*findings, fault("workers", f"/workers answers {answer.status_code}, not as a replica does", remedy)]
-    seen = {str(model.get("model")): model for model in models if isinstance(model, dict)}
+    routed = {str(model.get("model")): model for model in models if isinstance(model, dict)}
     for tag, names in workers.items():
-        of_model = _model(tag, names, seen, registered=tag in registered)
+        of_model = _model(tag, names, routed, registered=tag in registered)
         findings += [finding for finding in of_model if finding not in findings]  # all pools share a template
     return findings
 
@@ -121,11 +121,11 @@ def _clock(answer: httpx.Response, wall: Callable[[], float]) -> list[Finding]:
     return [fault("clock", text, "let chrony or systemd-timesyncd set the clocks of both machines")]
 
 
-def _unrouted(tag: str, seen: Mapping[str, Any], *, registered: bool) -> str:
+def _unrouted(tag: str, routed: Mapping[str, Any], *, registered: bool) -> str:
     name = served_model(tag)
     if not registered:
         return f"add {tag} to its WARMFLEET_MODELS"
-    if name not in map(served_model, seen):
+    if name not in map(served_model, routed):
         return f"add {name} to its WARMFLEET_MODELS: the registry of pools names the others"
     return (
         f"it does not follow the registry of {name}'s pools: see lines with `pools` in its log, and whether its version"
@@ -133,11 +133,11 @@ def _unrouted(tag: str, seen: Mapping[str, Any], *, registered: bool) -> str:
     )
 
 
-def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registered: bool) -> list[Finding]:
-    model = seen.get(tag)
+def _model(tag: str, names: Collection[str], routed: Mapping[str, Any], *, registered: bool) -> list[Finding]:
+    model = routed.get(tag)
     if model is None:
-        text = f"it does not route {tag}; its models are {', '.join(seen) or 'none'}"
-        return [fault("models", text, _unrouted(tag, seen, registered=registered))]
+        text = f"it does not route {tag}; its models are {', '.join(routed) or 'none'}"
+        return [fault("models", text, _unrouted(tag, routed, registered=registered))]
     if not model.get("fresh", True):
         text = f"it cannot reach Redis: of {tag} it knows what it read last"
         return [fault("redis", text, "check from its host: warmfleet doctor with its WARMFLEET_REDIS_URL")]
@@ -145,7 +145,7 @@ def _model(tag: str, names: Collection[str], seen: Mapping[str, Any], *, registe
     if set(names) != set(listed):
         text = f"it sees other workers of {tag} than this Redis has: {_differ(set(names), set(listed))}"
         return [fault("workers", text, "give it the WARMFLEET_REDIS_URL that was checked here, with the same database")]
-    beside = [row for row in seen.values() if row.get("served_model") == served_model(tag)]
+    beside = [row for row in routed.values() if row.get("served_model") == served_model(tag)]
     if not listed and any(row.get("workers") for row in beside):
         return []  # an empty pool beside others: the check of its workers tells it
     routable = sum(bool(row.get("routable")) for row in listed.values())

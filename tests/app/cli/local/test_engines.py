@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class TestOwnEngines:
     def test_models_are_found_without_their_adapters(self) -> None:
         models = {"data": [{"id": "/models/Qwen 3"}, {"id": "lora", "parent": "/models/Qwen 3"}]}
-        with replica({"/v1/models": (200, models)}) as (url, seen):
+        with replica({"/v1/models": (200, models)}) as (url, requests):
             assert served_names(url, "secret") == ["/models/Qwen 3"]
-        assert seen[0][0]["authorization"] == "Bearer secret"
+        assert requests[0][0]["authorization"] == "Bearer secret"
 
     def test_an_engine_of_several_names_belongs_to_one_pool(self) -> None:
         """A pool for each of its names would have no engine, but for the first."""

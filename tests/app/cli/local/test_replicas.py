@@ -37,19 +37,19 @@ def free_ports(count: int) -> int:
 
 
 class Parent:
-    """The command as a process. ``said``: its lines and those of its replicas."""
+    """The command as a process. ``lines``: what the command and its replicas have printed."""
 
     def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process, self.port, self.said = process, port, list[str]()
+        self.process, self.port, self.lines = process, port, list[str]()
 
     async def read(self) -> None:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
-            self.said.append(line.decode().rstrip())
+            self.lines.append(line.decode().rstrip())
 
     def matches(self, pattern: str) -> list[str]:
         """The text of the pattern's group in each line that has it."""
-        return [found[1] for line in self.said if (found := re.search(pattern, line))]
+        return [found[1] for line in self.lines if (found := re.search(pattern, line))]
 
     def ready(self) -> list[str]:
         """The processes that were ready, in that order."""
@@ -82,7 +82,7 @@ async def workers(
         await poll(lambda: len(parent.ready()) == count, 60, "all replicas are ready")
         yield parent
     except BaseException:
-        print("\n".join(parent.said))
+        print("\n".join(parent.lines))
         raise
     finally:
         if process.returncode is None:
@@ -113,8 +113,8 @@ class At:
 async def test_a_reload_replaces_all_replicas_and_fails_no_request(valkey_url: str, model: str, tmp_path: Path) -> None:
     """Clients keep their connections and send nothing again; the new replicas go by the changed file."""
     async with engine(model) as upstream, workers(tmp_path, valkey_url, model, upstream.url) as parent:
-        before, seen = parent.ready(), list[int]()
-        looking = asyncio.create_task(look(parent.port, seen))
+        before, statuses = parent.ready(), list[int]()
+        looking = asyncio.create_task(watch_ready(parent.port, statuses))
         traffic = Traffic(model, [At(parent.port)])  # type: ignore[list-item]
         clients = [asyncio.create_task(traffic.client(number)) for number in range(24)]
         await poll(lambda: traffic.answered > 200, 60, "all clients have connections")
@@ -122,14 +122,14 @@ async def test_a_reload_replaces_all_replicas_and_fails_no_request(valkey_url: s
         assert min(shares) > 0, "both replicas serve"
         (tmp_path / "env").write_text("# changed\nWARMFLEET_POLICY=round_robin\n")
         parent.process.send_signal(signal.SIGHUP)
-        await poll(lambda: any("every replica was replaced" in line for line in parent.said), 60, "it was reloaded")
+        await poll(lambda: any("every replica was replaced" in line for line in parent.lines), 60, "it was reloaded")
         after, answered = parent.ready()[-2:], traffic.answered
         await poll(lambda: traffic.answered > answered + 100, 60, "the new ones serve")
         traffic.over = True
         await asyncio.gather(*clients)
         looking.cancel()
         assert traffic.failed == []
-        assert set(seen) == {200}, "a balancer notices nothing"
+        assert set(statuses) == {200}, "a balancer notices nothing"
         assert traffic.connections < traffic.answered / 3, "they keep their connections"
         assert not set(before) & set(after)
         for place in (0, 1):
@@ -141,22 +141,22 @@ async def test_a_reload_that_cannot_work_leaves_the_replicas_alone(valkey_url: s
     async with engine(model) as upstream, workers(tmp_path, valkey_url, model, upstream.url) as parent:
         (tmp_path / "env").write_text("WARMFLEET_POLICY=nonsense\n")
         parent.process.send_signal(signal.SIGHUP)
-        await poll(lambda: any("reload given up" in line for line in parent.said), 60, "it was given up")
-        assert any("WARMFLEET_POLICY" in line for line in parent.said)
+        await poll(lambda: any("reload given up" in line for line in parent.lines), 60, "it was given up")
+        assert any("WARMFLEET_POLICY" in line for line in parent.lines)
         assert len(parent.ready()) == 2
         for pid in parent.ready():
             assert alive(int(pid))
-        assert await asked(parent.port) == 200
+        assert await ready_status(parent.port) == 200
 
 
-async def look(port: int, seen: list[int]) -> None:
+async def watch_ready(port: int, statuses: list[int]) -> None:
     """Ask for /readyz again and again, as a balancer does."""
     while True:
-        seen.append(await asked(port))
+        statuses.append(await ready_status(port))
         await asyncio.sleep(0.02)
 
 
-async def asked(port: int) -> int:
+async def ready_status(port: int) -> int:
     """The status of /readyz on a new connection."""
     connector = aiohttp.TCPConnector(force_close=True)
     url = f"http://127.0.0.1:{port}/readyz"
@@ -172,7 +172,7 @@ async def test_a_killed_replica_is_started_again_and_the_others_serve_for_it(
             os.kill(int(parent.ready()[-1]), signal.SIGKILL)
             count, answered = len(parent.ready()), 0
             while len(parent.ready()) == count:  # until the new one is ready, every connection gets an answer
-                assert await asyncio.wait_for(asked(parent.port), 20) == 200
+                assert await asyncio.wait_for(ready_status(parent.port), 20) == 200
                 answered += 1
                 await asyncio.sleep(0.01)
             assert answered > 20, "none waited for the new one"
@@ -210,7 +210,7 @@ async def test_a_second_ctrl_c_ends_all_in_order_under_load(valkey_url: str, mod
     assert all(b'"stopping"' in end for end in ends), "each client is told why its stream ends"
     assert (load.in_flight, load.prefill_tokens, load.decode_tokens) == (0, 0, 0)
     assert len(parent.matches("(stopped)$")) == 2
-    assert not [line for line in parent.said if "Traceback" in line or "Error" in line]
+    assert not [line for line in parent.lines if "Traceback" in line or "Error" in line]
 
 
 async def test_a_wrong_setting_ends_the_command() -> None:
@@ -218,13 +218,13 @@ async def test_a_wrong_setting_ends_the_command() -> None:
         "WARMFLEET_ADMIN_PORT other than 0": {"WARMFLEET_MODELS": "m", "WARMFLEET_ADMIN_PORT": "0"},
         "WARMFLEET_MODELS is empty": {"WARMFLEET_ADMIN_PORT": str(free_ports(2)), "WARMFLEET_PORT": "0"},
     }
-    for said, environment in wrong.items():
+    for message, environment in wrong.items():
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "warmfleet", "serve", "--workers", "2"),
             env=os.environ | environment,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, told = await asyncio.wait_for(process.communicate(), 30)
+        _, stderr = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode == 2
-        assert said in told.decode()
-        assert "Traceback" not in told.decode()
+        assert message in stderr.decode()
+        assert "Traceback" not in stderr.decode()

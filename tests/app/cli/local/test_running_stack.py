@@ -132,16 +132,16 @@ def test_an_address_of_another_machine_is_blamed_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["workers", "--watch", "abc"], "'abc' is not a number"),
         (["serve", "--port", "abc"], "'abc' is not a whole number"),
     ],
 )
-def test_numbers_that_are_none(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_are_none(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(words)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("code", "hinted"), [("model_not_found", False), ("not_found", True)])

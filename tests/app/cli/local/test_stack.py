@@ -27,9 +27,9 @@ def test_without_the_simulator_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda _name: None)
     assert main([command]) == 2
-    said = capsys.readouterr()
-    assert said.err == f"warmfleet {command}: {engines.NO_SIMULATOR}\n"
-    assert "store" not in said.out, "nothing was started"
+    printed = capsys.readouterr()
+    assert printed.err == f"warmfleet {command}: {engines.NO_SIMULATOR}\n"
+    assert "store" not in printed.out, "nothing was started"
 
 
 TRUSTED = {"WARMFLEET_APPROVED_TEMPLATES": "*"}
@@ -69,18 +69,18 @@ def test_flags_behind_two_dashes_are_for_vllm_and_win() -> None:
 
 
 def test_every_replica_is_asked_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    polled: list[str] = []
     ready = {"replica-1": 3, "replica-2": 2}  # rounds until each answers
     members = [Member(name, "http://127.0.0.1:9") for name in ready]
 
     def is_ready(_stack: Stack, member: Member) -> bool:
-        asked.append(member.name)
-        return asked.count(member.name) >= ready[member.name]
+        polled.append(member.name)
+        return polled.count(member.name) >= ready[member.name]
 
     monkeypatch.setattr(stack, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(Stack, "_ready", is_ready)
     Stack(Plan()).wait_ready(members)
-    assert asked == ["replica-1", "replica-2"] * 2 + ["replica-1"]
+    assert polled == ["replica-1", "replica-2"] * 2 + ["replica-1"]
     monkeypatch.setattr(stack, "REPLICA_SECONDS", 0.0)
     ready["replica-2"] = 99
     with pytest.raises(CommandError, match="replica-2 does not answer /readyz after 0 s"):

@@ -27,18 +27,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def completions(line: str, folder: Path) -> list[str]:
     """The words that a shell would offer at the end of this line."""
-    told = folder / "told"
+    answers = folder / "answers"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
         "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answers),
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
     }
     subprocess.run([sys.executable, "-m", "warmfleet"], env=environment, capture_output=True, timeout=60, check=True)
-    return told.read_text().split("\n")
+    return answers.read_text().split("\n")
 
 
 def test_a_shell_completes_models_of_the_running_stack(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_workers_come_from_the_running_stack(
     monkeypatch.setenv("WARMFLEET_ADMIN_KEY", "secret")
     assert completion.workers() == []
     with (
-        replica({"/workers": answer}) as (url, seen),
+        replica({"/workers": answer}) as (url, requests),
         announced(RunningStack(NOBODY, "redis://a", ("demo",), os.getpid(), (url,))),
     ):
         assert completion.workers() == found
-    assert seen[0][0]["authorization"] == "Bearer secret"
+    assert requests[0][0]["authorization"] == "Bearer secret"
