@@ -78,7 +78,7 @@ from warmfleet.routing.engine_tokenizer import EngineTokenizer
 from warmfleet.routing.gateway import Gateway
 from warmfleet.routing.identifier import Identifier
 from warmfleet.routing.router import Router
-from warmfleet.settings import PREFIX, Settings, policies, unknown_variables
+from warmfleet.settings import PREFIX, Settings, policies, preferences, unknown_variables
 from warmfleet.timing import Timing
 from warmfleet.tracing.exporter import tracing_of
 from warmfleet.tracing.last_requests import LastRequests
@@ -370,7 +370,9 @@ def _pool(tag: str, settings: Settings, timing: Timing, redis: RedisConnections)
     limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
     fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), Constants(limits=limits))
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
-    return Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s, timing)
+    pool = Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s, timing)
+    pool.preferences = preferences(settings.prefer)
+    return pool
 
 
 def _announcements(replica: _Replica) -> ReplicaAnnouncements:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from warmfleet.errors import BadArgument
+from warmfleet.protocol.labels import read_labels
+from warmfleet.protocol.wire import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,13 +40,21 @@ MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
 #: A reservation lives 30 s. A decision that takes longer than a third of that would book a lease about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
+MAX_PREFER_S = 3_600.0  # a worker without a preferred label that shall serve nothing is filtered, not priced
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 #: Variables with our prefix that belong to workers (worker_plugin/README.md) or to the command line.
 FOREIGN = frozenset(
     {
-        *("WARMFLEET_MODEL", "WARMFLEET_TTFT_TARGET_S", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"),
+        *(
+            "WARMFLEET_LABELS",
+            "WARMFLEET_MODEL",
+            "WARMFLEET_TTFT_TARGET_S",
+            "WARMFLEET_WORKER_ID",
+            "WARMFLEET_WORKER_URL",
+        ),
         *("WARMFLEET_ADMIN_REDIS_URL", "WARMFLEET_ADMIN_REDIS_URL_FILE"),
     }
 )
@@ -141,34 +151,40 @@ class EngineSource(NamedTuple):
 
     kind: ``url`` (where: of one engine), ``dns`` (where: a URL, and every address behind its host is an engine) or
     ``file`` (where: the path of a file with one engine per line). cache_tokens: of each engine; 0: as it announces.
+    labels: of each, as ``read_labels`` takes them.
     """
 
     kind: Literal["url", "dns", "file"]
     where: str
     cache_tokens: int = 0
+    labels: str = ""
 
 
 def engine_source(text: str) -> EngineSource:
     """``http://10.0.0.7:8000``, ``http+dns://vllm:8000`` or ``file:///etc/engines``, the first two perhaps with
-    ``#cache_tokens=400000``. Raises BadArgument."""
+    ``#cache_tokens=400000&zone=eu-1a``. Raises BadArgument."""
     where, mark, fragment = text.strip().partition("#")
     if where.startswith("file:"):
         path = where.removeprefix("file:").removeprefix("//")
         if mark or not path.startswith("/"):
             raise BadArgument(f"{text!r} is not a file of engines, such as file:///etc/warmfleet/engines")
         return EngineSource("file", path)
-    number = fragment.removeprefix("cache_tokens=")
-    if mark and (number == fragment or not number.isascii() or not number.isdigit() or not 0 < int(number) < 2**40):
-        raise BadArgument(
-            f"{without_userinfo(text)!r}: after # stands the engine's cache, such as #cache_tokens=400000"
-        )
-    cache_tokens = int(number) if mark else 0
+    try:
+        labels = read_labels(fragment)
+    except WireError:
+        labels = {}
+    number = labels.pop("cache_tokens", "" if labels or not mark else "none")
+    if number and not (number.isdigit() and 0 < int(number) < 2**40):
+        shape = "after # stand the engine's cache and labels, such as #cache_tokens=400000&zone=eu-1a"
+        raise BadArgument(f"{without_userinfo(text)!r}: {shape}")
+    cache_tokens = int(number or 0)
+    told = "&".join(f"{name}={value}" for name, value in labels.items())
     if not where.startswith("http+dns://"):
-        return EngineSource("url", engine_url(where), cache_tokens)
+        return EngineSource("url", engine_url(where), cache_tokens, told)
     url = engine_url(where.replace("+dns", "", 1))
     if not urlsplit(where).port:
         raise BadArgument(f"{without_userinfo(text)!r} needs a port: http+dns://name:port")
-    return EngineSource("dns", url, cache_tokens)
+    return EngineSource("dns", url, cache_tokens, told)
 
 
 def policies(text: str) -> PerModel[str]:
@@ -177,6 +193,18 @@ def policies(text: str) -> PerModel[str]:
         return PerModel("cost").read(text, _policy)
     except ValueError as error:
         raise BadArgument(str(error)) from error
+
+
+def preferences(entries: Sequence[str]) -> dict[str, float]:
+    """``zone=eu-1a:0.05`` as the seconds that a worker without the label costs more. Raises ValueError."""
+    found: dict[str, float] = {}
+    for entry in entries:
+        label, colon, seconds = entry.partition(":")
+        number = float(seconds) if _SECONDS.fullmatch(seconds) else 0.0
+        if not colon or not 0 < number <= MAX_PREFER_S or len(read_labels(label)) != 1:
+            raise ValueError(f"{entry[:160]!r} is not a label and its seconds, such as zone=eu-1a:0.05")
+        found[label] = number
+    return found
 
 
 def _policy(name: str) -> str:
@@ -219,7 +247,8 @@ class Settings:
         (),
         "engines without the plugin, which the fleet knows as approximate workers: URLs, `http+dns://name:port` for "
         "every address behind a name, `file:///path` for a file with one per line, followed when it changes; "
-        "`#cache_tokens=N` after a URL tells the cache of an engine that announces none (connect.md)",
+        "`#cache_tokens=N` after a URL tells the cache of an engine that announces none, `#zone=eu-1a` (or both, with "
+        "`&` between) its labels (connect.md)",
     )
     worker_api_key: str = _secret(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
@@ -297,6 +326,11 @@ class Settings:
     )
     ttft_objective_s: PerModel[float] = _setting(  # noqa: RUF009  the call makes a field
         PerModel(0.0), "time to first token that is quick enough; exceptions: `0.5,modelA=1.2`; 0 = no objective"
+    )
+    prefer: tuple[str, ...] = _setting(
+        (),
+        "labels that workers should have, each with the seconds that the policy `cost` adds for a worker without it: "
+        "`zone=eu-1a:0.05` (operate.md)",
     )
     decide_timeout_s: float = _setting(
         0.05,
@@ -451,6 +485,10 @@ class Settings:
         for digest in self.approved_templates:
             if digest != "*" and not _SHA256.match(digest):
                 yield f"APPROVED_TEMPLATES: {digest[:80]!r} is neither * nor a sha256 of 64 hex digits"
+        try:
+            preferences(self.prefer)
+        except ValueError as error:
+            yield f"PREFER: {error}"
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 yield f"CORS_ORIGINS: {origin[:80]!r} is not an origin such as https://chat.example.com"

@@ -36,6 +36,9 @@ local DIGEST_SUMS = ">I4I4I4"
 local DIGEST_BYTES = 12
 local HASH_HALVES = ">I4I4"
 
+-- What a router prefers: the slot of a worker that lacks a preferred label, and the seconds that it costs more
+local LABEL_PRICE = ">I4d"
+
 -- Requests
 local MAX_REAPED = 8 -- leases or tickets that a call gives back at most because they have expired
 local CLIENT_AT = 26 -- of a reservation's id: the tag of a client with limits, behind the 25 characters of every id

@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 HEADERS = (
     *("Content-Type", "Accept", "Authorization", "Cookie", "Origin", "Referer", "User-Agent", "X-Request-Id"),
     *("X-Request-Timeout-Ms", "X-Session-ID", "X-Warmfleet-Explain", "X-Warmfleet-Prefix-Len", "X-Warmfleet-Session"),
-    "X-Warmfleet-Conversation",
+    *("X-Warmfleet-Conversation", "X-Warmfleet-Labels"),
     *("Content-Encoding", "Expect", "Range", "TE", "Trailer", "Upgrade", "X-Forwarded-For", "X-HTTP-Method-Override"),
     *("traceparent", "tracestate", "Access-Control-Request-Method", "X-data-parallel-rank", "Via", "Accept-Encoding"),
 )

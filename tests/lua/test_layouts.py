@@ -125,7 +125,7 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
     """Each with a value of its own: two that change places, in Python or in Lua, arrive under each other's name."""
     weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
-    record = constants.Constants(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32}).packed
+    record = constants.Constants(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32}, {5: 0.5}).packed
     names = [*constants.FIELDS, "block_sizes"]
     part = script_source("queue")
     part = part[part.index("(function()\n--[[\nshared/constants") :]
@@ -133,6 +133,8 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
     tell = f"local found = ({part})(ARGV[1])\nlocal told = {{}}\n"
     tell += "for i = 2, #ARGV do told[#told + 1] = tostring(found[ARGV[i]]) end\nreturn told"
     told = await cast("Any", store.eval(with_values(tell), 0, record, *names))
+    priced = f"local found = ({part})(ARGV[1])\nreturn tostring(found.label_prices[5])"
+    assert await cast("Any", store.eval(with_values(priced), 0, record)) == b"0.5"
     assert dict(zip(names, (value.decode() for value in told), strict=True)) == {
         "lease_ms": "101",
         "ttl_ms": "102",

@@ -143,16 +143,18 @@ def parsed(*words: str) -> list[EngineOptions]:
     return options.engines_of(options.parser().parse_args(["--redis", "redis://store:6379", *words]))
 
 
-def test_engines_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
+def test_engines_of_the_command_line_and_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "engines.json"
+    monkeypatch.setenv("WARMFLEET_LABELS", "zone=a")
     file.write_text('[{"url": "http://gpu2:8000", "ranks": 2, "server_id": "second"}]')
     one, two = parsed(
-        *("--engine", "http://gpu1:8000=tcp://gpu1:5557,replay=tcp://gpu1:5657,block_tokens=32"),
+        *("--engine", "http://gpu1:8000=tcp://gpu1:5557,replay=tcp://gpu1:5657,block_tokens=32,labels=a=b&c=d"),
         *("--engines", str(file), "--model", "m#pool", "--tokenizer", "none"),
     )
     assert (one.url, one.endpoint, one.replay) == ("http://gpu1:8000", "tcp://gpu1:5557", "tcp://gpu1:5657")
     assert (one.name, one.block_tokens, one.model, one.tokenizer) == ("gpu1-8000", 32, "m#pool", "none")
     assert (two.name, two.ranks, two.endpoint) == ("second", 2, "")
+    assert (one.labels, two.labels) == ("a=b&c=d", "zone=a")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,7 @@ def test_engines_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
         (["--engine", "http://a:1", "--engine", "http://a:1/"], "same server_id"),
         (["--engine", "http://a:1,server_id=a b"], "server_id: "),
         (["--engine", "http://a:1", "--model", "m#"], "model: 'm#' names no pool"),
+        (["--engine", "http://a:1,labels=zone"], "labels: 'zone' is no label"),
         (["--engines", "/nowhere"], "cannot read /nowhere"),
     ],
 )

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from warmfleet_worker.load import LOAD_CHECK_SECONDS
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.labels import read_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger("vllm.warmfleet")
 
 COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat; by then the fleet may have answered it
 
@@ -15,7 +24,7 @@ class PublisherConfig:
     """The announcement of an engine core when it joins.
 
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
-    so that a held block's predecessors are always held, too.
+    so that a held block's predecessors are always held, too. labels: see ``protocol.labels``.
     """
 
     redis_url: str
@@ -28,6 +37,7 @@ class PublisherConfig:
     max_model_len: int
     version: str
     closed: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def join(self) -> str:
         """The data of a join entry."""
@@ -43,8 +53,18 @@ class PublisherConfig:
                 "max_model_len": self.max_model_len,
                 "version": self.version,
                 "closed": int(self.closed),
+                "labels": dict(self.labels),
             }
         )
+
+
+def labels_of_environment() -> dict[str, str]:
+    """The labels in WARMFLEET_LABELS. A mistake there is logged and costs the labels, not the engine."""
+    try:
+        return read_labels(os.environ.get("WARMFLEET_LABELS", ""))
+    except wire.WireError as error:
+        logger.warning("warmfleet: WARMFLEET_LABELS has no effect: %s", error)
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,16 @@ import math
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import BadRequest, Unauthorized
+from warmfleet.prompt.request import NO_LABELS
+from warmfleet.protocol.labels import read_labels
+from warmfleet.protocol.wire import WireError
 from warmfleet.routing.call import NO_HINTS, Hints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SESSION, PREFIX, EXPLAIN = b"x-warmfleet-session", b"x-warmfleet-prefix-len", b"x-warmfleet-explain"
-CONTINUE, CONVERSATION = b"x-warmfleet-continue", b"x-warmfleet-conversation"
+CONTINUE, CONVERSATION, LABELS = b"x-warmfleet-continue", b"x-warmfleet-conversation", b"x-warmfleet-labels"
 NO = (b"0", b"false", b"no")
 MAX_PREFIX_TOKENS = 2**22
 MAX_DIGITS = 12
@@ -35,6 +38,7 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
         explain,
         _continues(headers.get(CONTINUE, b"")),
         _ended(headers.get(CONVERSATION, b"")),
+        _labels(headers.get(LABELS, b"")),
     )
 
 
@@ -83,6 +87,16 @@ def _ended(value: bytes) -> bool:
     if word not in (b"", b"ended"):
         raise BadRequest("X-Warmfleet-Conversation must be ended, or absent.", "X-Warmfleet-Conversation")
     return bool(word)
+
+
+def _labels(value: bytes) -> frozenset[str]:
+    """The labels that the worker must have, each as ``name=value``."""
+    if not value:
+        return NO_LABELS
+    try:
+        return frozenset(f"{name}={text}" for name, text in read_labels(value.decode("latin-1")).items())
+    except WireError as error:
+        raise BadRequest(f"X-Warmfleet-Labels: {error}.", "X-Warmfleet-Labels") from error
 
 
 def _explain(value: bytes, key: str | None) -> bool:

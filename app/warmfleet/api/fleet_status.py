@@ -115,6 +115,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: s
         "suspect": worker.record.get("suspect", ""),
         "version": worker.record.get("version", ""),
         "scheme": worker.record.get("scheme"),
+        "labels": worker.record.get("labels", {}),
         "heartbeat_age_s": worker.heartbeat_age_s,
         "load": asdict(worker.load),
         "truth": asdict(truth) if truth else None,
@@ -180,7 +181,7 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
     try:
         return await _considered(model, pool, inquiry)
     except NoWorker as error:
-        raise NoWorker(nobody(model.pools, pool.name)) from error
+        raise NoWorker(nobody(model.pools, pool.name, inquiry.request.labels)) from error
     except FleetUnavailable:
         if not pool.contacted:
             raise
@@ -288,7 +289,7 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
         able, prompt.beginning
     )
     if chosen is None:
-        raise NoWorker(nobody((pool,), pool.name))
+        raise NoWorker(nobody((pool,), pool.name, request.labels))
     rows = [
         {
             "worker_id": worker.worker_id,

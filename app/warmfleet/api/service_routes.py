@@ -154,13 +154,15 @@ class ServiceRoutes:
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         requests.note_inexact(asked, data, body)
         raw = request.headers.raw
+        hints = operators_hints(raw)
+        asked.labels = hints.labels
         named, tenancy = None if tenant is None else tenant.encode("utf-8", "replace"), self._tenancy
         owner, flow = tenancy.of(raw) if named is None else (named, tenancy.flow_of(named))
         asked.salt = tenancy.salt(owner, asked.salt)
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
         priority = requests.priority(asked) if self._settings.queue_priority else 0
-        inquiry = fleet_status.Inquiry(asked, operators_hints(raw), flow, priority)
+        inquiry = fleet_status.Inquiry(asked, hints, flow, priority)
         return JSONResponse(await fleet_status.explain(model, pool, inquiry))
 
     async def favicon(self, _request: HTTPRequest) -> Response:

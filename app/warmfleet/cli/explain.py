@@ -39,6 +39,7 @@ TERMS = {
     "leave_s": "LEAVE",
     "evict_s": "EVICT",
     "busy_s": "BUSY",
+    "label_s": "LABELS",
 }
 LAST_READING = """\
 Redis does not answer. These are the workers as this replica read them {age_s:.0f} s ago; PREFILL AHEAD, DECODING:
@@ -48,7 +49,8 @@ Redis answers, routers choose by a hash of the prompt's beginning: equal beginni
 TERMS_LEGEND = """\
 These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the prompt; AGAIN: of that, what another
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
-the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back.
+the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back;
+LABELS: for preferred labels that it lacks (WARMFLEET_PREFER).
 """
 PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If
@@ -169,7 +171,10 @@ def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tupl
 
 
 def _terms(candidate: dict[str, Any]) -> tuple[object, ...]:
-    cells = [f"{1_000 * seconds:.1f}" for seconds in (*map(candidate["terms"].get, TERMS), candidate["cost_s"])]
+    cells = [
+        f"{1_000 * seconds:.1f}"
+        for seconds in (*(candidate["terms"].get(name, 0.0) for name in TERMS), candidate["cost_s"])
+    ]
     if candidate["chosen"]:
         return Toned("->", Tone.GOOD), Toned(candidate["worker_id"], Tone.GOOD), *cells
     return "", candidate["worker_id"], *cells

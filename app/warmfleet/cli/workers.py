@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
-WIDE = ("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS")
+WIDE = (
+    *("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS"),
+    "LABELS",
+)
 #: Sentences about pools that do not just serve.
 POOL_STATES = {
     "draining": "this pool drains: it gets no new request unless no other pool can serve it",
@@ -120,7 +123,11 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
         return narrow
     decode = load["decode_tokens"] + load["foreign_decode_tokens"]
     more = (decode, worker["url"] or "-", worker["version"] or "-", worker["proof"])
-    return *narrow, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth)
+    return *narrow, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth), _labels(worker)
+
+
+def _labels(worker: dict[str, Any]) -> str:
+    return ",".join(sorted(f"{name}={value}" for name, value in worker.get("labels", {}).items())) or "-"
 
 
 def _not_well(worker: dict[str, Any]) -> list[Part]:

@@ -185,7 +185,8 @@ class Terms:
 
     wait_s: what is ahead at the worker. compute_s: what the prompt lacks there. again_s: of that, what another worker
     is making already. leave_s: what one other worker alone holds of the prompt. evict_s: what has to make room in a
-    cache that is fuller than others, or crowded. busy_s: the worker's share of time in prefill lately.
+    cache that is fuller than others, or crowded. busy_s: the worker's share of time in prefill lately. label_s: for
+    preferred labels that it lacks.
     """
 
     wait_s: float
@@ -194,6 +195,7 @@ class Terms:
     leave_s: float
     evict_s: float
     busy_s: float
+    label_s: float
 
     @classmethod
     def of(cls, told: bytes) -> Terms:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 #: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
 #: version.
-VERSION = 3
-#: The packed fields in order, as lua/parts/shared/constants.lua names them.
+VERSION = 4
+#: The packed fields in order, as lua/parts/shared/constants.lua names them; then how many prices of labels follow.
 FIELDS = (
     "lease_ms",
     "ttl_ms",
@@ -32,7 +32,8 @@ FIELDS = (
     "max_engine_wait_s",
     "patience",
 )
-RECORD = struct.Struct(">B4I8dI2d")
+RECORD = struct.Struct(">B4I8dI2dI")
+LABEL_PRICE = struct.Struct(">Id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,17 @@ class QueueLimits:
 class Constants:
     """The constants of one pool in this replica, in their packed forms, too.
 
-    block_tokens: scheme id -> tokens in a block, to size caches in tokens. packed: the argument ``constants`` of the
-    scripts; ``argument``: the same in the protocol of Redis. settle_spans: the last two arguments of settle, in that
-    protocol. Raises struct.error or OverflowError for a number that does not fit.
+    block_tokens: scheme id -> tokens in a block, to size caches in tokens. label_prices: slot -> seconds that the
+    worker costs more because it lacks preferred labels. packed: the argument ``constants`` of the scripts;
+    ``argument``: the same in the protocol of Redis. settle_spans: the last two arguments of settle, in that protocol.
+    Raises struct.error or OverflowError for a number that does not fit.
     """
 
     weights: Weights = field(default_factory=Weights)
     spans: Spans = field(default_factory=Spans)
     limits: QueueLimits = field(default_factory=QueueLimits)
     block_tokens: Mapping[int, int] = field(default_factory=dict)
+    label_prices: Mapping[int, float] = field(default_factory=dict)
     packed: bytes = field(init=False, repr=False, compare=False)
     argument: bytes = field(init=False, repr=False, compare=False)
     settle_spans: bytes = field(init=False, repr=False, compare=False)
@@ -119,5 +122,7 @@ class Constants:
             limits.tickets,
             limits.max_engine_wait_s,
             limits.patience,
+            len(self.label_prices),
         )
+        record += b"".join(LABEL_PRICE.pack(*price) for price in self.label_prices.items())
         return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in self.block_tokens.items()).encode()

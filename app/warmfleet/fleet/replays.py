@@ -91,6 +91,7 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
         order = record["order"] if own else record["rings"].get(policy, [])
         candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in record["candidates"]]
         texts: dict[str, Any] = {"policy": policy or record["policy"], "order": ",".join(order)}
+        prices = {int(slot): float(seconds) for slot, seconds in record.get("label_prices", {}).items()}
         texts["room"] = record.get("room", "")  # logs from before 2026-11-23 have none
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
@@ -100,7 +101,7 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     if type(texts["policy"]) is not str or type(texts["room"]) is not str:
         raise BadRequest("this is no record of a decision log: its policy or its room is no text")
     try:
-        constants = Constants(Weights(**weights)).packed
+        constants = Constants(Weights(**weights), label_prices=prices).packed
     except (struct.error, OverflowError) as error:
         raise BadRequest(f"this is no record of a decision log: {error}") from error
     return argv("replay", chain.from_iterable(candidates), constants=constants, **texts, **numbers)

@@ -98,6 +98,11 @@ class WorkerView:
         return {name: path for name, path in loras.items() if name not in self.models}
 
     @property
+    def labels(self) -> frozenset[str]:
+        """Its labels, each as ``name=value``."""
+        return frozenset(f"{name}={value}" for name, value in self.record.get("labels", {}).items())
+
+    @property
     def names(self) -> list[str]:
         """Every name that its API server answers to: served names, aliases and adapters."""
         return [*self.models, *self.loras]

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.pools.served_names import ServedNames
-from warmfleet.prompt.request import MAX_MODEL_LEN
+from warmfleet.prompt.request import MAX_MODEL_LEN, NO_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class View:
     given only to the engine cores of a server that has several. names: that they serve. streams: to which the workers
     and their API servers write. unreported: of whose finished prefills nobody tells: a bridge reports them. sorting:
     prefill tokens a second of the workers whose engines take waiting prompts by priority, by worker_id; speeds: the
-    same of all, 0: not known.
+    same of all, 0: not known. labels: of the workers that have some, by worker_id.
     read_at: monotonic seconds.
     """
 
@@ -57,6 +57,7 @@ class View:
     unreported: frozenset[str] = frozenset()
     sorting: Mapping[str, int] = field(default_factory=dict)
     speeds: Mapping[str, int] = field(default_factory=dict)
+    labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
     _token_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -77,6 +78,18 @@ class View:
         """Seconds of prefill of one token at this worker; of the median speed if its own is not known."""
         speed_tps = self.speeds.get(worker_id, 0)
         return 1 / speed_tps if speed_tps > 0 else self.token_s
+
+    def unlabelled(self, wanted: frozenset[str]) -> tuple[str, ...]:
+        """The workers that lack one of these labels."""
+        return tuple(worker for worker in self.ids if not wanted <= self.labels.get(worker, NO_LABELS))
+
+    def label_prices(self, preferences: Mapping[str, float]) -> dict[int, float]:
+        """The seconds that workers without preferred labels cost more, by slot. preferences: seconds by label."""
+        prices = {}
+        for worker in self.workers:
+            labels = self.labels.get(worker.worker_id, NO_LABELS)
+            prices[worker.load.slot] = sum(seconds for label, seconds in preferences.items() if label not in labels)
+        return {slot: seconds for slot, seconds in prices.items() if seconds}
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such name, or too short a context.
@@ -145,6 +158,7 @@ def view_of(
         unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
         sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
         speeds={one.worker_id: one.load.speed_tps for one in workers},
+        labels={worker.worker_id: worker.labels for worker in workers if worker.record.get("labels")},
         names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
         limits=limits if len(set(limits.values())) > 1 else {},

@@ -120,6 +120,16 @@ def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
     """The workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
+    if request.labels:
+        unlabelled = view.unlabelled(request.labels)
+        return tuple(dict.fromkeys((*unlabelled, *_unable(request, view, prompts, count, prompt_tokens))))
+    return _unable(request, view, prompts, count, prompt_tokens)
+
+
+def _unable(
+    request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
+) -> tuple[str, ...]:
+    """The workers that serve no such name, or have too short a context."""
     if not (view.limits or view.names.differ):
         return ()
     if len(prompts) == 1:

@@ -21,6 +21,8 @@ from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.timing import Timing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from warmfleet.fleet import Fleet
     from warmfleet.pools.degraded import DegradedMode
 
@@ -52,6 +54,7 @@ class Pool:
         timing: Timing = Timing(),
     ) -> None:
         self.tag = tag
+        self.preferences: Mapping[str, float] = {}  # seconds by label: WARMFLEET_PREFER
         self.name = tag.partition("#")[0]
         self.draining = False
         self.used_permille = -1  # of the memory limit of its Redis, as read last; -1: not known
@@ -102,9 +105,11 @@ class Pool:
     def show(self, view: View) -> None:
         """Use a new reading of the fleet from now on."""
         self.view = self._without_refused(view)
+        constants = self.fleet.constants
         block_tokens = {hasher.scheme.scheme_id: hasher.scheme.block_tokens for hasher in view.hashers}
-        if block_tokens != self.fleet.constants.block_tokens:
-            self.fleet.use(block_tokens=block_tokens)
+        prices = view.label_prices(self.preferences) if self.preferences else {}
+        if block_tokens != constants.block_tokens or prices != constants.label_prices:
+            self.fleet.use(block_tokens=block_tokens, label_prices=prices)
         self.lead_time.steps(view.step_s)
         self.read.set()
         self.last_known.show(view)

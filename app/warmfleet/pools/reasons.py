@@ -37,6 +37,7 @@ TERMS = {
     "leave_s": "for what the session leaves behind",
     "evict_s": "for what its cache must evict",
     "busy_s": "because it was busy lately",
+    "label_s": "for preferred labels that it lacks",
 }
 #: By the reason that warmfleet_fallback_requests_total counts; other reasons are codes of errors, as REFUSED tells.
 FALLBACK = {

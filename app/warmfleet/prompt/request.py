@@ -72,6 +72,7 @@ _ASKS_FOR_MORE = (
         *("tools", "tool_choice", "request_id"),
     }
 )
+NO_LABELS: frozenset[str] = frozenset()
 MAX_SALT = 1_024  # characters; newer engines take 128
 #: orjson reads an integer of more than 64 bits as a float; vLLM reads it exactly.
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
@@ -94,7 +95,7 @@ class Request:
     booked for a prompt that is not read, else 0. thinking_off: a client of Anthropic's API has switched thinking off.
     cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning. request_id: the
     client's name for the request, as vLLM reads it where no header names it. from_json: the body is a JSON object, so
-    every engine reads the same model in it.
+    every engine reads the same model in it. labels: a header's, ``name=value`` each, all of which its worker must have.
     """
 
     endpoint: Endpoint
@@ -120,6 +121,7 @@ class Request:
     thinking_off: bool = False
     request_id: str = ""
     from_json: bool = True
+    labels: frozenset[str] = NO_LABELS
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from warmfleet.engines.engine_priority import priority
 from warmfleet.pools.identified_prompt import as_of
+from warmfleet.prompt.request import NO_LABELS
 from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Hints:
     prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
     continues: another worker shall go on with the stream if its engine dies (``recovery/continuation``); None: as the
     operator decided. ended: the conversation ends with this request, so its blocks may be evicted first.
+    labels: only workers with all of them may serve it.
     """
 
     session: bytes = b""
@@ -42,6 +44,7 @@ class Hints:
     explain: bool = False
     continues: bool | None = None
     ended: bool = False
+    labels: frozenset[str] = NO_LABELS
 
 
 NO_HINTS = Hints()

@@ -11,6 +11,7 @@ from warmfleet.fleet import Decision, Question, Queued
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.served_models import NOT_READ
 from warmfleet.pools.served_names import misnamed
+from warmfleet.prompt.request import NO_LABELS
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
 
@@ -34,6 +35,10 @@ NONE_OF_ALL, NOT_THE_ONE = "None of the {} engines of `{}` takes requests", "The
 NONE_ROUTABLE = (
     "{} at this moment: ask again. For the operator: `warmfleet workers` tells the state of each, and `warmfleet "
     "doctor` what to do."
+)
+NO_LABELLED = (
+    "No engine of `{}` that takes requests has the labels {}. For the operator: `warmfleet workers --wide` shows the "
+    "labels of each."
 )
 OTHER_NAMES = (
     "{} at this moment: ask again. For the operator: an engine is misnamed, {}. `warmfleet workers` tells the state of "
@@ -150,7 +155,7 @@ class Decider:
         if answer.seen is None:
             return
         if booking.rings is not None:
-            booking.log_line = record(pool.tag, question, pool.fleet.constants.weights, answer, booking.rings)
+            booking.log_line = record(pool.tag, question, pool.fleet.constants, answer, booking.rings)
         if job.call.hints.explain:
             booking.explanation = explanation(question, pool.fleet.constants.weights, answer)
 
@@ -207,7 +212,8 @@ class Decider:
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)
-            raise NoWorker(nobody(job.pools, pool.name, tells_names=call.models is None))
+            told = nobody(job.pools, pool.name, job.request.labels, tells_names=call.models is None)
+            raise NoWorker(told)
         self._metrics.fallback.labels(reason, pool.tag).inc()
         if job.limits is not None:
             self._metrics.client_limits.labels(job.limits.name, "unchecked").inc()
@@ -226,14 +232,17 @@ def reason_of(error: WarmfleetError) -> str:
     return "away" if isinstance(error, FleetUnavailable) else error.code
 
 
-def nobody(pools: Iterable[Pool], model: str, *, tells_names: bool = True) -> str:
+def nobody(pools: Iterable[Pool], model: str, labels: frozenset[str] = NO_LABELS, *, tells_names: bool = True) -> str:
     """Why no worker of any of these pools of a model can be chosen, and what to do about it.
 
-    tells_names: who reads it may know names besides this one. Which workers there are is told to operators only.
+    labels: that the worker must have. tells_names: who reads it may know names besides this one. Which workers there
+    are is told to operators only.
     """
     workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]
     if not workers:
         return NO_ENGINE.format(model)
+    if labels and any(worker.routable for worker in workers):
+        return NO_LABELLED.format(model, ",".join(sorted(labels)))
     none = (NONE_OF_ALL if len(workers) > 1 else NOT_THE_ONE).format(len(workers), model)
     wrong = next((worker for worker in workers if worker.misnamed), None)
     if wrong is not None and tells_names:

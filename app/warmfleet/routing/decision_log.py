@@ -23,7 +23,8 @@ from warmfleet.routing.explain_header import cheapest, terms_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from warmfleet.fleet import Decision, Question, Weights
+    from warmfleet.fleet import Decision, Question
+    from warmfleet.fleet.constants import Constants
     from warmfleet.metrics import Metrics
 
 logger = logging.getLogger("warmfleet.routing.decision_log")
@@ -34,7 +35,7 @@ MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dr
 
 
 def record(
-    model: str, question: Question, weights: Weights, decision: Decision, rings: Mapping[str, Sequence[str]]
+    model: str, question: Question, constants: Constants, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """A line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
 
@@ -52,7 +53,8 @@ def record(
         "policy": question.policy,
         "prompt_tokens": question.prompt_tokens,
         "seed": question.tie_seed,
-        "weights": asdict(weights),
+        "weights": asdict(constants.weights),
+        "label_prices": {str(slot): seconds for slot, seconds in constants.label_prices.items()},
         "prefix_tokens": question.prefix_tokens,
         "order": list(question.order),
         "objective_s": question.objective_s,

@@ -122,6 +122,7 @@ class Router:
         if call.body[:1] != b"{" or call.body[1:2] == b"\0":
             call = call._replace(body=requests.in_utf8(call.body))
         request = bodies.parse(call.path, call.body, self._allowed_fields, call.content_type)  # 1 parse
+        request.labels = call.hints.labels
         if request.request_id and not call.named:
             call.record.request_id = safe_request_id(request.request_id.encode("ascii", "ignore"))
             log_request_id(call.record.request_id, call.record.trace_id)

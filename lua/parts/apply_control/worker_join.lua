@@ -2,12 +2,24 @@
 apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
 Takes the decoded data of its join and the worker's name. Returns the record, of known fields only; or nil if anything
-in the announcement is not as it must be.
+in the announcement is not as it must be. Labels that are not as they must be are left out: they are worth no worker.
 --]]
 local U31 = 2 ^ 31 - 1
+local MAX_LABELS, MAX_WORD_BYTES = 8, 63
 
 local function integer(value, low, high)
   return type(value) == "number" and value >= low and value <= high and value == math.floor(value)
+end
+
+local function labels(told)
+  local count = 0
+  for name, value in pairs(type(told) == "table" and told or {}) do
+    count = count + 1
+    for _, word in ipairs({ name, value }) do
+      if type(word) ~= "string" or #word > MAX_WORD_BYTES or not word:match("^[%w._-]+$") then return nil end
+    end
+  end
+  return count > 0 and count <= MAX_LABELS and told or nil
 end
 
 return function(join, worker_id)
@@ -27,7 +39,7 @@ return function(join, worker_id)
   end
   return {
     server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
-    capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len,
+    capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len, labels = labels(join.labels),
     version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
   }
 end

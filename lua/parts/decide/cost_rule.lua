@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens
+    + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less what it has computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
   lambda    the weight of an uncached token; 1 while some worker has nothing to do
@@ -17,6 +17,8 @@ decide/baseline_policies.
   busy_share  share of its time that the worker spent in prefill lately: a session that is placed comes back, so what
             counts is the work that will come, for which the latest is a good guess. It is a share of time, so a fast
             worker that is as busy as a slow one pays as much
+  label_price  seconds that the replica's operator set for the labels which the worker lacks (WARMFLEET_PREFER); 0 where
+            nothing is preferred, and for a worker that joined after the replica's last reading
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
 then the worker that holds more of the prompt, in steps of 2 % of it: what is less is not worth that prompts with the
 same short beginning all go to one worker. Then a worker whose blocks may be matched, the least evicting, the least
@@ -35,7 +37,7 @@ choose returns the candidate and one word why it was chosen. The word names what
 prefix, pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
 It sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (costs of so many seconds
 more than the lowest count as equal to it), and where s.terms is a table by candidate what the cost is made of, in
-seconds: wait, uncached, again, lost, overfill and crowd, busy_share, each with its weight.
+seconds: wait, uncached, again, lost, overfill and crowd, busy_share, label_price, each with its weight.
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
@@ -132,7 +134,7 @@ end
 local function lowest_cost(s, own, home)
   local constants, prompt, count = s.constants, s.prompt, s.count
   local speed, fill, base_s, crowd, busy_share = s.speed, s.fill, s.base_s, s.crowd, s.busy_share
-  local cost, terms = s.cost, s.terms
+  local cost, terms, label_prices = s.cost, s.terms, constants.label_prices
   local wait_price, kappa, pressure = constants.wait_price, constants.kappa, constants.pressure_price
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local stay, place = constants.stay - 1, constants.place * prompt / s.median
@@ -162,8 +164,15 @@ local function lowest_cost(s, own, home)
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local wait_s, busy_s = wait_price * base_s[i], place * busy_share[i]
     local seconds = wait_s + (lambda * uncached + again + lost + evicts) / tps + busy_s
+    local label_s = 0
+    if label_prices then
+      label_s = label_prices[s.slots[i]] or 0
+      seconds = seconds + label_s
+    end
     cost[i] = seconds
-    if terms then terms[i] = { wait_s, lambda * uncached / tps, again / tps, lost / tps, evicts / tps, busy_s } end
+    if terms then
+      terms[i] = { wait_s, lambda * uncached / tps, again / tps, lost / tps, evicts / tps, busy_s, label_s }
+    end
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil

@@ -6,11 +6,9 @@ verification may have shortened it afterwards). Returns the answer with, at its 
 time in ms modulo 2^32, 1 if the request would wait its turn first, seconds by which costs may differ and count as
 equal, for a request that was not to wait any longer the numbers of the candidates with room, joined by commas, and for
 one that waits the price of its turn in seconds and the number of the candidate that it waits for (decide/wait_turn)},
-then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the six terms of the cost in
+then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in
 seconds, joined by commas (decide/cost_rule)}.
 --]]
-local TERMS = "%.6f,%.6f,%.6f,%.6f,%.6f,%.6f"
-
 return function(s, answer, chosen, match_seen)
   local format, with_room = string.format, {}
   for i = 1, s.room and s.count or 0 do
@@ -27,8 +25,10 @@ return function(s, answer, chosen, match_seen)
       tokens = math.min(blocks * ARGV[chain + 1], s.prompt)
     end
     local match = i == chosen and match_seen or s.matched[i] or 0
-    local terms = format(TERMS, unpack(s.terms[i]))
-    answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]), terms }
+    local terms = s.terms[i]
+    for term, seconds in ipairs(terms) do terms[term] = format("%.6f", seconds) end
+    answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]),
+      table.concat(terms, ",") }
   end
   return answer
 end

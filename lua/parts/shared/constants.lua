@@ -1,11 +1,13 @@
 --[[
-shared/constants: the constants of a replica (weights, spans, limits, block sizes), which its calls carry as one packed
-argument.
+shared/constants: the constants of a replica (weights, spans, limits, prices of labels, block sizes), which its calls
+carry as one packed argument.
 
 Guarantee: pure. A record of another version, or one that is cut short, is refused whole.
 Takes the record as app/warmfleet/fleet/constants.py packs it: version (1 byte), then the fields in the order of the
-assignment below, then block_sizes as text (scheme=tokens, joined by commas).
-Returns the fields by name; or nil and the error to answer with (BAD_ARGUMENT).
+assignment below, then `priced` prices of labels (slot, seconds), then block_sizes as text
+(scheme=tokens, joined by commas).
+Returns the fields by name, label_prices as slot -> seconds (nil: none); or nil and the error to answer with
+(BAD_ARGUMENT).
 --]]
 
 return function(record)
@@ -14,13 +16,19 @@ return function(record)
   end
   local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token,
     wait_price, stay, place, min_match_tokens,
-    queue_max, max_engine_wait_s, patience, block_sizes_at = struct.unpack(CONSTANTS, record)
+    queue_max, max_engine_wait_s, patience, priced, at = struct.unpack(CONSTANTS, record)
+  local label_prices = priced > 0 and {} or nil
+  for _ = 1, priced do
+    local slot, seconds
+    slot, seconds, at = struct.unpack(LABEL_PRICE, record, at)
+    label_prices[slot] = seconds
+  end
   return {
     lease_ms = lease_ms, ttl_ms = ttl_ms, ticket_ms = ticket_ms, max_probes = max_probes, lambda = lambda,
     kappa = kappa, pressure_price = pressure_price, decode_s_per_token = decode_s_per_token, wait_price = wait_price,
     stay = stay, place = place,
     min_match_tokens = min_match_tokens, queue_max = queue_max, max_engine_wait_s = max_engine_wait_s,
-    patience = patience,
-    block_sizes = record:sub(block_sizes_at),
+    patience = patience, label_prices = label_prices,
+    block_sizes = record:sub(at),
   }
 end

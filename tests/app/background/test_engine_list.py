@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     [
         ("http://h:8000/v1/", EngineSource("url", "http://h:8000")),
         ("https://h#cache_tokens=400000", EngineSource("url", "https://h", 400_000)),
+        ("http://h#zone=eu-1a&cache_tokens=9&tier=a", EngineSource("url", "http://h", 9, "zone=eu-1a&tier=a")),
+        ("http+dns://h:1#zone=eu-1a", EngineSource("dns", "http://h:1", 0, "zone=eu-1a")),
         ("http+dns://vllm.ns.svc:8000", EngineSource("dns", "http://vllm.ns.svc:8000")),
         ("http+dns://vllm:8000/v1#cache_tokens=1", EngineSource("dns", "http://vllm:8000", 1)),
         ("file:///etc/engines", EngineSource("file", "/etc/engines")),
@@ -39,7 +41,9 @@ def test_what_an_entry_names(text: str, source: EngineSource) -> None:
         ("http://h:8000#cache_tokens=", "cache_tokens="),
         ("http://h:8000#cache_tokens=0", "cache_tokens="),
         ("http://h:8000#cache_tokens=1e6", "cache_tokens="),
-        ("http://h:8000#tokens=5", "cache_tokens="),
+        ("http://h:8000#tokens", "cache_tokens="),
+        ("http://h:8000#zone=a&cache_tokens=0", "cache_tokens="),
+        ("http://h:8000#zone=a b", "cache_tokens="),
         ("http+dns://vllm", "needs a port"),
         ("http+dns://a..b:80", "is not the URL"),
         (f"http://{'a' * 64}.svc:80", "is not the URL"),
@@ -60,7 +64,7 @@ async def test_no_message_quotes_a_password(secret: str, tmp_path: Path, caplog:
     path = tmp_path / "engines"
     path.write_text("http://a:1")
     engines = EngineList([f"file://{path}"])
-    for entry in (f"{secret}h:1?x=1", f"{secret}h:1#tokens=5", f"{secret}h:1#cache_tokens=0"):
+    for entry in (f"{secret}h:1?x=1", f"{secret}h:1#tokens", f"{secret}h:1#cache_tokens=0"):
         with pytest.raises(BadArgument, match=r"h:1") as caught:
             engine_source(entry)
         assert "word" not in str(caught.value)
@@ -113,7 +117,7 @@ async def test_a_file_is_followed_and_a_bad_one_changes_nothing(tmp_path: Path, 
         ('{"url": 5}', "url must be"),
         ('{"url": "http://a:1", "cache_tokens": true}', "url must be"),
         ('{"url": "http://a:1", "weight": 2}', "known fields are url and cache_tokens, not 'weight'"),
-        ('{"url": "http://a:1", "cache_tokens": -1}', "after # stands"),
+        ('{"url": "http://a:1", "cache_tokens": -1}', "after # stand the"),
         ("{", ""),
         ("file:///etc/engines", "cannot name another file"),
         ("\xff", ""),

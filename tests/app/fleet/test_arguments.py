@@ -303,6 +303,6 @@ async def test_constants_of_another_version_are_refused(
     if script == "decide":
         good |= {"policy": "cost", "tenant": "", "limits": ""}
     for record in (other, cut_short, b""):
-        with pytest.raises(BadArgument, match="not of version 3"):
+        with pytest.raises(BadArgument, match="not of version 4"):
             await fleet.scripts.run(script, *argv(script, **good | {"constants": record}))
     assert await keyspace.rows() == before, "nothing is booked"

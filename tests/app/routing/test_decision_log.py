@@ -91,7 +91,7 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
         )
         decision = await decided(keyspace, ask, in_turn=number % 3 == 0 or ask.policy == "cost")
         rings = {"chwbl": rng.sample(names, len(names))}
-        found.append(record("m", ask, keyspace.fleet.constants.weights, decision, rings))
+        found.append(record("m", ask, keyspace.fleet.constants, decision, rings))
     return found
 
 

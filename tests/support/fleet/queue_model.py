@@ -133,10 +133,10 @@ class CheckedQueue:
     async def workers(self) -> Workers:
         """The workers as they are. Nothing that is booked there counts as computed by now, nor as time in prefill."""
         booked = {}
-        for number, (name, row) in enumerate((await self.keyspace.rows()).items(), 1):
+        for name, row in sorted((await self.keyspace.rows()).items()):
             booked[name] = row.prefill_tokens
             if row.under_way_tokens or row.since_ms:
-                assert name == f"w{number}.0"
+                number = int(name.removeprefix("w").removesuffix(".0"))
                 await self.keyspace.change(number, under_way_tokens=0, since_ms=0)
         return Workers(booked)
 

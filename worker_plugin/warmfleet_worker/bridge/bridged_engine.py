@@ -17,6 +17,7 @@ from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.load import Load
 from warmfleet_worker.pool_assignment import server_assignment
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.labels import read_labels
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class BridgedEngine:
             max_model_len=facts.max_model_len,
             version=facts.version,
             closed=not self._hybrid,
+            labels=read_labels(options.labels),
         )
         side = EngineSide(options.group, self._lora_path, lambda: self._load(rank), self._note_restart, self._host)
         return Rank(self._context, source, facts, config, side)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.labels import read_labels
 from warmfleet_worker.protocol.redis_address import parse, with_ca
 from warmfleet_worker.server_address import is_loopback, redis_is_local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 HELP = """\
 Reports engines that have no plugin: reads the KV events that vLLM and SGLang publish, and writes what they hold into
@@ -40,12 +41,13 @@ examples:
                                         read again when it changes
 
 options of one engine, behind its URL or as keys in the file: endpoint, replay, ranks, server_id (its name in the fleet;
-default: host and port), model (the fleet to join), tokenizer, chat_template, block_tokens, group, api_key.
+default: host and port), model (the fleet to join), tokenizer, chat_template, block_tokens, group, api_key,
+labels (zone=eu-1a&hardware=h100; default: WARMFLEET_LABELS).
 
 Routers must reach an engine under the URL given here. Engines that ask for a key get WARMFLEET_WORKER_API_KEY.
 When the bridge stops, routers go on using the engines by what they knew last; it can be restarted at any time.
 """
-WORDS = {"endpoint", "replay", "server_id", "model", "tokenizer", "chat_template", "api_key"}
+WORDS = {"endpoint", "replay", "server_id", "model", "tokenizer", "chat_template", "api_key", "labels"}
 NUMBERS = {"ranks", "block_tokens", "group"}
 DIGITS = 5
 MAX_PORT = 65_535
@@ -70,6 +72,7 @@ class EngineOptions:
     tokenizer: str = ""
     chat_template: str = ""
     api_key: str = ""
+    labels: str = ""
 
     @property
     def name(self) -> str:
@@ -134,6 +137,7 @@ def engines_of(args: argparse.Namespace) -> list[EngineOptions]:
         found += _of_file(args.engines)
     usual = {"model": args.model, "tokenizer": args.tokenizer, "chat_template": args.chat_template}
     usual["api_key"] = os.environ.get("WARMFLEET_WORKER_API_KEY", "")
+    usual["labels"] = os.environ.get("WARMFLEET_LABELS", "")
     engines = [
         replace(engine, **{key: value for key, value in usual.items() if not getattr(engine, key)}) for engine in found
     ]
@@ -214,18 +218,24 @@ def _check(engines: Sequence[EngineOptions], store: str) -> None:
             port_text = endpoint.rpartition(":")[2]
             if endpoint.startswith("tcp://") and not (_TCP_PORT.fullmatch(port_text) and int(port_text) <= MAX_PORT):
                 raise OptionError(f"{engine.url}: {endpoint!r} has no port from 1 to 65535")
-        try:
-            if engine.model:
-                wire.model_tag(engine.model)
-        except wire.WireError as error:
-            raise OptionError(f"{engine.url}: model: {error}") from error
-        try:
-            wire.check_name(f"{engine.name}.0")
-        except wire.WireError as error:
-            raise OptionError(f"{engine.url}: server_id: {error}") from error
+        _check_words(engine)
         if engine.name in names:
             raise OptionError(f"{engine.url} and {names[engine.name]} have the same server_id {engine.name}")
         names[engine.name] = engine.url
+
+
+def _check_words(engine: EngineOptions) -> None:
+    checks: tuple[tuple[str, Callable[[str], object], str], ...] = (
+        ("model", wire.model_tag, engine.model),
+        ("server_id", wire.check_name, f"{engine.name}.0"),
+        ("labels", read_labels, engine.labels),
+    )
+    for option, check, value in checks:
+        try:
+            if value:
+                check(value)
+        except wire.WireError as error:
+            raise OptionError(f"{engine.url}: {option}: {error}") from error
 
 
 def server_id_of(url: str) -> str:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.config import PublisherConfig, labels_of_environment
 from warmfleet_worker.load import Load
 from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.protocol import wire
@@ -253,6 +253,7 @@ def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> Publishe
         max_model_len=vllm_config.model_config.max_model_len,
         version=f"vllm-{version()}",
         closed=group.closed,
+        labels=labels_of_environment(),
     )
 
 

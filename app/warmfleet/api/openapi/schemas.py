@@ -131,6 +131,7 @@ PARAMETERS = [
         {"enum": ["1", "0", "true", "false", "yes", "no", ""]},
         "1: another engine goes on with this stream if its own dies",
     ),
+    _header("X-Warmfleet-Labels", TEXT, "Only workers with all of these labels: zone=eu-1a,tier=gold"),
     _header(
         "X-Warmfleet-Conversation",
         {"enum": ["ended", ""]},

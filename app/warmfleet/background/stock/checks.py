@@ -31,6 +31,7 @@ from warmfleet.errors import BadArgument, UpstreamGone, WarmfleetError
 from warmfleet.fleet import Check
 from warmfleet.pools.stalled_requests import STILL_S
 from warmfleet.prompt.block_hashes import TEXT_SCHEME
+from warmfleet.protocol.labels import read_labels
 from warmfleet.protocol.pools import weight
 from warmfleet.protocol.wire import Scheme, default_none_hash, tag_of
 from warmfleet.settings import without_userinfo
@@ -276,6 +277,7 @@ class StockEngines:
             "server_id": worker_id(url),
             "started": facts.started,
             "identity": facts.identity,
+            "labels": read_labels(listed.labels),
             **_told_of(listed_models),
         }
         return CheckedEngine(pool, record, blocks, facts, facts_at)

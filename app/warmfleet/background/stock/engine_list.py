@@ -30,6 +30,7 @@ class ListedEngine(NamedTuple):
 
     url: str
     cache_tokens: int = 0
+    labels: str = ""
 
 
 class EngineList:
@@ -71,7 +72,7 @@ class EngineList:
         self._resolved = {source: engines for source, engines in self._resolved.items() if source in named}
         found: dict[str, ListedEngine] = {}
         for source in given:
-            engines = [ListedEngine(source.where, source.cache_tokens)]
+            engines = [ListedEngine(source.where, source.cache_tokens, source.labels)]
             for engine in self._resolved.get(source, []) if source.kind == "dns" else engines:
                 found.setdefault(engine.url, engine)
         self._note("engines", "" if len(found) <= MAX_ENGINES else f"only the first {MAX_ENGINES} engines are used")
@@ -92,7 +93,8 @@ class EngineList:
         self._note(source.where, left_out if len(engines) < len(addresses) else "")
         hosts = [f"[{address}]" if ":" in address else address for address in engines]
         self._resolved[source] = [
-            ListedEngine(engine_url(f"http://{name}:{port}{parts.path}"), source.cache_tokens) for name in hosts
+            ListedEngine(engine_url(f"http://{name}:{port}{parts.path}"), source.cache_tokens, source.labels)
+            for name in hosts
         ]
 
     def _note(self, what: str, problem: str) -> None:

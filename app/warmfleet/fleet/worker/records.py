@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from warmfleet.protocol.labels import MAX_LABELS, is_label
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -91,6 +93,10 @@ def _manifest(value: Any) -> bool:
     """File name -> its digest, size and pieces; none of the three may be missing."""
     file = _fields(sha256=_text, bytes=_count, chunks=_list_of(_text))
     return _object_of(lambda one: file(one) and {"sha256", "bytes", "chunks"} <= one.keys())(value)
+
+
+def _labels(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= MAX_LABELS and all(map(is_label, value, value.values()))
 
 
 FACTS: dict[str, Check] = {
@@ -191,6 +197,8 @@ class Records:
         except ValueError as error:
             record, wrong = None, str(error)
         if not wrong:
+            if not _labels(record.get("labels", {})):  # they are worth no worker: it counts as one without labels
+                del record["labels"]
             return dict(record)
         owner = f"{kind} {_shown(name)}"
         self._wrong_now.add(owner)
