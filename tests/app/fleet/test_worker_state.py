@@ -1,4 +1,4 @@
-"""A worker's life: the tables against their drawing, and against a real Redis in which a worker lives it."""
+"""A worker's life: it goes in a real Redis from state to state as app/docs/worker-life.md draws it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import random
 import re
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytest
 from tests.support.fleet.reporting_server import ReportingServer
@@ -16,63 +17,96 @@ from tests.support.fleet.reporting_worker import ReportingWorker
 from tests.support.fleet.ticking import EVERY, slow_tick
 
 from warmfleet.fleet import Check, Flag, LoadRow, Proof, WorkerState
-from warmfleet.fleet.worker import state as life
-from warmfleet.fleet.worker.state import CHANGES, HELD, HOLDS, JOINED, PROBED, ROUTABLE, SERVING, TURNS, Event, state_of
+from warmfleet.fleet.worker.state import METRIC_LABELS, ROUTABLE, SERVING, state_of
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
     from warmfleet.fleet import Fleet
 
-DRAWING = (Path(__file__).parents[3] / "app/docs/worker-life.md").read_text()
-GROUPS = {"joined": JOINED, "probed": PROBED}
+PAGE = (Path(__file__).parents[3] / "app/docs/worker-life.md").read_text()
 READY = Flag.SERVER | Flag.URL | Flag.PROVEN
 URL = "http://10.0.0.7:8000"
 OLD_MS = 60_000
 STEPS = 3_500
-#: Events that end what has been reached so far: they come less often than the others.
-SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *(hold.begins for hold in HELD)}
-PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
-HEARTBEATS = {Event.HEARD, Event.PAUSED, Event.RESUMED}
 
 
 # ---------------------------------------------------------------- the drawing
 
 
-def drawn(section: str) -> set[tuple[str, str, str]]:
-    """(before, event, after) of each arrow, groups written out."""
-    text = DRAWING.partition(f"## {section}\n")[2].partition("```mermaid")[2].partition("```")[0]
+class Event(StrEnum):
+    """What moves a worker; the value is the sentence in the drawing."""
+
+    CORE_JOINS = "its engine core joins"
+    SERVER_JOINS = "a new process of its API server joins"
+    REGISTERED = "a replica finds the stock engine healthy"
+    PROBE_PASSES = "a probe passes"
+    IDENTITY_FAILS = "a probe finds another identity, or cannot test it"
+    URL_FAILS = "a probe gets no answer at its URL"
+    WARMING_BEGINS = "a probe passes and a replica warms it"
+    WARMING_ENDS = "it is warm, or warming is given up"
+    WARMING_STALLS = "it does not answer while it is warmed"
+    WARMING_EXPIRES = "the replica that warms it is gone"
+    SUSPICION = "answers or blocks differ from what was expected"
+    FORGOTTEN = "it was silent for ten minutes"
+    GOODBYE = "its engine core or its API server says goodbye"
+    FALLS_SILENT = "no heartbeat for a TTL, or a failed health check"
+    HEARD = "it is heard again"
+    STREAM_BREAKS = "its stream breaks the rules"
+    SERVER_LOST = "its API server is silent for a TTL"
+    SERVER_HEARD = "its API server is heard"
+    MISNAMED = "it does not serve its pool's name"
+    RENAMED = "it serves its pool's name"
+    DRAIN = "warmfleet drain"
+    UNDRAIN = "warmfleet drain --undo"
+    PAUSED = "its engine is paused or put to sleep"
+    RESUMED = "its engine is resumed or woken up"
+    VOUCHED = "its heartbeats are missing, but its engine answers a replica"
+    LAPSES = "its engine answers no replica either"
+    EJECTED = "it fails requests that other workers serve"
+    ACQUITTED = "it serves a request on trial, or other workers are gone"
+
+
+class Arrow(NamedTuple):
+    before: str
+    event: Event
+    after: str
+
+
+def drawn(section: str) -> list[Arrow]:
+    """The arrows of this section, groups written out."""
+    text = PAGE.partition(f"## {section}\n")[2].partition("```mermaid")[2].partition("```")[0]
     arrows = re.findall(r"^ +(\w+) --> (\w+) : (.*)$", text, re.MULTILINE)
     assert len(arrows) == len(text.strip().splitlines()) - 1, "each line is an arrow"
-    return {
-        (one, event, after.replace("_", "-"))
+    return [
+        Arrow(state, Event(event), after.replace("_", "-"))
         for before, after, event in arrows
-        for one in GROUPS.get(before, (before.replace("_", "-"),))
-    }
+        for state in GROUPS.get(before, [before.replace("_", "-")])
+    ]
 
 
-def test_the_drawing_has_every_change() -> None:
-    assert drawn("Standings") == {(one, made.event, made.after) for made in CHANGES for one in made.before}
-
-
-def test_the_drawing_has_every_hold() -> None:
-    begun = {("standing", hold.begins, hold.state) for hold in HELD}
-    ended = {(hold.state, hold.ends, "standing") for hold in HELD}
-    assert drawn("Holds") == begun | ended | {(turn.before[0], turn.event, turn.after) for turn in TURNS}
+#: The table of states: word, layer, whether the state takes requests.
+ROWS = re.findall(r"^\| `([\w-]+)` \| (standing|hold) \| (yes|no) \|", PAGE, re.MULTILINE)
+#: The standings of a worker with the plugin, and those of them in which the result of a probe is recorded.
+JOINED = ["pending", "warming", "proven", "suspected", "load-only", "unreachable"]
+GROUPS = {"joined": JOINED, "probed": [word for word in JOINED if word != "warming"]}
+CHANGES, OF_HOLDS = drawn("Standings"), drawn("Holds")
+HOLDS = [WorkerState(word) for word, layer, _ in ROWS if layer == "hold"]  # of several, the first is shown
+BEGINS = {arrow.event: WorkerState(arrow.after) for arrow in OF_HOLDS if arrow.before == "standing"}
+ENDS = [(arrow.event, WorkerState(arrow.before)) for arrow in OF_HOLDS if arrow.after == "standing"]
+#: From one hold to another.
+TURNS = [arrow for arrow in OF_HOLDS if "standing" not in arrow]
+#: Events that end what has been reached so far: they come less often than the others.
+SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *BEGINS}
+PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
+HEARTBEATS = {Event.HEARD, Event.PAUSED, Event.RESUMED}
 
 
 def test_the_table_of_states_is_whole() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| (standing|hold) \| (yes|no) \|", DRAWING, re.MULTILINE)
-    assert [word for word, _, _ in rows] == [state.value for state in WorkerState]
-    assert [word for word, layer, _ in rows if layer == "hold"] == list(HOLDS) == [hold.state for hold in HELD]
-    assert {word for word, _, requests in rows if requests == "yes"} == ROUTABLE
-
-
-def test_every_event_moves_something() -> None:
-    moving = {made.event for made in (*CHANGES, *TURNS)} | {
-        event for hold in HELD for event in (hold.begins, hold.ends)
-    }
-    assert moving == set(Event)
+    assert [word for word, _, _ in ROWS] == [state.value for state in WorkerState]
+    assert {word for word, _, requests in ROWS if requests == "yes"} == ROUTABLE
+    assert set(BEGINS.values()) == {hold for _, hold in ENDS} == set(HOLDS)
+    assert {arrow.event for arrow in (*CHANGES, *OF_HOLDS)} == set(Event)
 
 
 # ---------------------------------------------------------------- reading it
@@ -133,7 +167,7 @@ def test_nobody_is_sent_to_a_worker_without_a_url() -> None:
 
 
 class Life:
-    """One worker with the plugin in a real store, and what the tables say of it: its standing and its holds."""
+    """One worker with the plugin in a real store, and what the drawing says of it: its standing and its holds."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
         self.store, self.fleet, fleet.upkeep.pace = store, fleet, EVERY
@@ -158,10 +192,10 @@ class Life:
 
     def possible(self) -> list[Event]:
         """The events that can come now."""
-        found = {made.event for made in CHANGES if self.standing in made.before} - {Event.REGISTERED}
+        found = {made.event for made in CHANGES if self.standing == made.before} - {Event.REGISTERED}
         found |= {Event.SERVER_JOINS, Event.SERVER_HEARD, Event.SERVER_LOST}
         if self.standing is not WorkerState.GONE:
-            found |= {event for hold in HELD for event in (hold.begins, hold.ends)}
+            found |= {*BEGINS, *(event for event, _ in ENDS)}
         if self.holds:
             found -= PROBES  # only a worker that nothing holds is probed
         if self.warmed:
@@ -195,14 +229,12 @@ class Life:
     async def happen(self, event: Event) -> None:
         await getattr(self, f"_{event.name.lower()}")()
         for made in CHANGES:
-            if made.event is event and self.standing in made.before:
-                self.standing = made.after
+            if made.event is event and self.standing == made.before:
+                self.standing = WorkerState(made.after)
                 break
-        for hold in HELD:
-            if event is hold.begins:
-                self.holds.add(hold.state)
-            if event is hold.ends:
-                self.holds.discard(hold.state)
+        if event in BEGINS:
+            self.holds.add(BEGINS[event])
+        self.holds -= {hold for ends, hold in ENDS if event is ends}
         self._settle(event)
 
     def _settle(self, event: Event) -> None:
@@ -217,8 +249,8 @@ class Life:
             self.holds.discard(WorkerState.EJECTED)
         for turn in TURNS:
             if event is turn.event:
-                self.holds.discard(turn.before[0])
-                self.holds.add(turn.after)
+                self.holds.discard(WorkerState(turn.before))
+                self.holds.add(WorkerState(turn.after))
         if event is Event.CORE_JOINS:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
@@ -377,7 +409,7 @@ class Life:
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
+async def test_a_worker_lives_as_it_is_drawn(store: aioredis.Redis, fleet: Fleet, seed: int) -> None:
     lived, rng, path, seen = Life(store, fleet), random.Random(seed), list[str](), set[tuple[str, str]]()
     for _ in range(STEPS):
         possible = lived.possible()
@@ -388,13 +420,12 @@ async def test_a_worker_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fl
         seen |= {(lived.standing, event), (lived.expected, event)}
         await lived.happen(event)
         assert await lived.state() == lived.expected, str(path[-14:])
-    changes = {(before, made.event) for made in CHANGES for before in made.before if before != "approximate"}
-    holds = {(hold.state, hold.ends) for hold in HELD}
-    turns = {(turn.before[0], turn.event) for turn in TURNS}
-    assert (changes | holds | turns) - seen == {(WorkerState.GONE, Event.REGISTERED)}, "what no step has tried"
+    tried = {(arrow.before, arrow.event) for arrow in (*CHANGES, *TURNS) if arrow.before != "approximate"}
+    tried |= {(hold, event) for event, hold in ENDS}
+    assert tried - seen == {("gone", Event.REGISTERED)}, "what no step has tried"
 
 
-async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fleet: Fleet) -> None:
+async def test_a_stock_engine_lives_as_it_is_drawn(store: aioredis.Redis, fleet: Fleet) -> None:
     pool = fleet.keys.tag.replace("~", "/")
 
     async def checked(*names: str, healthy: bool) -> WorkerState:
@@ -422,4 +453,4 @@ async def test_a_stock_engine_lives_as_the_tables_say(store: aioredis.Redis, fle
 
 def test_only_what_is_alive_is_counted_as_such() -> None:
     assert [state.value for state in WorkerState if not state.alive] == ["gone", "left", "silent", "joining"]
-    assert set(life.METRIC_LABELS) >= ROUTABLE
+    assert set(METRIC_LABELS) >= ROUTABLE
