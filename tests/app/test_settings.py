@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from warmfleet import settings
-from warmfleet.background.outage_checks import UNREAD_S
 from warmfleet.errors import BadArgument
 from warmfleet.fleet import Spans
 from warmfleet.main import create_app
 from warmfleet.pools.degraded import LAST_KNOWN_S
+from warmfleet.pools.pool import UNREAD_S
 from warmfleet.pools.stalled_requests import GAP_S
 from warmfleet.routing.token_handoff import MAX_VIEW_AGE_S
 from warmfleet.settings import PREFIX, Settings, engine_url, unknown_variables

@@ -27,7 +27,6 @@ logger = logging.getLogger("warmfleet.background.outage_checks")
 CHECK_TIMEOUT_S = 3.0
 CHECKS_AT_ONCE = 32  # more if there are so many servers that they would not all be checked in TURNS
 TURNS = 2  # of checks in a round, if no server answers
-UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
 
 
 class OutageChecks:
@@ -83,7 +82,7 @@ class OutageChecks:
 def _unheard(pool: Pool) -> Sequence[WorkerView]:
     """The workers whose heartbeats cannot be heard now."""
     missing = pool.last_known.missing
-    away = pool.contacted and (pool.fleet.upkeep.last_tick.grace or pool.view_age_s > UNREAD_S)
+    away = pool.contacted and (pool.fleet.upkeep.last_tick.grace or pool.unread)
     return missing or (pool.last_known.workers if away else ())
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from warmfleet.background.outage_checks import CHECK_TIMEOUT_S, CHECKS_AT_ONCE, UNREAD_S
+from warmfleet.background.outage_checks import CHECK_TIMEOUT_S, CHECKS_AT_ONCE
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.protocol.wire import HEARTBEAT_SECONDS, WORKER_TTL_SECONDS
@@ -54,7 +54,7 @@ class Vouching:
         due: list[tuple[Pool, WorkerView]] = []
         for pool in self._pools.all:
             self._log_changes(pool)
-            if not pool.contacted or pool.fleet.upkeep.last_tick.grace or pool.view_age_s > UNREAD_S:
+            if pool.unread or pool.fleet.upkeep.last_tick.grace:
                 continue  # Redis is away: no worker expires, and ``OutageChecks`` asks the engines
             due += [(pool, worker) for worker in pool.view.workers if _due(worker)]
         self._asked_at = {name: at for name, at in self._asked_at.items() if now - at < ASK_AGAIN_S}

@@ -31,6 +31,7 @@ Answer = TypeVar("Answer")
 
 AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
 REFUSED_S = 6.0  # a refused name is not asked for again until the worker has had time to tell that it lacks it
+UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
 MAX_AVOIDED = 64  # workers; and names that workers have refused
 
 
@@ -39,8 +40,8 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``way`` how much prefill engines get ahead, ``uses`` the prefixes that its
-    prompts share, and ``recent`` its last decisions. ``rest`` says whether none came lately. ``degraded`` and
+    clients' times to first token, ``lead_time`` how much prefill engines get ahead, ``uses`` the prefixes that its
+    prompts share, and ``recent`` its last decisions. ``idle`` says whether none came lately. ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """
 
@@ -101,6 +102,11 @@ class Pool:
     def view_age_s(self) -> float:
         """Seconds since the last reading; infinite before the first."""
         return time.monotonic() - self.view.read_at if self.contacted else float("inf")
+
+    @property
+    def unread(self) -> bool:
+        """Whether Redis counts as away, by the age of the last reading. True before the first."""
+        return self.view_age_s > UNREAD_S
 
     def show(self, view: View) -> None:
         """Use a new reading of the fleet from now on."""

@@ -216,20 +216,20 @@ async def test_the_history_is_bounded_and_short_rates_need_no_long_past() -> Non
 
 
 @pytest.mark.parametrize(
-    ("reached", "seen", "last", "grace", "age_s", "rung"),
+    ("reached", "seen", "last", "grace", "unread", "rung"),
     [
-        (True, ["proven"], ["proven"], False, 0.5, "redis"),
-        (True, [], [], False, 0.5, "redis"),
-        (True, ["proven"], ["proven"], True, 0.5, "asked"),
-        (True, ["proven", "unheard"], ["proven"], False, 0.5, "asked"),
-        (True, [], ["proven"], False, 0.5, "last_known"),
-        (False, ["proven"], ["proven"], False, 0.5, "last_known"),
-        (True, ["proven"], ["proven"], False, 9.0, "last_known"),
-        (False, [], [], False, float("inf"), "nothing"),
+        (True, ["proven"], ["proven"], False, False, "redis"),
+        (True, [], [], False, False, "redis"),
+        (True, ["proven"], ["proven"], True, False, "asked"),
+        (True, ["proven", "unheard"], ["proven"], False, False, "asked"),
+        (True, [], ["proven"], False, False, "last_known"),
+        (False, ["proven"], ["proven"], False, False, "last_known"),
+        (True, ["proven"], ["proven"], False, True, "last_known"),
+        (False, [], [], False, True, "nothing"),
     ],
 )
 def test_what_decides_now(
-    reached: bool, seen: list[str], last: list[str], grace: bool, age_s: float, rung: str
+    reached: bool, seen: list[str], last: list[str], grace: bool, unread: bool, rung: str
 ) -> None:
     def workers(states: list[str]) -> list[Any]:
         return [SimpleNamespace(routable=True, state=WorkerState(state)) for state in states]
@@ -239,7 +239,7 @@ def test_what_decides_now(
         last_known=SimpleNamespace(workers=workers(last)),
         degraded=SimpleNamespace(asks_redis=True),
         fleet=SimpleNamespace(upkeep=SimpleNamespace(last_tick=Tick(ran=True, grace=grace))),
-        view_age_s=age_s,
+        unread=unread,
     )
     assert snapshot.rung_of(pool, reached=reached) == rung
     assert rung in snapshot.RUNGS

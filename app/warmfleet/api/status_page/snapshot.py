@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
 
 READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
-UNREAD_S = 3.0  # Redis counts as away when the last reading is older, as in background/outage_checks
 CANDIDATES = 5  # of a decision that told what it saw: the chosen worker and the next ones
 LAST_READ = "took requests when last read"
 AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
@@ -153,7 +152,7 @@ def rung_of(pool: Pool, *, reached: bool) -> str:
 
 
 def _away(pool: Pool, *, reached: bool) -> bool:
-    return not reached or not pool.degraded.asks_redis or pool.view_age_s > UNREAD_S
+    return not reached or not pool.degraded.asks_redis or pool.unread
 
 
 def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False) -> str:
