@@ -22,28 +22,36 @@ logger = logging.getLogger("warmfleet.background.supervisor")
 
 #: Wait after a failed round; doubles with each further failure. The last is that of the shortest rounds: while one pool
 #: is away for long, the round of the others, which is the same, comes as often as ever.
-FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
+RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
 
 async def supervise(
-    name: str, interval_s: float, work: Callable[[], Awaitable[object]], metrics: Metrics, clock: Clock, tag: str = ""
+    name: str,
+    interval_s: float,
+    work: Callable[[], Awaitable[object]],
+    metrics: Metrics,
+    clock: Clock,
+    tag: str = "",
+    retry_s: tuple[float, float] = RETRY_S,
 ) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
     The first round is at once, the others are on the beats of the interval. interval_s: 0 if ``work`` itself waits
     until the next round is due. tag: of the pool that the task is for, if it is for one; its log lines name it.
+    retry_s: the first and the longest wait after failed rounds.
     """
+    first_s, last_s = retry_s
     failures = AsyncRetrying(
         retry=retry_if_exception_type(Exception),  # a task must outlive every failure of its rounds
-        wait=wait_exponential(FIRST_RETRY_S, max=LAST_RETRY_S),
+        wait=wait_exponential(first_s, max=last_s),
         before_sleep=_FailureReport(name, metrics, tag),
     )
     async for spell in failures:  # the loop goes on only when a round failed: tenacity costs a good round nothing
         with spell:
             while True:
                 await work()
-                spell.retry_state.attempt_number = 1  # after a good round the next failure waits FIRST_RETRY_S again
+                spell.retry_state.attempt_number = 1  # after a good round the next failure waits first_s again
                 await asyncio.sleep(interval_s and clock.until(interval_s))
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from tests.support.polling import poll
 
-from warmfleet.background import supervisor
 from warmfleet.background.clock import Clock
 from warmfleet.background.supervisor import stop, supervise
 from warmfleet.errors import FleetUnavailable
@@ -19,12 +18,10 @@ from warmfleet.pools.degraded import DegradedMode
 if TYPE_CHECKING:
     import pytest
 
+AT_ONCE = 0.001, 0.001  # a failed round is tried again
 
-async def test_a_failing_round_is_counted_and_tried_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.001)
-    monkeypatch.setattr(supervisor, "LAST_RETRY_S", 0.001)
+
+async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     metrics, rounds = Metrics(), []
 
     async def work() -> None:
@@ -35,7 +32,7 @@ async def test_a_failing_round_is_counted_and_tried_again(
             raise ZeroDivisionError
 
     with caplog.filtering(Folding()):  # as every process folds its lines
-        task = asyncio.create_task(supervise("test", 0.001, work, metrics, Clock()))
+        task = asyncio.create_task(supervise("test", 0.001, work, metrics, Clock(), retry_s=AT_ONCE))
         await poll(lambda: len(rounds) >= 22, what="rounds after twenty failures")
         await stop([task])
     assert b'warmfleet_task_failures_total{task="test"} 20.0' in metrics.render()
@@ -43,11 +40,7 @@ async def test_a_failing_round_is_counted_and_tried_again(
     assert [bool(record.exc_info) for record in told] == [False, True]  # not a line each time, but each fault once
 
 
-async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_RETRY_S", 0.001)
-    monkeypatch.setattr(supervisor, "LAST_RETRY_S", 0.001)
+async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(caplog: pytest.LogCaptureFixture) -> None:
     rounds = 0
 
     async def work() -> None:
@@ -58,14 +51,14 @@ async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(
     with caplog.filtering(Folding()):
         for name in ("one", "two"):
             last = rounds + 20
-            task = asyncio.create_task(supervise(name, 0.001, work, Metrics(), Clock()))
+            task = asyncio.create_task(supervise(name, 0.001, work, Metrics(), Clock(), retry_s=AT_ONCE))
             await poll(lambda: rounds >= last, what="failures")  # noqa: B023  it is called at once
             await stop([task])
     assert "two failed" in caplog.text
 
 
 async def test_the_wait_doubles_from_failure_to_failure_and_begins_anew_after_a_good_round(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rounds: list[int] = []
 
