@@ -16,7 +16,7 @@ ANNOUNCED = set(Scheme("sha256", default_none_hash("sha256"), 16, hash_block_tok
 def test_the_join_keeps_every_field_of_a_scheme() -> None:
     text = LUA.read_text()
     kept = re.search(r"local kept = \{ (.*?) \}\n", text)
-    names = re.search(r"ipairs\(\{ (.*?) \}\) do\n", text)
+    names = re.search(r"local kept = .*?ipairs\(\{ (.*?) \}\) do\n", text, re.DOTALL)
     assert kept is not None
     assert names is not None
     assert set(re.findall(r"(\w+) =", kept[1])) | set(re.findall(r'"(\w+)"', names[1])) == ANNOUNCED

@@ -37,7 +37,7 @@ async def places(router: Replica, model: str, count: int = 6, **headers: str) ->
 
 async def test_two_zones_are_filtered_and_preferred(valkey_url: str, model: str, tmp_path: Path) -> None:
     log = tmp_path / "decisions"
-    preferred = {"prefer": ("zone=eu-1a:0.5",), "decision_log": str(log)}
+    preferred: dict[str, Any] = {"prefer": ("zone=eu-1a:0.5",), "decision_log": str(log)}
     async with (
         engine(model) as near,
         engine(model) as far,
