@@ -159,8 +159,8 @@ backlogs()
 if short == 0 and call("ZCARD", resync_key) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
-  local keys = { alive = alive_key, alive_servers = alive_servers_key, servers = servers_key, load = load_key,
-    workers = workers_key, ejections = ejections_key }
+  local keys = { alive_key = alive_key, alive_servers_key = alive_servers_key, servers_key = servers_key,
+    load_key = load_key, workers_key = workers_key, ejections_key = ejections_key }
   median, room = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local trials = include "tick/trials"
   trials(keys, now, ttl_ms, grace)

@@ -31,7 +31,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds until a call is given up. A request then falls back to a degraded choice; upkeep is tried again."""
+    """Seconds until a call is given up. A request is then placed without Redis, or goes on waiting in the queue.
+
+    request_s: replicas give WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
+    """
 
     request_s: float = 0.25
     upkeep_s: float = UPKEEP_S

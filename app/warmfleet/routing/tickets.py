@@ -148,7 +148,7 @@ class TicketPolls:
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:
-        """Ask whose turn it is. Once Redis is silent every wait ends, and its request is decided without Redis."""
+        """Ask whose turn it is. Once Redis is silent for SILENT_S, every wait ends without Redis."""
         left_at, waiting = self._leaving, self._named()
         leaving, self._leaving = [*left_at], {}
         try:

@@ -32,7 +32,7 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   end
 
   local function still_vouched(worker, core_ms, server_ms)
-    local record = call("HGET", keys.workers, worker)
+    local record = call("HGET", keys.workers_key, worker)
     local vouched = record and cjson.decode(record).vouched or 0
     if (core_ms or 0) > vouched and (server_ms or 0) > vouched then return false end
     return grace or vouched >= now - ttl_ms and vouched <= now
@@ -41,17 +41,17 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it: then it is noted
   -- here once, or a worker that they left behind would stay for ever.
   local function checked(worker)
-    local text = call("HGET", keys.workers, worker)
+    local text = call("HGET", keys.workers_key, worker)
     local record = text and cjson.decode(text)
     if record and not record.checked then
       record.checked = now
-      call("HSET", keys.workers, worker, cjson.encode(record))
+      call("HSET", keys.workers_key, worker, cjson.encode(record))
     end
     return record and record.checked
   end
 
-  local alive, alive_servers = scores(keys.alive), scores(keys.alive_servers)
-  local rows = call("HGETALL", keys.load)
+  local alive, alive_servers = scores(keys.alive_key), scores(keys.alive_servers_key)
+  local rows = call("HGETALL", keys.load_key)
   local speeds, capacities = {}, {} -- of workers whose URL has answered
   local served, forgets = {}, 0 -- API servers that have a worker; names that this call tells to forget
   local function forget_if_due(stream, seen, worker)
@@ -76,13 +76,13 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
       if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not (grace or unheard)) then
         flags = bit.bxor(flags, FLAG_SERVER)
       end
-      if flags ~= was then call("HSET", keys.load, worker, with_flags(row, flags)) end
+      if flags ~= was then call("HSET", keys.load_key, worker, with_flags(row, flags)) end
       if not unheard then forget_if_due("events:" .. worker, alive[worker], worker) end
     else -- one that a replica found unhealthy is not in `alive`, but stays while some replica checks it
       forget_if_due("events:" .. worker, alive[worker] or checked(worker), worker)
     end
   end
-  for _, server in ipairs(call("HKEYS", keys.servers)) do -- rank 0 stands for a server whose workers are all gone
+  for _, server in ipairs(call("HKEYS", keys.servers_key)) do -- rank 0 stands for a server whose workers are all gone
     if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
   end
   table.sort(speeds)

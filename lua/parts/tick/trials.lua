@@ -11,23 +11,23 @@ local TRIAL_MS = 60000
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
 return function(keys, now, ttl_ms, grace)
-  local out, living, fields = {}, 0, call("HGETALL", keys.ejections)
+  local out, living, fields = {}, 0, call("HGETALL", keys.ejections_key)
   if not fields[1] then return end
 
   local function flags_of(row) return (struct.unpack(ROW_FLAGS, row, FLAGS_AT)) end
   local function lives(worker, flags)
     if band(flags, ROUTABLE_MASK) ~= ROUTABLE then return false end
-    return grace or band(flags, FLAG_UNHEARD) ~= 0 or heard(call("ZSCORE", keys.alive, worker), now, ttl_ms)
+    return grace or band(flags, FLAG_UNHEARD) ~= 0 or heard(call("ZSCORE", keys.alive_key, worker), now, ttl_ms)
   end
   local function set(worker, row, flags)
-    call("HSET", keys.load, worker, with_flags(row, flags))
+    call("HSET", keys.load_key, worker, with_flags(row, flags))
   end
 
   for i = 1, #fields, 2 do
     local worker, ends = fields[i], tonumber(fields[i + 1]:match("^%d+")) or 0
-    local row = call("HGET", keys.load, worker)
+    local row = call("HGET", keys.load_key, worker)
     if not row or now - ends > EJECTIONS_KEPT_MS or ends > now + FAR_FUTURE_MS then
-      call("HDEL", keys.ejections, worker)
+      call("HDEL", keys.ejections_key, worker)
       ends = 0
     end
     local flags = row and flags_of(row) or 0
@@ -42,12 +42,12 @@ return function(keys, now, ttl_ms, grace)
     if flags ~= rest and lives(worker, flags) then out[#out + 1] = { ends = ends, worker = worker, rest = rest } end
   end
   if not out[1] then return end
-  local rows = call("HGETALL", keys.load)
+  local rows = call("HGETALL", keys.load_key)
   for i = 1, #rows, 2 do
     if lives(rows[i], flags_of(rows[i + 1])) then living = living + 1 end
   end
   table.sort(out, function(a, b) return a.ends < b.ends end)
   for k = 1, #out - math.floor(living / 2) do
-    set(out[k].worker, call("HGET", keys.load, out[k].worker), out[k].rest)
+    set(out[k].worker, call("HGET", keys.load_key, out[k].worker), out[k].rest)
   end
 end
