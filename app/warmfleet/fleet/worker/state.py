@@ -49,7 +49,7 @@ class WorkerState(StrEnum):
 
     @property
     def routable(self) -> bool:
-        """A decision may choose it (lua/parts/shared/candidates.lua decides); an ejected one gets a request on trial."""
+        """A decision may choose it (lua/parts/shared/candidates.lua); an ejected one gets a request on trial."""
         return self in ROUTABLE
 
     @property
