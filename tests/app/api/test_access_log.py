@@ -1,4 +1,4 @@
-"""The access log tells each request and nothing of its content; while it is off nothing of it is on a request's way."""
+"""The access log has a line for each request without its content; while the log is off, requests pay nothing for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.support.replicas.replica import Replica
 
 PROMPT = "a secret of the client " * 20
-#: Of a request that went to an engine, in this order, as the table in app/docs/operate.md has them.
+#: The fields of a request that went to an engine, in the order of the table in app/docs/operate.md.
 FIELDS = (
     *("method", "path", "status", "complete", "ms", "error", "model", "stream", "identity", "identify_ms", "queue_ms"),
     *("decide_ms", "engine_ms", "first_ms", "tries", "chunks", "gap_ms", "worker", "policy", "why", "predicted_ms"),
@@ -38,7 +38,7 @@ FIELDS = (
 async def logged(
     redis_url: str, model: str, *answers: Answer, form: str = "json", **settings: Any
 ) -> AsyncIterator[tuple[Replica, Engine, io.StringIO]]:
-    """A replica with an access log, in front of an engine; what it writes there."""
+    """A replica with an access log in front of an engine, and the file of the log."""
     stream = io.StringIO()
     with LogOutput("info", form, stream=stream) as log:
         async with (
@@ -49,7 +49,7 @@ async def logged(
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
-    """The lines about requests of clients; the test itself asks for metrics."""
+    """The lines about requests of clients, without the test's own requests for metrics."""
     found = [json.loads(line) for line in stream.getvalue().splitlines()]
     return [one for one in found if one["logger"] == "warmfleet.access" and one["path"] != "/metrics"]
 

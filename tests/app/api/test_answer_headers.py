@@ -1,4 +1,4 @@
-"""The headers of answers that HTTP requires, that proxies and clients act on, and those that belong to a connection."""
+"""A replica's answers have the headers that HTTP, proxies and clients need, and none of the engine's own connection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PASSED = {
     "expires": "Fri, 27 Nov 2026 17:00:00 GMT",
     "metadata": '{"data":[]}',
 }
-#: Those that do not: they are about the connection to the router, or tell what runs behind it.
+#: Headers of engines that do not reach the client: they concern the router's connection, or reveal the software.
 KEPT = {
     "keep-alive": "timeout=5",
     "trailer": "x",
@@ -64,14 +64,14 @@ def saying(body: bytes, kind: str, *, chunked: bool, status: str = "200 OK", **m
             return
         chunk(writer, body)
         await writer.drain()
-        await asyncio.sleep(0.05)  # so that the first piece is not the whole answer
+        await asyncio.sleep(0.05)  # the first piece is then not the whole answer
         chunk(writer, b"")
 
     return answer
 
 
 async def heads(router: Replica, *requests: bytes) -> list[dict[str, list[str]]]:
-    """The headers of the answers to these requests, on connections of their own: every value of each."""
+    """The headers of the answers to these requests, each sent on its own connection, with all values of each header."""
     parts, found = urlsplit(router.url), []
     for request in requests:
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -95,7 +95,7 @@ def get(path: str, *fields: str, method: str = "GET") -> bytes:
 
 
 async def test_every_answer_has_one_date(valkey_url: str, model: str) -> None:
-    """Of engines, of the router itself, its errors, and its refusals of what is no request."""
+    """Answers of engines, answers of the router itself, errors, and refusals of bytes that are no request."""
     async with (
         engine(model, saying(OBJECT, "application/json", chunked=False, date=KEPT["date"])) as upstream,
         replica(valkey_url, model, upstream.url, cors_origins=("https://a.example",)) as router,
@@ -205,7 +205,7 @@ async def test_a_refusal_of_an_engine_says_what_it_wants(valkey_url: str, model:
 async def test_refusals_of_the_router_say_what_it_wants(valkey_url: str, model: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text('{"name": "a", "sha256": "%s"}\n' % ("0" * 64))
-    async with engine(model) as upstream:  # one for both: a second one would join beside it
+    async with engine(model) as upstream:  # both workers share one name here, or the second would join beside the first
         async with replica(valkey_url, model, upstream.url) as router:
             chat, models, unknown = await heads(
                 router, get("/v1/chat/completions"), post("/v1/models"), post("/v1/chat/completions", b'{"model":"x"}')

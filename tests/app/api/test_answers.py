@@ -1,4 +1,4 @@
-"""Answers of engines: each is passed on as it comes, none that is legal is taken for broken, a first error counts."""
+"""A replica passes on legal answers of engines piece by piece, and treats broken ones and first errors as failures."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ async def fleet(
 async def asked(
     router: Replica, path: str, body: bytes, version: str = "1.1"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which a client has asked, with nothing between it and the bytes that come."""
+    """A raw connection on which a client has sent its request, so that the test reads the bytes as they arrive."""
     parts = urlsplit(router.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     return reader, writer
 
 
-# ---------------------------------------------------------------- as it comes
+# ---------------------------------------------------------------- piece by piece
 
 STREAMS = {
     "speech": (SPEECH, head("audio/pcm")),
@@ -86,7 +86,7 @@ BEGINS = {
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("case", STREAMS)
 async def test_an_answer_is_passed_on_as_it_comes(valkey_url: str, model: str, case: str, version: str) -> None:
-    """The engine goes on only once the client has the first piece."""
+    """The engine sends its second piece only after the client has read the first one."""
     path, begin = STREAMS[case]
     first = BEGINS.get(case, FIRST)
     chunked, has_it = b"chunked" in begin, asyncio.Event()
@@ -119,7 +119,7 @@ async def test_an_answer_is_passed_on_as_it_comes(valkey_url: str, model: str, c
 
 
 async def test_a_stream_that_dies_before_its_first_byte_is_tried_elsewhere(valkey_url: str, model: str) -> None:
-    """Of whatever type; afterwards the client learns by the end of the connection that the answer is cut off."""
+    """A stream of any type; after the first byte the client sees by the closed connection that the answer is cut off."""
     dies_at = {"byte": 0, "tries": 0}
 
     async def dying(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -265,7 +265,7 @@ def saying(pieces: list[bytes]) -> Answer:
 async def test_a_stream_that_begins_with_an_error_is_tried_elsewhere(
     valkey_url: str, model: str, case: str, size: int
 ) -> None:
-    """size: of the pieces in which it comes."""
+    """size: bytes in each piece of the stream."""
     path, said = FAILURES[case]
     data = said.encode()
     fails, tried = saying([data[at : at + size] for at in range(0, len(data), size)]), list[Seen]()
@@ -289,7 +289,7 @@ async def test_an_error_of_the_client_and_a_later_one_reach_it(valkey_url: str, 
 
 
 async def test_a_busy_engine_says_so_in_its_stream(valkey_url: str, model: str) -> None:
-    """It has not begun, so up to three others are asked, and nobody is to blame."""
+    """The stream has not begun, so up to three other engines are tried, and no worker is blamed."""
     busy = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"x"}}\n\n'
     async with fleet(valkey_url, model, saying([busy])) as (router, engines):
         status, _, got = await router.post(ASKED | {"model": model, "stream": True}, "/v1/messages")

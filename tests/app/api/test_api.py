@@ -151,7 +151,7 @@ async def test_a_body_has_a_limit_and_a_deadline(valkey_url: str, model: str, pa
     async with replica(valkey_url, model, body_max_bytes=1_000, body_timeout_s=0.2) as router:
         status, headers, body = await router.post(b"x" * 1_001, path)
         assert (status, error_of(body)["code"]) == (413, "body_too_large")
-        assert headers["connection"] == "close"  # nobody reads the rest
+        assert headers["connection"] == "close"  # the replica does not read the remaining bytes
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(20):
@@ -190,7 +190,7 @@ async def test_slow_headers_do_not_starve_the_rest(valkey_url: str, model: str) 
         assert (await router.post(BODY | {"model": model}))[0] == 200
         ends = await asyncio.gather(*(asyncio.wait_for(reader.read(), 30) for reader, _ in slow))
         assert ends == [b""] * 60
-        reader, writer = await connection(router)  # nothing sent at all
+        reader, writer = await connection(router)  # the client sends no bytes
         assert await asyncio.wait_for(reader.read(), 30) == b""
         for _, other in [*slow, (reader, writer)]:
             other.close()
@@ -228,9 +228,9 @@ async def test_a_client_in_the_middle_of_keep_alive_is_not_cut(replica_and_engin
 
 
 async def test_pieces_come_as_they_are_sent(valkey_url: str, model: str) -> None:
-    """Chunks 5 ms apart: each arrives by itself, as directly from the engine. The best of three: the machine is shared.
+    """Chunks 5 ms apart arrive one by one, as directly from the engine. Of three tries the best counts (shared machine).
 
-    What is gathered on the way (Nagle's algorithm and delayed ACKs) comes 40 ms apart.
+    Chunks that Nagle's algorithm and delayed ACKs gather would arrive 40 ms apart.
     """
 
     async def paced(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -253,7 +253,7 @@ async def test_pieces_come_as_they_are_sent(valkey_url: str, model: str) -> None
 
 
 async def gaps(url: str, body: bytes) -> tuple[int, float]:
-    """Number of reads with data, and the 95th percentile of the time between them in seconds."""
+    """The number of reads with data, and the 95th percentile of the seconds between two reads."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -300,12 +300,12 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-#: Bodies that hide a second request from a reader who disagrees with us about where the first one ends.
+#: Bodies that hide a second request from a parser that sees the end of the first request elsewhere.
 HIDDEN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
 
 
 async def test_nothing_is_smuggled_to_an_engine(replica_and_engine: tuple[Replica, Engine], model: str) -> None:
-    """Each request of the corpus, with a request to an engine behind it: the engine sees neither."""
+    """Each bad request is followed by a good request to the engine on the same connection: the engine gets neither."""
     router, upstream = replica_and_engine
     body = json.dumps({"model": model, "prompt": "smuggled"}).encode()
     for name, request in test_http_connection.REFUSED.items():

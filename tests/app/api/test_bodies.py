@@ -1,4 +1,4 @@
-"""Bodies as clients of vLLM write them: a replica takes them, books by them, and passes their bytes on."""
+"""A replica accepts bodies as clients of vLLM write them, books load by their fields, and passes their bytes on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMS_OF_VALUES: dict[str, tuple[str, ...]] = {
     RESPONSE: ('"max_output_tokens":100.0', '"max_output_tokens":"1e2x"', '"stream":0', '"priority":"2"'),
     EMBED: ('"dimensions":8.0', '"priority":"0"', '"stream":"maybe"', '"n":"x"', '"max_tokens":[]'),
 }
-#: The same text in other bytes.
+#: One text in several JSON spellings and encodings.
 SPELLINGS: dict[str, Any] = {
     "a mark before it": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "UTF-16": lambda text: text.encode("utf-16"),
@@ -78,7 +78,7 @@ async def pair(valkey_url: str, model: str) -> AsyncIterator[tuple[Replica, Engi
 
 
 async def failures(router: Replica, upstream: Engine, path: str, asked: dict[str, bytes]) -> list[str]:
-    """The names of bodies that a replica refused, or changed on the way."""
+    """The names of bodies that a replica refused or changed."""
     found = []
     for name, body in asked.items():
         status, _, answer = await router.post(body, path)

@@ -1,4 +1,4 @@
-"""Keys of clients: who is let in, for which models, and what becomes of the file while replicas run."""
+"""Keys of clients decide about access to models; replicas follow changes of the file of keys while they run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_key_is_for_its_models(valkey_url: str, model: str, keys: Path) 
     ):
         mine, other = {"authorization": "Bearer wf-mine"}, {"x-api-key": "wf-other"}
         assert await status(router, model, **mine) == 200
-        for named in (model, ""):  # without a model, a replica with one model serves that
+        for named in (model, ""):  # a replica with a single model serves requests that name no model
             code, _, body = await router.post({"model": named, "prompt": "hi"}, **other)
             assert (code, json.loads(body)["error"]["code"]) == (404, "model_not_found")
         assert (await router.post(b"", AUDIO, **other))[0] == 404

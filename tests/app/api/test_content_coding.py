@@ -161,7 +161,7 @@ async def test_a_broken_body_names_its_coding(pair: tuple[Replica, Engine], name
 
 
 async def test_bombs_are_refused_while_others_are_served(pair: tuple[Replica, Engine], model: str) -> None:
-    """900 MB in 900 kB, 2 GB in 200 kB, a bomb in a bomb: 413, and no other request waits for them."""
+    """Bodies of 900 MB in 900 kB, 2 GB in 200 kB, and a nested bomb get 413, and no other request waits for them."""
     router, _ = pair
     zeros = bytes(100_000_000)
     in_zstd = zstd.compress(zeros) * 20
@@ -186,7 +186,7 @@ async def test_bombs_are_refused_while_others_are_served(pair: tuple[Replica, En
 
 
 async def test_many_large_bodies_at_once_keep_the_memory_for_bodies(pair: tuple[Replica, Engine], model: str) -> None:
-    """Two of them fit, since each has 95 % of the largest body; the others are told to ask again."""
+    """Two bodies fit, since each has 95 % of the largest allowed size; the other requests are asked to retry."""
     router, _ = pair
     sent = zstd.compress(json.dumps({"model": model, "prompt": "x" * (LIMIT * 19 // 20)}).encode())
     asked = await asyncio.gather(*[router.post(sent, TEXT, **{"Content-Encoding": "zstd"}) for _ in range(30)])

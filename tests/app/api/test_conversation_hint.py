@@ -1,4 +1,4 @@
-"""A client says that its conversation ends: the router hands it on in the id by which the plugin knows the request."""
+"""The router passes a client's hint that its conversation ends to the plugin, inside the request's id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doors of a replica: what operators alone reach, and how a path must be written."""
+"""Only operators reach some paths of a replica, and each path has a single accepted spelling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEALTH = (("GET", "/livez"), ("GET", "/readyz"), ("GET", "/health"), ("POST", "/
 
 
 async def asked(url: str, method: str, target: str) -> tuple[int, bytes]:
-    """Status and body of a request over a socket of its own, whose target is sent as it stands here."""
+    """The status and body of the answer to a request over a new socket; ``target`` is sent without normalization."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode("latin-1"))
@@ -63,7 +63,7 @@ def test_clients_that_are_kept_apart_need_a_key_for_operators(guard: dict[str, s
         Settings.from_environment(environment | mend)
 
 
-#: How a path is written -> the status that a replica without an operators' key answers to GET.
+#: A spelling of a path -> the status with which a replica without an operators' key answers GET.
 SPELLINGS = {
     "/workers": 200,
     "/workers?a=%65//..": 200,
@@ -113,7 +113,7 @@ SPELLINGS = {
 
 
 async def test_a_path_has_one_spelling(valkey_url: str, model: str) -> None:
-    """So a rule of a proxy in front, which compares the path as it was sent, holds here, too."""
+    """A proxy in front compares paths as clients send them; its rules hold because no other spelling works here."""
     async with replica(valkey_url, model) as router:
         assert {spelling: await status(router, spelling) for spelling in SPELLINGS} == SPELLINGS
 
@@ -124,7 +124,7 @@ async def status(router: Replica, spelling: str) -> int:
 
 @pytest.mark.parametrize("above", ["", "/"])
 async def test_models_are_found_under_an_escaped_name(valkey_url: str, model: str, above: str) -> None:
-    """Official clients escape a slash in the name of a model. vLLM names one by its folder unless told otherwise."""
+    """Official clients escape a slash in the name of a model; by default vLLM names a model by its folder."""
     name = f"{above}{model}/7b"
     async with engine(name) as upstream, replica(valkey_url, f"{model}/7b", upstream.url) as router:
         for path in (name, name.replace("/", "%2F"), name.replace("/", "%2f")):

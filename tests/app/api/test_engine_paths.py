@@ -93,7 +93,7 @@ async def test_paths_that_steer_an_engine_never_pass(valkey_url: str, model: str
 
 
 async def sent(router: Replica, method: str, path: str) -> int:
-    """The status of the answer to a request whose path is sent byte by byte as it is here."""
+    """The status of the answer to a request whose path is sent without normalization."""
     host, port = router.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{{}}".encode())

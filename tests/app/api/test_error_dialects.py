@@ -1,4 +1,4 @@
-"""Errors of the router in the words of the API that the endpoint belongs to, before an answer and in its middle."""
+"""Errors of the router have the format of the endpoint's API, before an answer and in its middle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.engine_paths import Form
 
-#: All that there are, by Anthropic's reference.
+#: All error types of Anthropic's API reference.
 TYPES = {
     *("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large"),
     *("rate_limit_error", "api_error", "overloaded_error", "timeout_error", "billing_error"),
@@ -60,7 +60,7 @@ FAULTS: dict[str, Fault] = {
         400,
         "invalid_request_error",
     ),
-    # ------ while the request is being read
+    # ------ errors while the request is being read
     "too large": (lambda path, _: post(path, length=99_999_999), 413, "request_too_large"),
     "too large in chunks": (
         lambda path, _: (
@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
 
 
 async def answered(router: Replica, raw: bytes) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and the JSON of the answer to these bytes."""
+    """The status, headers and JSON of the answer to these bytes."""
     parts = urlsplit(router.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(raw)
@@ -210,7 +210,7 @@ WHOLE = {
     b'"a \\"sequence_number\\": 77"}\n\n',
     "/inference/v1/generate": b'data: {"choices":[]}\n\n',
 }
-#: What follows the last whole event before the engine dies.
+#: Bytes of the engine between its last whole event and its death.
 CUTS = [
     b"",
     b"da",
@@ -225,7 +225,7 @@ CUTS = [
 
 
 def events(stream: bytes) -> list[tuple[str, str]]:
-    """Name and data of the events, as the specification of event streams has them."""
+    """The name and data of each event, parsed as the specification of event streams demands."""
     found, name, data = [], "", list[str]()
     for line in stream.decode().split("\n"):
         field, _, value = line.partition(":")
@@ -241,7 +241,7 @@ def events(stream: bytes) -> list[tuple[str, str]]:
 
 
 def judge(path: str, name: str, said: Any) -> None:
-    """Assert that this event tells clients of the path that the stream was cut."""
+    """Assert that ``event`` reports a cut stream in the format of the path's API."""
     if path == MESSAGES:
         assert (name, is_anthropics(said, "api_error")) == ("error", True)
     elif path == "/v1/responses":

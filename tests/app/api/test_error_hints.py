@@ -1,4 +1,4 @@
-"""Errors teach: what is served instead, which path was meant, and what to do where nothing can be served."""
+"""Error messages name the models that are served, the path that was probably meant, and a remedy."""
 
 from __future__ import annotations
 

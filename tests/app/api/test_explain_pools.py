@@ -1,4 +1,4 @@
-"""What a request would cost in each home pool, as ``/explain`` compares the pools."""
+"""``/explain`` compares a request's home pools by their costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stub:
-    """An object with these attributes that can be a key."""
+    """A hashable object with the given attributes."""
 
     def __init__(self, **attributes: object) -> None:
         vars(self).update(attributes)
@@ -32,7 +32,7 @@ def pool() -> Pool:
 
 
 def row(name: str, matched: int, ahead: int, cost_s: float, *, chosen: bool) -> dict[str, Any]:
-    """ahead: tokens of prefill, a tenth of them of requests that came past the routers."""
+    """ahead: booked tokens of prefill; a tenth of these belongs to requests that bypassed the routers."""
     load = {"prefill_tokens": ahead - ahead // 10, "foreign_prefill_tokens": ahead // 10}
     return {"worker_id": name, "matched_tokens": matched, "cost_s": cost_s, "chosen": chosen, **load}
 
@@ -44,7 +44,7 @@ def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool
     worker, offer = _offer(told, pool())
     if waits:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("slow", None, 90)
-        price = 7.5 if waits_for else 0.5 * 1.0 + 0.02 * 10  # of a full queue: half of the wait, and what it lacks
+        price = 7.5 if waits_for else 0.5 * 1.0 + 0.02 * 10  # for a full queue: half of the wait, and the missing room
         assert offer.turn_s == pytest.approx(price)
     else:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("fast", 1.5, 0)
@@ -53,9 +53,9 @@ def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Explains a request to a model of three pools, whose answers are given: cost and matched tokens, or an error.
+    """Explain a request to a model of three pools with the given answers: each a cost and matched tokens, or an error.
 
-    full: the numbers of the pools whose queue is full.
+    full: indexes of the pools whose queue is full.
     """
 
     async def asked(

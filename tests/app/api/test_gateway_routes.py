@@ -1,4 +1,4 @@
-"""Gateways that forward by themselves: what they are told, what is booked for them, and how that ends."""
+"""Gateways that forward requests themselves get a worker and a booking from a replica, and report how requests ended."""
 
 from __future__ import annotations
 
@@ -184,11 +184,11 @@ async def test_gateways_need_the_operators_key(valkey_url: str, model: str, path
         assert (await error(router, path, b"no JSON", Authorization="Bearer boss"))[:2] == (400, "bad_request")
 
 
-# ---------------------------------------------------------------- what a gateway tells is judged
+# ---------------------------------------------------------------- outcomes that gateways report
 
 
 class Gateway:
-    """Places requests at two workers, and tells how they ended. At one of them every request fails."""
+    """A gateway that places requests at two workers and reports their outcomes. At one worker every request fails."""
 
     def __init__(self, router: Replica, model: str, bad: Engine) -> None:
         self.router = router
@@ -196,7 +196,7 @@ class Gateway:
         self.bad = bad.url.removeprefix("http://").replace(":", "-")
 
     async def place(self, *, at_bad: bool) -> dict[str, Any]:
-        """Where a request was placed, whose worker is the bad one or another one."""
+        """A placement at the bad worker, or at the good one."""
         for _ in range(20):
             placed: dict[str, Any] = await told(self.router, ROUTE, self.body)
             if (placed["worker"] == self.bad) == at_bad:
@@ -246,14 +246,14 @@ async def test_a_worker_that_failed_what_another_served_at_a_gateway_is_ejected(
 
 @pytest.fixture
 def blamed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The workers against which something counts, once for each time."""
+    """The workers that a failure was counted against, one entry for each failure."""
     found: list[str] = []
     monkeypatch.setattr(Outliers, "failed", lambda _self, worker: found.append(worker.worker_id))
     return found
 
 
 async def test_what_is_not_the_workers_fault_counts_for_nothing(valkey_url: str, model: str, blamed: list[str]) -> None:
-    """A client's mistake, a request that nobody serves, an outcome told twice, or for an id that nobody knows."""
+    """A client's mistake, a request without a worker, an outcome reported twice, and an outcome of an unknown id."""
     async with gateway(valkey_url, model) as asks:
         for status in (400, 404, 500, 503, None):
             await asks.settle(await asks.place(at_bad=True), "failed", status=status)

@@ -1,4 +1,4 @@
-"""Connections of clients: what is a request, what is refused, how long and how much a client may hold."""
+"""Connections of clients: which bytes are a request, which are refused, and how much time and memory a client may hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GET = b"GET /next HTTP/1.1\r\n" + HOST + b"\r\n"
 
 
 class Wire(asyncio.Transport):
-    """The client's side of a connection, in memory. ``accepts``: it takes what is written at once."""
+    """The client's side of a connection, in memory. ``accepts``: the client takes all written bytes at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Wire(asyncio.Transport):
         return [status for status, _, _ in self.answers()]
 
     def answers(self) -> list[tuple[int, dict[str, str], bytes]]:
-        """What a client reads: the status, the headers and the body of every whole answer."""
+        """The status, the headers and the body of every whole answer that the client got."""
         found: list[tuple[int, dict[str, str], bytes]] = []
 
         class Reading:
@@ -150,7 +150,7 @@ class Server:
         return made, wire
 
     async def send(self, *pieces: bytes) -> Wire:
-        """A new connection that sends these pieces, each when the one before was answered if it can be."""
+        """A new connection that sends these pieces, each after the answer to the piece before it, if an answer is possible."""
         connection, wire = self.connect()
         for piece in pieces:
             if not wire.closed:
@@ -159,7 +159,7 @@ class Server:
         return wire
 
     def closed(self) -> dict[str, float]:
-        """Why connections were closed."""
+        """The reasons for which connections were closed."""
         return {
             sample.labels["reason"]: sample.value
             for family in self.metrics.connections_closed.collect()
@@ -216,7 +216,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_two_readers_could_read_differently_is_refused(name: str) -> None:
-    """Nothing of it reaches the application, nor does what comes after it."""
+    """An ambiguous request does not reach the application, nor do the bytes after it."""
     server = Server()
     wire = await server.send(REFUSED[name])
     assert wire.statuses == [400]
@@ -278,7 +278,7 @@ def test_the_split_into_packets_means_nothing(raw: bytes, cuts: list[int]) -> No
 
 
 async def test_trailers_and_extensions_are_bounded() -> None:
-    """They are no part of the body, so no limit of bodies holds them: one connection took a gigabyte."""
+    """Limits of bodies do not count trailers and chunk extensions; without a bound one connection can take a gigabyte."""
     for framing in (
         b"0\r\n" + b"x: y\r\n" * 18,
         b"0\r\nx: " + b"y" * 9_000 + b"\r\n",
@@ -293,7 +293,7 @@ async def test_trailers_and_extensions_are_bounded() -> None:
         assert not server.app.seen
         assert server.shared.body_bytes == 0
     server = Server()
-    tiny = b"1\r\na\r\n" * 50_000  # nothing is wrong with small chunks
+    tiny = b"1\r\na\r\n" * 50_000  # small chunks are allowed
     wire = await server.send(CHUNKED, *(tiny[at : at + 999] for at in range(0, len(tiny), 999)), b"0\r\nx: y\r\n\r\n")
     assert server.app.seen[0][2] == b"a" * 50_000
 
@@ -452,7 +452,7 @@ async def test_slow_uploads_give_way_too_and_a_full_replica_answers_health_check
 
 async def gone(wire: Wire) -> None:
     async with asyncio.timeout(5):
-        while not (wire.closed or wire.ended):  # noqa: ASYNC110  what a transport tells is no event
+        while not (wire.closed or wire.ended):  # noqa: ASYNC110  a transport sets no event
             await asyncio.sleep(0.005)
 
 
@@ -568,7 +568,7 @@ async def test_idle_connections_are_closed_at_the_end_of_draining() -> None:
 
 async def test_faults_are_told_rarely(caplog: pytest.LogCaptureFixture) -> None:
     server = Server()
-    with caplog.filtering(Folding()):  # as every process folds its lines
+    with caplog.filtering(Folding()):  # as every process joins repeated lines
         for _ in range(50):
             await server.send(b"nonsense\r\n\r\n")
     assert server.closed() == {"syntax": 50}

@@ -1,4 +1,4 @@
-"""Limits of clients' keys over real replicas: who is refused, what counts once, and what happens without Redis."""
+"""Limits of clients' keys hold over real replicas: refusals, counting each request once, and the time without Redis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PER_MINUTE = 1_000_000
 
 
 def limited(tmp_path: Path, **limits: int) -> dict[str, Any]:
-    """Settings with one key, which has these limits."""
+    """Settings with a single client key, which has these limits."""
     path = tmp_path / "keys.jsonl"
     path.write_text(line("team-a", "wf-good", **limits) + line("team-b", "wf-free"))
     return {"client_keys_file": str(path), "admin_port": 1}
@@ -47,12 +47,12 @@ def left(headers: dict[str, str]) -> int:
 
 
 def pools_of(model: str, count: int) -> dict[str, Any]:
-    """Settings of a model with so many pools."""
+    """Settings of a model with ``count`` pools."""
     return {"models": tuple(f"{model}#{number}" for number in range(count)) if count > 1 else (model,)}
 
 
 def says_four_in_flight(headers: dict[str, str], body: Any) -> None:
-    """A 429 in OpenAI's shape, for a client that has four requests in flight."""
+    """Whether ``answer`` is a 429 in OpenAI's format for a client that has four requests in flight."""
     assert headers["retry-after"] == "1"
     assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
     assert {name: body["error"][name] for name in ("type", "code", "param")} == {
@@ -65,7 +65,7 @@ def says_four_in_flight(headers: dict[str, str], body: Any) -> None:
 async def test_two_replicas_let_as_many_requests_through_as_the_limit_is(
     valkey_url: str, model: str, tmp_path: Path, pools: int
 ) -> None:
-    """Of 40 at the same time 4 reach the engine. They stay there until all others have been refused."""
+    """Of 40 simultaneous requests 4 reach the engine, and stay there until all others have been refused."""
     at_once = most = 0
     go_on = asyncio.Event()
 

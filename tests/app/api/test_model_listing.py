@@ -1,4 +1,4 @@
-"""What /v1/models tells of each name, by workers of every kind, as an engine's own listing does."""
+"""/v1/models lists each name as an engine's own listing does, for workers of every kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def telling(entries: list[dict[str, Any]], started: int = STARTED) -> Callable[[
 
 
 async def listed(router: Replica) -> dict[str, dict[str, Any]]:
-    """The entries by their ids; that of one model says the same as the list."""
+    """The entries by their ids; /v1/models/{id} must equal the entry of the list."""
     found = json.loads((await router.get("/v1/models"))[1])["data"]
     for entry in found:
         assert json.loads((await router.get(f"/v1/models/{entry['id']}"))[1]) == entry
@@ -89,7 +89,7 @@ async def test_an_adapter_names_its_model(valkey_url: str, model: str) -> None:
 
 
 async def test_of_engines_that_differ_the_longest_context_and_the_first_start(valkey_url: str, model: str) -> None:
-    """Requests that are too long for one engine go to another."""
+    """The longest context counts, because requests that are too long for some engines go to another engine."""
     found = await told(
         valkey_url,
         model,
@@ -139,7 +139,7 @@ def worker(name: str, record: dict[str, Any], loras: dict[str, str]) -> WorkerVi
 
 
 def test_an_adapter_takes_as_much_as_the_workers_that_have_it() -> None:
-    """In whichever pool of the model they are; its parent is the name that clients use."""
+    """The workers may be in any pool of the model; the adapter's parent is the name that clients use."""
     pools = [Pool(tag, cast("Fleet", ConstantsAlone()), DegradedMode(1.0)) for tag in ("m#a", "m#b")]
     short, long = {"max_model_len": 1_000, "joined": 9_000}, {"max_model_len": 9_000, "joined": 7_000}
     workers = [worker("w1", short, {"sql": "/sql", "law": "/law"}), worker("w2", long, {"law": "/law"})]

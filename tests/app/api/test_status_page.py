@@ -1,4 +1,4 @@
-"""The status page's data: who gets them, how often they are made, and what they say of a real fleet."""
+"""The status page's data: access to them, how often they are made, and their values for a real fleet."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def test_a_fleet_as_the_page_shows_it(valkey_url: str, model: str) -> None
         assert (await router.post({"model": model, "prompt": SECRET + PROMPT}))[0] == 200
         [first] = (await data(router))["models"]
         assert (first["model"], first["decided"]) == (model, 1)
-        assert first["rung"] in ("asked", "redis")  # a Redis that was empty a moment ago heard no heartbeat yet
+        assert first["rung"] in ("asked", "redis")  # a Redis that was empty a moment ago has no heartbeat yet
         [worker] = first["workers"]
         assert worker["routable"]
         assert worker["reason"].startswith("takes requests")
         assert first["decisions"][0]["reason"]
-        assert first["decisions"][0]["candidates"] is None  # nobody had looked before
+        assert first["decisions"][0]["candidates"] is None  # the page was not read before
 
         status, headers, _ = await router.post({"model": model, "prompt": SECRET + PROMPT}, **{"x-request-id": "mine"})
         assert status == 200
@@ -105,7 +105,7 @@ async def test_one_snapshot_a_second_however_many_look(monkeypatch: pytest.Monke
     monkeypatch.setattr(page, "_make", make)
     looks = [asyncio.create_task(page.data(request())) for _ in range(20)]
     await asyncio.sleep(0)
-    looks[0].cancel()  # who hangs up takes nothing from the others
+    looks[0].cancel()  # a client that hangs up does not disturb the others
     gate.set()
     answers = await asyncio.gather(*looks[1:])
     assert len({bytes(answer.body) for answer in answers}) == len(made) == 1
@@ -147,7 +147,9 @@ def told() -> Decision:
 
 def test_a_decision_that_told_what_it_saw_stays_while_others_come() -> None:
     recent = RecentDecisions()
-    for _ in range(TOLD + 3):  # each time somebody looks one decision tells, and many follow until the next look
+    for _ in range(
+        TOLD + 3
+    ):  # one decision is sampled at each reading of the page, and many follow until the next reading
         recent.note("told", "chat", "exact", "cost", told())
         for _ in range(KEPT + 7):
             recent.note("other", "chat", "exact", "cost", decision())
@@ -206,7 +208,7 @@ async def test_the_history_is_bounded_and_short_rates_need_no_long_past() -> Non
         for _ in range(10):
             pool.recent.note("id", "chat", "exact", "cost", decision(50))
         await history.look()
-    clock[0] += 0.001  # a request in the millisecond after a point is no rate of a thousand in a second
+    clock[0] += 0.001  # one request in the millisecond after a point must not show as a thousand requests a second
     pool.recent.note("id", "chat", "exact", "cost", decision(50))
     found, lately = history.columns(pool), history.lately(pool)
     assert len(found["age_s"]) == POINTS - 1
@@ -260,7 +262,7 @@ def test_words_about_a_worker() -> None:
 
 
 async def test_while_no_worker_takes_requests_the_page_tells_why(valkey_url: str, model: str) -> None:
-    """Requests go to the workers known last for some seconds, but Redis is well, and knows what holds each worker."""
+    """For some seconds requests go to the last known workers; Redis answers, and knows why each worker takes none."""
     async with (
         engine(model) as first,
         engine("another") as second,
@@ -301,7 +303,7 @@ async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: st
             await router.post({"model": model, "prompt": PROMPT})
         told = (await data(router))["models"][0]["decisions"]
         assert [one["candidates"] for one in told] == [None] * 3
-        for _ in range(3):  # one look: one of these tells what it saw, the others do not
+        for _ in range(3):  # in one reading a single one of these decisions is sampled
             await router.post({"model": model, "prompt": PROMPT})
         pool: Pool = _pool(router)
         assert [one.decision.seen is not None for one in pool.recent.newest()] == [False, False, True] + [False] * 3

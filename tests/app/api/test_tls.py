@@ -1,4 +1,4 @@
-"""TLS on the way in: who is let in, renewal while connections are open, and what is said of files at fault."""
+"""TLS of clients' connections: certificates of clients, renewal while connections are open, and errors of bad files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def files(pair: Pair, client_ca: Path | None = None) -> dict[str, Any]:
 
 
 def trusting(authority: Pair, shown: Pair | None = None) -> ssl.SSLContext:
-    """A client's context: the authority that it trusts, and the certificate that it shows."""
+    """A client's TLS context with the authority that it trusts and the certificate that it presents."""
     context = ssl.create_default_context(cafile=str(authority.certificate))
     if shown is not None:
         context.load_cert_chain(shown.certificate, shown.key)
@@ -51,7 +51,7 @@ class Client:
         self.version = writer.get_extra_info("ssl_object").version()
 
     async def ask(self) -> bytes:
-        """The status line of /livez. Raises OSError, EOFError if the server has ended the connection."""
+        """Return the status line of /livez. Raises OSError or EOFError if the server has closed the connection."""
         self._writer.write(GET)
         head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 10)
         await self._reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
@@ -68,7 +68,7 @@ async def connected(url: str, context: ssl.SSLContext) -> AsyncIterator[Client]:
 
 
 async def served(url: str, context: ssl.SSLContext) -> bool:
-    """Whether a new connection of this client gets an answer. A refused certificate shows in the first read."""
+    """Whether a new connection of this client gets an answer. A refused certificate fails the first read."""
     try:
         async with connected(url, context) as client:
             return await client.ask() == b"HTTP/1.1 200 OK"

@@ -1,4 +1,4 @@
-"""``/why`` tells where the time of a request went, whatever became of it, and never anything of its content."""
+"""``/why`` tells where the time of a request went, however the request ended, and nothing of its content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHAT = KNOWN["/v1/chat/completions"]
 
 
 async def why(router: Replica, asked: str = "", **query: str) -> list[dict[str, Any]]:
-    """The requests of an answer of ``/why``."""
+    """The requests in the answer of ``/why``."""
     query |= {"id": asked} if asked else {}
     async with router.client.get(router.operators + "/why", params=query) as answer:
         text = await answer.text()
@@ -355,7 +355,7 @@ def decision(worker: str = "w", matched: int = 0, prompt: int = 4_100, wait: int
 
 
 def served(*, stream: bool = True, first_s: float = 1.0, **of_try: Any) -> tuple[RequestRecord, TryRecord]:
-    """A request whose first byte came so many seconds after it did, at 10,000 tokens a second."""
+    """The record of a request that got its first byte after so many seconds, at 10,000 tokens a second."""
     record = RequestRecord("id", CHAT, "POST", 100.0)
     record.identified("m", "exact", "", 4_100, streams=stream)
     one = record.begin_try("wf-0")
@@ -516,7 +516,7 @@ def test_the_largest_part_of_the_time_comes_first(case: str) -> None:
     assert bool(found["remedy"]) == bool(remedy) or not remedy
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- which requests are kept
 
 
 def ended(number: int, waited_s: float = 0.0, *, at: float = 0.0, complete: bool = True) -> RequestRecord:
@@ -593,7 +593,7 @@ def test_every_id_that_somebody_may_have_is_found(asked: str, request_id: str, f
 
 
 def test_what_a_request_pays(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ring and line together, in CPU time of the event loop's thread, timed alone; the bound is for busy machines."""
+    """The CPU time that a request adds for the ring and its log line together; the bound allows for busy machines."""
 
     class Answer:
         chunks, gap_s, client_s = 240, 0.02, 0.0
