@@ -205,7 +205,7 @@ async def test_a_refusal_of_an_engine_says_what_it_wants(valkey_url: str, model:
 async def test_refusals_of_the_router_say_what_it_wants(valkey_url: str, model: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text('{"name": "a", "sha256": "%s"}\n' % ("0" * 64))
-    async with engine(model) as upstream:  # both workers share one name here, or the second would join beside the first
+    async with engine(model) as upstream:  # both replicas share the engine: a second engine would join beside it
         async with replica(valkey_url, model, upstream.url) as router:
             chat, models, unknown = await heads(
                 router, get("/v1/chat/completions"), post("/v1/models"), post("/v1/chat/completions", b'{"model":"x"}')

@@ -119,7 +119,7 @@ async def test_an_answer_is_passed_on_as_it_comes(valkey_url: str, model: str, c
 
 
 async def test_a_stream_that_dies_before_its_first_byte_is_tried_elsewhere(valkey_url: str, model: str) -> None:
-    """A stream of any type; after the first byte the client sees by the closed connection that the answer is cut off."""
+    """Streams of any type; after the first byte the closed connection shows the client that the answer is cut off."""
     dies_at = {"byte": 0, "tries": 0}
 
     async def dying(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:

@@ -228,7 +228,7 @@ async def test_a_client_in_the_middle_of_keep_alive_is_not_cut(replica_and_engin
 
 
 async def test_pieces_come_as_they_are_sent(valkey_url: str, model: str) -> None:
-    """Chunks 5 ms apart arrive one by one, as directly from the engine. Of three tries the best counts (shared machine).
+    """Chunks 5 ms apart arrive one by one, as directly from the engine. The best of three tries counts.
 
     Chunks that Nagle's algorithm and delayed ACKs gather would arrive 40 ms apart.
     """

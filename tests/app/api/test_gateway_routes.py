@@ -1,4 +1,4 @@
-"""Gateways that forward requests themselves get a worker and a booking from a replica, and report how requests ended."""
+"""Gateways that forward requests themselves get a worker and a booking from a replica, and report outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of clients: which bytes are a request, which are refused, and how much time and memory a client may hold."""
+"""Connections of clients: which bytes are a request, which are refused, and a client's limits of time and memory."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Server:
         return made, wire
 
     async def send(self, *pieces: bytes) -> Wire:
-        """A new connection that sends these pieces, each after the answer to the piece before it, if an answer is possible."""
+        """A new connection that sends these pieces, each after the answer to the piece before, if it gets one."""
         connection, wire = self.connect()
         for piece in pieces:
             if not wire.closed:
@@ -278,7 +278,7 @@ def test_the_split_into_packets_means_nothing(raw: bytes, cuts: list[int]) -> No
 
 
 async def test_trailers_and_extensions_are_bounded() -> None:
-    """Limits of bodies do not count trailers and chunk extensions; without a bound one connection can take a gigabyte."""
+    """Limits of bodies do not count trailers and extensions; without a bound one connection could take a gigabyte."""
     for framing in (
         b"0\r\n" + b"x: y\r\n" * 18,
         b"0\r\nx: " + b"y" * 9_000 + b"\r\n",

@@ -52,7 +52,7 @@ def pools_of(model: str, count: int) -> dict[str, Any]:
 
 
 def says_four_in_flight(headers: dict[str, str], body: Any) -> None:
-    """Whether ``answer`` is a 429 in OpenAI's format for a client that has four requests in flight."""
+    """Assert that a 429 in OpenAI's format tells a client of four requests in flight."""
     assert headers["retry-after"] == "1"
     assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("4", "0")
     assert {name: body["error"][name] for name in ("type", "code", "param")} == {

@@ -27,7 +27,7 @@ FIRST = Next("wf-1", 4_000, 0.1, 0.2, 3, "w", has_room=False, any_has_room=True,
 
 
 def request(client: str, **headers: str) -> Request:
-    """The answer to a request to a port of this host; ``headers`` may name another host."""
+    """A request from ``client`` to a port of this host; ``headers`` may name another host."""
     headers = {"host": f"{HOME}:9090"} | headers
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     return Request({"type": "http", "method": "GET", "path": "/", "headers": raw, "client": (client, 0)})

@@ -147,9 +147,7 @@ def told() -> Decision:
 
 def test_a_decision_that_told_what_it_saw_stays_while_others_come() -> None:
     recent = RecentDecisions()
-    for _ in range(
-        TOLD + 3
-    ):  # one decision is sampled at each reading of the page, and many follow until the next reading
+    for _ in range(TOLD + 3):  # each reading of the page samples one decision; many follow until the next
         recent.note("told", "chat", "exact", "cost", told())
         for _ in range(KEPT + 7):
             recent.note("other", "chat", "exact", "cost", decision())

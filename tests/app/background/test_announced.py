@@ -1,4 +1,4 @@
-"""Which workers make equal token ids, by what their servers announced."""
+"""Workers make equal token ids if the files and facts that their servers announced agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def grouped(*workers: WorkerView) -> list[list[str]]:
 
 
 def test_a_worker_that_announces_fewer_facts_belongs_to_those_that_it_does_not_contradict() -> None:
-    """Those that announce all come first, because the identity is built of their facts."""
+    """Workers that announce all facts come first, because the identity is built of these facts."""
     bridged = [worker(f"bridged-{number}.0", {"special_tokens": ALL["special_tokens"]}) for number in range(3)]
     assert grouped(*bridged, worker("plugin.0", ALL)) == [["plugin.0", *(one.worker_id for one in bridged)]]
 

@@ -13,7 +13,7 @@ from warmfleet.fleet.upkeep import Pace
 
 
 class LoopTime:
-    """Stands for the time of the event loop."""
+    """A stand-in for the event loop's time, which the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000.3
@@ -54,7 +54,7 @@ async def test_pools_share_a_few_moments(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_fleet_at_rest_is_never_taken_for_deaf() -> None:
-    """Grace begins so long after the last tick, in `tick` and in decisions alike."""
+    """Ticks at rest come more often than GRACE_AFTER_MS, after which `tick` and decisions would begin grace."""
     after_ms, step_ms = int(LAYOUT["GRACE_AFTER_MS"]), 1_000 * upkeep.REST_STEP_S
     assert step_ms + Pace().rest_gap_ms < after_ms, "the replica that ticked ends, and the others had left it the tick"
     assert 2 * step_ms < after_ms, "a step comes so late that its replica misses a beat"

@@ -1,4 +1,4 @@
-"""What engines' own pages tell of their caches."""
+"""A replica reads the size and the blocks of an engine's cache from the engine's own pages."""
 
 from __future__ import annotations
 

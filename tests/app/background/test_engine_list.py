@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_used_refuses_the_start(tmp_path: Path, text: str,
 
 
 class Names:
-    """Answers look-ups in place of the system's resolver."""
+    """A resolver that answers look-ups of names in place of the system's resolver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[str, list[str]] = {}

@@ -22,7 +22,7 @@ NEVER_S = 1_000_000.0
 
 
 async def shown(router: Replica) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What /workers says of the index, and of the one worker."""
+    """The index and the single worker on the page /workers."""
     (model,) = json.loads((await router.get("/workers"))[1])["models"]
     return model["index"], model["workers"][0]["truth"]
 
@@ -46,14 +46,14 @@ async def test_lag_divergence_resyncs_and_silence(
                 await poll(lambda: says('resyncs{cause="join"}', 1), what="the snapshot of the join is counted")
                 await poll(lambda: says("index_entries", 500), what="entries")
                 await poll(lambda: says("apply_lag_batches", 0), what="no lag")
-            # nobody applies
+            # no replica applies entries
             tracker.stored(hashes(2_000))
             await poll(lambda: _at_least(router, "apply_lag_batches", 16), what="the lag shows")
             await poll(lambda: _at_least(router, "apply_lag_seconds", 1), what="and grows")
             _, truth = await shown(router)
             assert truth["lag_batches"] >= 16
             assert truth["lag_s"] >= 1
-            for _ in range(20):  # until the queue overflows, which a publisher that keeps up prevents
+            for _ in range(20):  # enough blocks to overflow the queue, although the publisher empties it meanwhile
                 if tracker.dropped or publisher.state.dropped:
                     break
                 await asyncio.to_thread(tracker.stored, hashes(30_000))
@@ -71,7 +71,7 @@ async def test_lag_divergence_resyncs_and_silence(
                 assert await metric('warmfleet_index_events{kind="gap"}') >= 1
                 assert await metric("warmfleet_memory_used_bytes") > 1e6
                 await _is_whole(router, tracker)
-        async with upkeep(fleet):  # the engine is gone: nobody sends digests
+        async with upkeep(fleet):  # the engine is gone, so no digests come
             first = (await shown(router))[1]["digest_age_s"]
             await poll(lambda: _older(router, first + 1), what="the last digest grows old")
 

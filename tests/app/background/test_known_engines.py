@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Fleet
 
-#: The begin of a page of Python's client library: of a process, and of another that began in the same hundredth.
+#: The first lines of the metrics of two processes that started in the same hundredth of a second.
 PAGE = b"process_start_time_seconds 1.79579631192e+09\n"
 CREATED = b'vllm:num_preemptions_created{engine="0"} 1.79579634877704%de+09\nhttp_created 1.7957999e+09\n'
 ONE, OTHER = PAGE + CREATED % 26, PAGE + CREATED % 37
 EXACT = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
-# ---------------------------------------------------------------- what an engine tells, and how a URL is spelled
+# ---------------------------------------------------------------- the engine's page, and the spelling of its URL
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_which_urls_lead_to_one_engine(one: EngineKey, other: EngineKey, same: b
     assert one.same(other) is other.same(one) is same
 
 
-# ---------------------------------------------------------------- one engine, listed twice
+# ---------------------------------------------------------------- an engine that is listed twice
 
 
 @dataclass
 class Spelled:
-    """The lists of the replicas, {port}: of the engine; and what the engine tells on /metrics."""
+    """A list of engine URLs for each replica, where {port} is the engine's port; ``page``: the engine's /metrics."""
 
     lists: list[list[str]]
     page: bytes = b""
@@ -175,7 +175,7 @@ async def everywhere(model: str) -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def proxy(behind: Engine) -> AsyncIterator[str]:
-    """A proxy that takes the first part off the path, and gives the engine's own pages."""
+    """A proxy that removes the first part of the path and passes the request on to the engine."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -260,7 +260,9 @@ async def test_another_spelling_takes_over_where_the_first_ends(replica: Callabl
             await checks.round()
         assert set(await b.workers()) == {f"{front}/gpu1"}
         (name,) = (worker.worker_id for worker in (await b.workers()).values())
-        await b.fleet.redis.zadd(b.fleet.keys.alive, {name: (time.time() - 11) * 1000})  # its replica is gone
+        await b.fleet.redis.zadd(
+            b.fleet.keys.alive, {name: (time.time() - 11) * 1000}
+        )  # the replica that listed the engine is gone
         await b.round()
         assert one.url in {url for url, worker in (await b.workers()).items() if worker.routable}
 
@@ -268,7 +270,7 @@ async def test_another_spelling_takes_over_where_the_first_ends(replica: Callabl
 async def test_a_new_process_at_one_url_is_no_more_the_worker_of_the_other(
     replica: Callable[..., Checks], model: str
 ) -> None:
-    """Two URLs that led to one engine, as behind a proxy, may lead to two later."""
+    """Two URLs that lead to one engine now, as behind a proxy, may lead to two engines later."""
     async with engine(model) as one, engine(model) as two:
         metrics(one, ONE)
         metrics(two, ONE)
@@ -282,7 +284,7 @@ async def test_a_new_process_at_one_url_is_no_more_the_worker_of_the_other(
         assert set(await checks.workers()) == {one.url, two.url}
 
 
-# ---------------------------------------------------------------- one engine, listed and joined
+# ---------------------------------------------------------------- an engine that is listed and has joined
 
 
 async def join(fleet: Fleet, url: str, flags: int = EXACT, *, age_s: float = 0.0, nonce: str = "n1") -> None:

@@ -1,4 +1,4 @@
-"""The replica reads how full Redis is, and hands it to the next tick, the metrics and the log."""
+"""The replica reads how full Redis is, and passes the share on to the next tick, the metrics and the log."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_memory_figures_reach_the_next_tick_the_metrics_and_the_log(
 
 
 class Told(ConstantsAlone):
-    """A fleet whose Redis tells these figures. memory: None while it is away."""
+    """A fleet whose Redis reports these figures. memory: None while Redis is away."""
 
     def __init__(self, memory: Memory | None, *, short: bool = False) -> None:
         super().__init__()

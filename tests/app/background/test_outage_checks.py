@@ -33,7 +33,7 @@ async def shut(client: Redis) -> None:
 
 
 async def fill(client: Redis) -> None:
-    """From now on Redis refuses every heartbeat."""
+    """Make Redis refuse every heartbeat from now on."""
     await client.config_set("maxmemory", 1)
 
 
@@ -52,7 +52,7 @@ async def test_a_dead_worker_is_found_without_heartbeats(
         await engines[0].die()
 
         async def found() -> bool:
-            """The check finds it. A full Redis takes removals, so there its registration may be first."""
+            """Whether the dead engine is found by the check, or by its registration, which a full Redis can remove."""
             away = trouble is fill and await router.metric('warmfleet_workers{state="unroutable"}') == 1
             return away or await router.metric('warmfleet_health_checks_total{result="silent"}') >= 1
 
@@ -93,9 +93,9 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
 
 
 async def test_pools_are_checked_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each server takes as long as it may to answer: with one pool after another, the first would get requests again.
+    """Servers answer just before the timeout: after checks of one pool after another the first would get requests again.
 
-    More servers of one pool than are asked at once are asked in two turns.
+    A pool with more servers than may be checked at once is checked in two turns.
     """
     pools = [
         Pool(tag, Fleet(connect(valkey_url, timeout_s=5), tag), DegradedMode(1.0)) for tag in (f"{model}#1", model)

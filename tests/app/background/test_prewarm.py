@@ -57,7 +57,7 @@ async def known(router: Replica, server: str) -> bool:
 
 
 async def ask(router: Replica, model: str, prompt: str = HOT, **headers: str) -> dict[str, Any]:
-    """The worker of one request, the matched tokens that were foreseen, and those that the engine had."""
+    """The worker of a new request, its foreseen matched tokens, and the tokens that the engine had cached."""
     status, told, body = await router.post({"model": model, "prompt": prompt, "max_tokens": 1}, **headers)
     assert status == 200, body
     usage = json.loads(body)["usage"]
@@ -75,16 +75,16 @@ async def make_hot(router: Replica, model: str, prefix: str = HOT, **headers: st
 
 @dataclass
 class Busy:
-    """Replicas that know a hot prefix, and the engine ``old`` that holds it; they end with ``old``."""
+    """Replicas that know a hot prefix, and the engine ``old`` that holds this prefix."""
 
     routers: list[Replica]
     old: AsyncExitStack
 
     async def alone(self, server: str) -> None:
-        """``old`` leaves. Returns when the fleet knows the blocks of ``server``, which reports them every 0.1 s."""
+        """End ``old``, and return when the fleet knows the blocks of ``server``, which reports them every 0.1 s."""
         await self.old.aclose()
         await poll(self._left, 10, "old has left")
-        await asyncio.sleep(0.3)  # three reports
+        await asyncio.sleep(0.3)  # time for three reports
         assert await view(self.routers[0], server)
 
     async def _left(self) -> bool:
@@ -109,7 +109,7 @@ async def busy(valkey_url: str, model: str, replicas: int = 1, **settings: Any) 
 
 
 class Ears:
-    """The names of the requests that an engine got. Requests that warm it wait until ``held`` is set."""
+    """The requests that an engine got. Requests that warm the engine wait until ``held`` is set."""
 
     def __init__(self, engine: Simulated, held: asyncio.Event | None = None) -> None:
         self.warmed: list[Any] = []
@@ -208,7 +208,7 @@ async def test_a_worker_that_never_answers_starts_cold_and_leaves_nothing(
 
 @LONG
 async def test_the_only_worker_is_not_kept_waiting(valkey_url: str, model: str) -> None:
-    """It takes requests at once if it is the first, and if the others leave while it is warmed."""
+    """The worker takes requests at once if it is the first one, and if the others leave while it is warmed."""
     async with busy(valkey_url, model) as fleet:
         (router,) = fleet.routers
         async with simulated(valkey_url, model, "new") as engine:

@@ -1,4 +1,4 @@
-"""The probe at a join finds a worker that hashes otherwise than it announced. Announced differences are no fault."""
+"""The probe at a join finds a worker that hashes otherwise than announced. Announced differences are no fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 LIARS: dict[Kind, tuple[str, ...]] = {
     "template": ("chat",),
-    "tokenizer": ("text", "chat"),  # only the chat, if it makes as many tokens of the text by chance
+    "tokenizer": (
+        "text",
+        "chat",
+    ),  # the chat alone, if both tokenizers make equally many tokens of the text
     "seed": ("tokens",),
     "algorithm": ("tokens",),
     "block size": ("tokens",),
@@ -34,7 +37,7 @@ LIARS: dict[Kind, tuple[str, ...]] = {
 
 
 async def proofs(router: Replica, **wanted: str) -> dict[str, WorkerView]:
-    """Every worker by the name of its server, once their proofs are as wanted."""
+    """Every worker by its server's name, once the proofs are as wanted."""
 
     async def so() -> dict[str, WorkerView] | None:
         found = {str(view.record["server_id"]): view for view in await router.fleet.workers.read()}
@@ -122,7 +125,7 @@ async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
         await proofs(right, eng="proven")
         async with replica(valkey_url, model, tokenizer=str(tmp_path)):
             (view,) = (await proofs(right, eng="identity")).values()
-            # About one text in a hundred has as many tokens with either; then the chat is what differs.
+            # About one text in a hundred has equally many tokens with both tokenizers; then only the chat differs.
             assert view.record["cause"] in ("text", "chat")
             assert "in use here does" in view.record["reason"]
             assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
@@ -139,7 +142,7 @@ async def test_all_workers_are_probed_again_once_in_a_while(valkey_url: str, mod
 
         await poll(probed, 10, "what was told counts, not what is still held")
         assert await router.metric('warmfleet_probes_total{result="identity"}') == 0
-        worker.become("template")  # no request shows it
+        worker.become("template")  # the test's requests have no chat, so they do not show the change
         await proofs(router, eng="identity")
         worker.become("right")
         await proofs(router, eng="proven")
@@ -162,7 +165,9 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
             worker.become("seed")
 
         async def nothing_learned() -> bool:
-            if trouble == "an index that lacks blocks":  # else its heartbeats would mend the index
+            if (
+                trouble == "an index that lacks blocks"
+            ):  # set each time: the worker's heartbeats mend the index
                 (view,) = await router.fleet.workers.read()
                 await flag(router, view, view.load.flags | Flag.PARTIAL)
             return await router.metric('warmfleet_probes_total{result="none"}') >= 3

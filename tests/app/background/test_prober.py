@@ -31,7 +31,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
         await proof(router, "proven")
         await router.exact()
         await router.routable(1)
-        assert len(prompts[0]) == 33  # two blocks, and the token that is always computed
+        assert len(prompts[0]) == 33  # two blocks, and the last token, which is always computed
         ids = list(range(300, 400))
         _, headers, _ = await router.post({"model": model, "prompt": ids})
         assert (headers["x-warmfleet-matched-tokens"], headers["x-warmfleet-prompt-tokens"]) == ("0", "100")
@@ -42,7 +42,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
 
         await poll(matched, 10, "the engine's own report is matched")
         _, headers, _ = await router.post({"model": "adapter", "prompt": ids})
-        assert headers["x-warmfleet-matched-tokens"] == "0"  # the blocks of an adapter have hashes of their own
+        assert headers["x-warmfleet-matched-tokens"] == "0"  # an adapter's blocks have their own hashes
         for _ in range(2):
             assert (await router.post({"model": model, "prompt": "the cat sat on a mat. " * 200}))[0] == 200
         assert await router.metric('warmfleet_identified_tokens_total{source="known"}') > 500
@@ -78,7 +78,9 @@ async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: s
             await router.routable(2)
             for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
                 asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
-                answers = await asyncio.gather(*map(router.post, asked))  # all at a time, so that load spreads them
+                answers = await asyncio.gather(
+                    *map(router.post, asked)
+                )  # simultaneous: load spreads them
                 assert {headers["x-warmfleet-worker"] for _, headers, _ in answers} == workers, length
             assert await router.metric('warmfleet_load_only_requests_total{reason="too_long"}') == len(prompts_of(1))
             assert await router.metric('warmfleet_identified_requests_total{kind="exact"}') == 2 * len(prompts_of(1))
@@ -90,7 +92,7 @@ def prompts_of(length: int) -> list[list[int]]:
 
 
 async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url: str, model: str) -> None:
-    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # vLLM 0.33 with EAGLE
+    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # the scheme of vLLM 0.33 with EAGLE
     cores: list[WorkerPublisher] = []
 
     async def reporting(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -114,7 +116,7 @@ async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url
 async def test_a_service_that_answers_is_no_worker_until_the_workers_stream_says_so(
     valkey_url: str, model: str, scheme: Scheme
 ) -> None:
-    """A forged join that points at some service of the network: no client's request and no key goes there."""
+    """A forged join names the URL of another service in the network: no client's request and no key goes there."""
     async with (
         engine(model) as service,
         replica(valkey_url, model, blocks_timeout_s=0.3, worker_api_key="the fleet's secret") as router,

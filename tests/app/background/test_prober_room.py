@@ -1,4 +1,4 @@
-"""Which workers are probed first while others keep their probes waiting."""
+"""The prober keeps room for new workers while other workers let their probes hang."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ async def test_forty_probes_that_hang_delay_no_join(fakes: list[Any]) -> None:
 
 
 async def test_workers_that_join_again_and_again_wait_behind_a_new_one(fakes: list[Any]) -> None:
-    """200 fakes get new processes all the time; each name is new once, and then half of the room is theirs at most."""
+    """200 fake workers restart all the time: each name counts as new once, and later they get at most half of the room."""
     workers = list(fakes)
     prober = Hanging(workers)
-    for nonce in range(4):  # all have been probed once
+    for nonce in range(4):  # all fakes have been probed once
         await settle(prober)
         prober.released.set()
         await settle(prober)

@@ -1,4 +1,4 @@
-"""Engines known by their URL that sleep, are paused, have more than they can do, or are slow as they work."""
+"""Checks of engines known by URL: sleeping, paused and saturated engines get no requests, slow answers are allowed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWAKE = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} %d\n'
 
 @dataclass
 class Pages:
-    """What an engine answers at which path; a path that it does not have is answered with 404."""
+    """An engine's answers by path; other paths get 404."""
 
     at: dict[str, Any] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ async def worker(checks: Checks) -> WorkerView:
 
 # ---------------------------------------------------------------- asleep and paused
 
-#: What the engine answers while it is held, and while it is not.
+#: The engine's pages while it is asleep or paused, and its pages while it runs.
 HELD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "asleep, by its metrics only": ({"/metrics": AWAKE % 0}, {"/metrics": AWAKE % 1}),
     "asleep, by /is_sleeping only": (sleeping("/is_sleeping", yes=True), sleeping("/is_sleeping", yes=False)),
@@ -196,7 +196,7 @@ SGLANG = "sglang:num_running_reqs {0}\nsglang:num_queue_reqs {1}\nsglang:num_req
 TGI = "tgi_batch_current_size {0}\ntgi_queue_size {1}\ntgi_request_success {2}\n"
 LLAMA = "llamacpp:requests_processing {0}\nllamacpp:requests_deferred {1}\n"
 
-#: Two readings of half a second apart, each of requests that run, that wait, and that have ended.
+#: Two readings, half a second apart, of running, waiting and ended requests; and whether the engine is saturated.
 LOADS: dict[str, tuple[str, tuple[int, int, int], tuple[int, int, int], bool]] = {
     "vLLM takes in nothing": (RUNS, (8, 50, 100), (8, 50, 100), True),
     "vLLM takes in less than waits": (RUNS, (8, 50, 100), (8, 49, 101), True),
@@ -231,7 +231,7 @@ async def test_an_engine_whose_queue_outlasts_the_next_check_gets_no_new_request
         await checks.fleet.upkeep.step()
         other = worker_id(two.url)
         await checks.fleet.workers.drain(other, draining=True)
-        await sent(checks, one.url)  # the engine that others fill holds this prompt
+        await sent(checks, one.url)  # the engine that will be saturated has this prompt in its cache
         await checks.fleet.workers.drain(other, draining=False)
         readings = iter([first, second])
         before = one._page
@@ -293,7 +293,7 @@ async def test_where_all_are_full_requests_wait_until_one_is_not(valkey_url: str
 async def test_a_request_that_waits_goes_to_the_engine_that_serves_its_name_then(
     goes: bool, valkey_url: str, model: str
 ) -> None:
-    """Its name moved to the other engine while both were full. goes: the engine that had the name has ended, too."""
+    """The name moves to the other engine while both are full. goes: the engine that had the name also ends."""
     async with engine(model, answer_by_name) as has, engine(model, answer_by_name) as gets:
         pages = [Pages({"/metrics": RUNS.format(8, 50, 100)}) for _ in range(2)]
         has.names, gets.names = [model, "alias"], [model]

@@ -1,4 +1,4 @@
-"""Of equal files a few copies are kept, and no server's files depend on another server's."""
+"""Routers keep a few copies of equal files, and no server's files depend on another server's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY, PIECES = artifacts.split(b"a tokenizer")
 
 
 class Servers:
-    """Servers of one pool, each with its own copy of the tokenizer in Redis; what routers leave of these copies."""
+    """Servers of one pool, each with its own copy of the tokenizer in Redis, and a router that removes spare copies."""
 
     def __init__(self, fleet: Fleet, store: aioredis.Redis, count: int) -> None:
         self.fleet = fleet
@@ -41,12 +41,12 @@ class Servers:
         return self.fleet.keys.artifact(name, SHA256)
 
     async def write(self, names: Sequence[str], *, expires: bool = True) -> None:
-        """As the plugin does, which leaves what is there."""
+        """Write the servers' copies as the plugin does, without replacing copies that exist."""
         for name in names:
             await self.store.set(self.key(name), PIECES[SHA256], nx=True, ex=1_000 if expires else None)
 
     async def look(self) -> list[str]:
-        """Let a router look; returns the servers that have a whole copy then."""
+        """Let the router clean up, and return the servers that still have a whole copy."""
         workers = tuple(map(self.worker, self.names))
         self.pool.view = SimpleNamespace(workers=workers)
         await self.files.look()

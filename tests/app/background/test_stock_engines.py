@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def engines(model: str, count: int) -> AsyncIterator[list[Engine]]:
-    """Engines whose pages a test may replace, by ``pages``."""
+    """Engines whose pages a test may replace through ``pages``."""
     async with stock(model) as one, stock(model) as two:
         yield [one, two][:count]
 
@@ -77,7 +77,7 @@ async def test_a_new_process_has_an_empty_mirror_even_if_no_check_failed(
 async def test_an_engine_that_is_not_read_at_first_is_not_taken_for_another(
     replica: Callable[..., Checks], model: str
 ) -> None:
-    """Else two replicas would register it with other blocks in turn, and its mirror would be empty each time."""
+    """Otherwise two replicas would register the engine in turn with different blocks and empty its mirror each time."""
     async with engines(model, 1) as (engine,):
         metrics(engine, None)
         checks = replica(engine.url)
@@ -138,7 +138,7 @@ async def test_an_engine_that_died_before_it_left_is_forgotten(
 async def test_replicas_with_other_lists_share_all_engines(
     replica: Callable[..., Checks], model: str, tmp_path: Path
 ) -> None:
-    """The fleet has the engines of all lists. One leaves with the last list that has it."""
+    """The fleet has the engines of all lists. An engine leaves when the last list with it is gone."""
     path = tmp_path / "engines"
     async with engines(model, 2) as (one, two):
         path.write_text(f"{one.url}\n{two.url}\n")
@@ -252,7 +252,7 @@ async def test_so_many_engines_are_asked_at_once_that_all_may_die_at_once(
 
 
 def answered_by(get: Callable[..., Any], url: str, other: str) -> Callable[..., Any]:
-    """Requests to ``url`` go to the ``other`` engine."""
+    """Send the requests to ``url`` to the engine ``other``."""
 
     async def instead(base: str, *more: Any) -> Any:
         return await get(other if base == url else base, *more)
@@ -303,7 +303,7 @@ async def test_a_worker_tells_why_its_check_failed_until_one_passes(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against a key that changed, or an engine that hangs, it helps nobody to read that it is to be started."""
+    """The page names the cause, because starting an engine helps neither against a changed key nor against a hang."""
     async with engines(model, 1) as (engine,):
         checks = replica(engine.url, check_timeout_s=0.3)
         await checks.round()
@@ -331,7 +331,7 @@ async def test_a_worker_whose_engine_is_gone_says_so(replica: Callable[..., Chec
 async def test_an_engine_that_moves_to_another_pool_takes_no_more_requests_in_the_one_before(
     replica: Callable[..., Checks], model: str, valkey_url: str
 ) -> None:
-    """Else both would choose it until its last check is a TTL old, each without the load of the other."""
+    """Otherwise both pools would choose the engine for one TTL after its last check, each without the other's load."""
     async with engines(model, 1) as (engine,):
         checks = [replica(engine.url), replica(engine.url)]
         fleets = {tag: Fleet(connect(valkey_url, timeout_s=5), tag) for tag in (f"{model}#1", f"{model}#2")}
@@ -375,7 +375,7 @@ async def test_the_models_of_an_engine_must_be_the_fleets(valkey_url: str, model
 
 
 def test_engines_known_by_their_url_are_spread_over_the_pools_that_serve() -> None:
-    """Every replica names the same pool. A pool that is drained, moving or not, loses its engines to others alone."""
+    """All replicas choose the same pool for an engine. A drained pool's engines go to pools that are not drained."""
     tags = ["m#1", "m#2", "m#3"]
 
     def pools_with(*draining: str, moving: str = "") -> dict[str, str]:

@@ -31,13 +31,16 @@ async def test_a_failing_round_is_counted_and_tried_again(caplog: pytest.LogCapt
         if len(rounds) == 20:
             raise ZeroDivisionError
 
-    with caplog.filtering(Folding()):  # as every process folds its lines
+    with caplog.filtering(Folding()):  # as every process joins repeated lines
         task = asyncio.create_task(supervise("test", 0.001, work, metrics, Clock(), retry_s=AT_ONCE))
         await poll(lambda: len(rounds) >= 22, what="rounds after twenty failures")
         await stop([task])
     assert b'warmfleet_task_failures_total{task="test"} 20.0' in metrics.render()
     told = [record for record in caplog.records if "test failed" in record.message]
-    assert [bool(record.exc_info) for record in told] == [False, True]  # not a line each time, but each fault once
+    assert [bool(record.exc_info) for record in told] == [
+        False,
+        True,
+    ]  # one line for each fault
 
 
 async def test_a_task_that_fails_again_and_again_folds_no_line_of_another(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ async def test_long_streams_keep_their_reservation(valkey_url: str, model: str) 
 
             await poll(renewed, what="renewals")
             (row,) = [worker.load for worker in await router.fleet.workers.read()]
-            assert row.prefill_tokens == 0  # the first byte gave it back
+            assert row.prefill_tokens == 0  # the first byte has given the prefill back
             assert row.in_flight == 1
             assert row.decode_tokens > 250
         await router.unloaded()

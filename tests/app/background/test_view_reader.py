@@ -52,7 +52,7 @@ async def identified(replica: SteppedReplica, model: str) -> IdentifiedPrompt:
 
 
 async def old_dump(keyspace: Keyspace) -> None:
-    """Redis comes back with a dump that is older than a TTL; nobody has ticked since, so no worker expires."""
+    """Restore a dump that is older than a TTL; without a tick since then no worker expires."""
     await keyspace.store.zadd(keyspace.keys.alive, dict.fromkeys(("w1.0", "w2.0"), 1.0))
     await keyspace.ticked(age_ms=60_000)
 
@@ -62,7 +62,7 @@ async def empty(keyspace: Keyspace) -> None:
 
 
 async def before_the_reading(keyspace: Keyspace) -> None:
-    """The workers have joined and been proved after the last reading of this replica."""
+    """Let the workers join and be proved after this replica's last reading."""
     await healthy(keyspace)
 
 
@@ -107,7 +107,7 @@ async def decided(fleet: Fleet, known: IdentifiedPrompt) -> Decision:
 
 
 async def test_a_fleet_that_comes_back_otherwise_is_believed(store: aioredis.Redis, fleet: Fleet) -> None:
-    """A worker that is heard decides about its scheme as soon as it joins; routable ones, about all the rest."""
+    """A joined worker decides about its scheme at once; routable workers decide about the identity's other parts."""
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     async with stepped_replica(fleet) as replica:
@@ -163,7 +163,7 @@ async def test_a_pool_at_rest_is_read_every_other_round(store: aioredis.Redis, f
 
 
 async def test_a_worker_that_misses_heartbeats_is_looked_at_in_every_round(store: aioredis.Redis, fleet: Fleet) -> None:
-    """It is to be asked over HTTP 12.5 s after its last heartbeat, before it expires."""
+    """The worker is checked over HTTP 12.5 s after its last heartbeat, before it expires."""
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     now_ms = 1_000 * int((await store.time())[0])

@@ -1,4 +1,4 @@
-"""Engines whose heartbeats are missing are asked over HTTP, and vouched for while they answer."""
+"""A replica checks engines without heartbeats over HTTP, and vouches for them while they answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Quiet:
-    """A fleet of workers with the plugin, whose heartbeats the test sends or leaves out; and one replica's rounds."""
+    """A fleet of workers whose heartbeats the test sends or omits, and the rounds of one replica."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, client: EngineClient) -> None:
         self.keyspace, self.fleet, self.metrics = Keyspace(store, fleet), fleet, Metrics()
@@ -51,7 +51,7 @@ class Quiet:
         return name
 
     async def round(self) -> dict[str, str]:
-        """One round; returns the state of each worker after it."""
+        """Run one round and return the state of each worker after it."""
         self.vouching._asked_at.clear()
         self.pool.show(view_of(await self.fleet.workers.read(), None, (), text=True))
         await self.vouching.round()

@@ -1,4 +1,4 @@
-"""A replica's log says what each model waits for, and when that has come; once each, not with every reading."""
+"""A replica logs once why each model waits, and once that the wait is over, instead of at every reading."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         pools.all = (one,)
         waiting.look()
         waiting.look()
-    pools.leaving = pools.all = (pool(),)  # removed: nothing is awaited there
+    pools.leaving = pools.all = (pool(),)  # the pool is removed, so no model waits for it
     waiting.look()
     told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
     assert told == [
@@ -60,7 +60,7 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_what_a_pool_waits_for_beside_others(caplog: pytest.LogCaptureFixture) -> None:
-    """Engines that have moved to another pool are no loss, and a new pool needs no other plugin than its siblings."""
+    """Engines that moved to another pool are not missing, and a new pool needs the same plugin as its siblings."""
     caplog.set_level(logging.INFO, "warmfleet")
     other = pool("proven")
     moved: dict[str, str] = {}

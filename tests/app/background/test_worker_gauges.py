@@ -1,4 +1,4 @@
-"""Each worker has samples of its own on the page of metrics, for as long as it is in the fleet."""
+"""The page of metrics has samples for each worker while the worker is in the fleet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SILENT = WorkerView("gpu2.0", {"version": "x" * 999}, None, LoadRow(), None, Wor
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """The samples of workers, by name and labels."""
+    """The samples of workers, by name with labels."""
     lines = [line for line in metrics.render().decode().splitlines() if line.startswith("warmfleet_worker_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 

@@ -1,4 +1,4 @@
-"""Every state of a worker has its words, and a remedy where something is to be done."""
+"""Every state of a worker has a description, and a remedy if an operator must act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rights of each Redis user of ``warmfleet acl``, and above all the commands it is refused, on both servers."""
+"""Each Redis user of ``warmfleet acl`` has the commands and keys that its process needs, and no others."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Guarded:
 
 @pytest.fixture(scope="module", params=[valkey_binary, redis7_binary], ids=["valkey", "redis7"])
 def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """The lines of ``warmfleet acl`` as the server's own aclfile."""
+    """A server whose aclfile is the output of ``warmfleet acl``."""
     users = rules(f"{MODEL} --worker w1 --worker w2 --ranks 2 --cluster")
     file = tmp_path_factory.mktemp("acl") / "users.acl"
     file.touch()
-    dangerous = ("--enable-module-command", "yes", "--enable-debug-command", "yes")  # so that the ACL must refuse them
+    dangerous = ("--enable-module-command", "yes", "--enable-debug-command", "yes")  # the ACL alone refuses these
     with server(request.param(), "--aclfile", str(file), *dangerous) as url:
         file.write_text("\n".join(lines(users, {name: f"secret-{name}" for name in users}, commands=False)) + "\n")
         with redis.Redis.from_url(url) as client:
@@ -73,13 +73,13 @@ def guarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def attempt(client: redis.Redis, *words: object) -> str:
-    """``refused``, or the result of the command."""
+    """``refused`` if the user has no right to the command, or ``allowed``."""
     try:
         client.execute_command(*words)  # type: ignore[no-untyped-call]
     except NoPermissionError:
         return "refused"
     except redis.RedisError as error:
-        return "refused" if "NOPERM" in str(error) else f"allowed, {error}"  # EXEC wraps it
+        return "refused" if "NOPERM" in str(error) else f"allowed, {error}"  # EXEC wraps the error
     return "allowed"
 
 
@@ -94,11 +94,11 @@ def test_every_command_that_is_not_listed_is_refused(guarded: Guarded, name: str
         else (*WORKER_COMMANDS, "xadd", "get", "setnx", "expire", "hgetall", "hget", "watch", "hset", "hdel")
     )
     admin = guarded.client("admin")
-    admin.response_callbacks.clear()  # as the server says it
+    admin.response_callbacks.clear()  # the server's own format
     asked = []
     with guarded.client(name) as client:
         for command, arity in every_command(cast("list[Any]", admin.execute_command("COMMAND"))):  # type: ignore[no-untyped-call]
-            if command not in allowed:  # a MULTI that is allowed would change the answers to all others
+            if command not in allowed:  # an allowed MULTI would change all later answers
                 words = command.split("|")
                 answer = attempt(client, *words, *["x"] * (abs(arity) - len(words)))
                 assert answer == "refused", command
@@ -111,7 +111,7 @@ def test_every_command_that_is_not_listed_is_refused(guarded: Guarded, name: str
 
 
 def every_command(table: list[Any]) -> list[tuple[str, int]]:
-    """Names, subcommands as ``config|get``, and arity; but for those that everybody may use at any time."""
+    """The names (subcommands as ``config|get``) and arities of the commands that need rights."""
     found = []
     for entry in table:
         name, arity, flags, subcommands = entry[0], entry[1], entry[2], entry[9] if len(entry) > 9 else []
@@ -135,7 +135,7 @@ def test_the_list_is_what_the_scripts_call() -> None:
 STREAMS = [KEYS.events("w1.0"), KEYS.events("w1.1"), KEYS.server("w1"), KEYS.hello]
 COMMANDS = [KEYS.command("w1.0"), KEYS.command("w1.1")]
 ARTIFACTS = [KEYS.artifact("w1", "0" * 64)]
-#: Keys of the model that no worker has anything to do with, and keys of other workers and models.
+#: Keys of the model that workers do not need, and keys of other workers and models.
 FOREIGN = [
     *(getattr(KEYS, name) for name in sorted(wire.SINGLE_KEYS - {"hello"})),
     *(KEYS.block(b"12345678").decode(), KEYS.speculative(b"12345678").decode(), KEYS.slot(7)),
@@ -144,7 +144,7 @@ FOREIGN = [
     *(KEYS.artifact("w2", "0" * 64), KEYS.artifact("w1.0", "0" * 64), f"{KEYS.prefix}artifact:w1", KEYS.prefix, "x"),
     *(OTHERS.events("w1.0"), OTHERS.server("w1"), OTHERS.hello, OTHERS.command("w1.0"), OTHERS.artifact("w1", "0")),
 ]
-#: Of the served model, which has the name without `#`: its pools, and where its servers are.
+#: Keys of the served model, named without `#`: its pools, and the places of its servers.
 PLACES = [wire.Keys("org/model").placement]
 POOLS = [wire.Keys("org/model").pools, *PLACES]
 VERBS: dict[str, tuple[tuple[str, ...], list[str]]] = {
@@ -177,7 +177,7 @@ def test_an_artifact_is_never_overwritten(guarded: Guarded) -> None:
 
 @pytest.mark.parametrize("rights", ["today's", "of an older version"])
 async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: Guarded, rights: str) -> None:
-    """With rules that know no EXPIRE the server joins all the same, and its files stay until it is forgotten."""
+    """With older rules without EXPIRE the server still joins, and its files stay until the server is forgotten."""
     name = "w8" if rights == "today's" else "w9"
     told = user(f"worker-{name}", [f"secret-worker-{name}"], worker_rules(MODEL, name)).split(" ", 2)
     rules = told[2].replace(" +expire", "") if name == "w9" else told[2]
@@ -198,7 +198,7 @@ async def test_files_of_a_worker_expire_as_far_as_its_rights_let_them(guarded: G
 
 @pytest.mark.parametrize("rights", ["today's", "of an older version"])
 async def test_a_worker_takes_a_place_in_a_pool_as_far_as_its_rights_let_it(guarded: Guarded, rights: str) -> None:
-    """With rules that know no pools it joins the pool with the model's name, as an older plugin does."""
+    """With older rules without pools the worker joins the pool with the model's name, as an older plugin does."""
     name = {"today's": "w8", "of an older version": "w9"}[rights]
     model, tag = f"of-{name}", f"of-{name}#1"
     told = _words(user(f"worker-{name}", [f"secret-worker-{name}"], worker_rules(model, name)).split(" ", 2)[2])
@@ -220,12 +220,12 @@ async def test_a_worker_takes_a_place_in_a_pool_as_far_as_its_rights_let_it(guar
 
 
 def _words(rules: str) -> list[str]:
-    """The rules of a user, one by one: what stands in brackets is one."""
+    """The single rules of a user; brackets with their content are one rule."""
     return re.findall(r"\([^)]*\)|\S+", rules)
 
 
 def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
-    others = {KEYS.prefix, KEYS.operator_approved, KEYS.operator_policy}  # no key at all, and the operator's
+    others = {KEYS.prefix, KEYS.operator_approved, KEYS.operator_policy}  # the bare prefix, and the operator's keys
     own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix) and key not in others]
     with guarded.client("router") as client:
         for key in [*own, *FOREIGN]:
@@ -273,7 +273,7 @@ def test_nobody_comes_in_without_a_password(guarded: Guarded) -> None:
             client.ping()
 
 
-# ------------------------------------------------ the whole way
+# ------------------------------------------------ real workers and routers
 
 
 async def test_a_worker_cannot_drain_anybody(guarded: Guarded) -> None:
@@ -339,7 +339,7 @@ async def _settled_in(fleet: Fleet, tracker: Tracker) -> int:
 
 
 async def poll_workers(fleet: Fleet, tracker: Tracker) -> list[Any]:
-    """The one worker, once the index has as many blocks as its table and its server half is there."""
+    """The single worker, once the index has all blocks of its table and its API server has joined."""
 
     async def ready() -> list[Any]:
         await fleet.upkeep.step()
@@ -363,7 +363,7 @@ async def _requests(fleet: Fleet, block: bytes) -> None:
 
 
 async def test_a_router_reads_the_registry_of_pools_and_reaches_pools_to_come(guarded: Guarded) -> None:
-    """By a model's name; by a tag it may use that pool, and read the registry."""
+    """A rule for a model's name covers all its pools; a rule for a tag covers that pool and reading the registry."""
     rules_of_name = _words(" ".join(rules("org/model")["router"]))
     with guarded.client("admin") as admin:
         admin.execute_command("ACL", "SETUSER", "router-of-all", "reset", "on", ">secret-router-of-all", *rules_of_name)

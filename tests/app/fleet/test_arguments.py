@@ -69,7 +69,7 @@ PACE = Pace(min_gap_ms=21, ttl_ms=22, forget_ms=23, max_streams=24, short_ms=25,
 
 
 class Recorder(Scripts):
-    """Calls no script: notes what it would be given, by name, and the list behind that.
+    """Scripts that are not called: ``calls`` gets the named arguments of each call and the list behind them.
 
     The arguments of a packed call are noted as the bytes that Redis would get.
     """
@@ -197,7 +197,7 @@ def sent_by_redis_py(fleet: Fleet, script: str, args: Sequence[Any]) -> bytes:
 
 
 async def call_the_other_scripts(fleet: Fleet) -> None:
-    """Each call of a script besides decide, with a number of its own in every place."""
+    """Call each script besides decide, with a different number for every argument."""
     await fleet.queue.poll(["w1", "w2"], ["l1"])
     await fleet.bookings.settle("wf-1", "failed")
     await fleet.bookings.renew([Renewal("wf-2", "w.0", 51, 52, started=True)])

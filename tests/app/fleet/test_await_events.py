@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-LONG_S = 40.0  # longer than any test: a wait that ends was ended by an event
+LONG_S = 40.0  # longer than any test, so only an event ends a wait
 STREAMS = ("events:s.0", "server:s")
 WORKERS = 8
-COMMANDS_A_SECOND = 20  # of a replica whose workers write nothing; about 14, and 37 where it polled
+COMMANDS_A_SECOND = 20  # bound for a replica whose workers write nothing: about 14 by waiting, 37 by polling
 LOOKS_S = 2.5
 
 
@@ -64,7 +64,7 @@ async def test_a_new_worker_ends_the_wait(store: aioredis.Redis, fleet: Fleet) -
 
 
 async def test_an_event_that_came_before_the_wait_ends_it(store: aioredis.Redis, fleet: Fleet) -> None:
-    """Between the step and the wait a worker may write."""
+    """A worker may write between the step and the wait."""
     reporter = ReportingWorker(store, fleet)
     await reporter.join()
     await fleet.upkeep.step()
@@ -80,14 +80,14 @@ async def test_a_key_of_another_type_ends_the_wait(store: aioredis.Redis, fleet:
 
 
 async def test_a_large_fleet_is_polled(fleet: Fleet) -> None:
-    """Its heartbeats leave no time to wait, and a wait for many keys would be a long call."""
+    """Many heartbeats leave no time to wait, and a wait for many keys would be a long call."""
     names = [f"events:w{number}.0" for number in range(AWAITED_STREAMS + 1)]
     async with asyncio.timeout(LONG_S / 2):
         await fleet.upkeep.await_events(names, LONG_S)
 
 
 async def test_a_wait_ends_after_its_time(fleet: Fleet) -> None:
-    """The clock of the fleet must tick once a second, whatever the workers write."""
+    """The fleet's clock must tick once a second although the workers write nothing."""
     began = time.monotonic()
     async with asyncio.timeout(LONG_S / 2):
         await fleet.upkeep.await_events(STREAMS, 0.05)

@@ -1,4 +1,4 @@
-"""A cancelled call ends, in whatever turn of the event loop the cancellation comes."""
+"""A cancelled call ends, whichever turn of the event loop cancels it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warmfleet.fleet.connection.cancellable import CancellableTCP, CancellableTL
 if TYPE_CHECKING:
     from pathlib import Path
 
-TURNS = 40  # of the event loop: enough for two calls
+TURNS = 40  # turns of the event loop, enough for two calls
 
 
 @pytest.mark.parametrize("wanted", ["one connection", "a new connection for each"])
@@ -34,7 +34,7 @@ async def test_one_cancellation_ends_a_task_in_every_turn_of_the_loop(valkey_url
             await asyncio.sleep(0)
         task.cancel()
         _, running = await asyncio.wait([task], timeout=60)
-        while running:  # or the test itself would not end
+        while running:  # without the limit a failing test would not end
             task.cancel()
             _, still = await asyncio.wait([task], timeout=0.1)
             assert still, f"a cancellation after {turns} turns was lost"

@@ -30,7 +30,7 @@ async def test_a_failover_under_load(model: str, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_an_owner_that_gave_its_slot_away_is_left(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planned failover: the old owner answers MOVED, or nothing at all once it is asked for the new one."""
+    """At a planned failover the old owner answers MOVED, or does not answer when it is asked for the new owner."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with cluster(wire.model_tag(model)) as made:
         async with BusyFleet(made.url, model) as fleet:

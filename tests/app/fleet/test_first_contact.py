@@ -1,4 +1,4 @@
-"""What a new replica says of a Redis that it cannot use: one line with the address, the reason and what follows."""
+"""A new replica that cannot use its Redis logs one line with the address, the reason and the consequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def secured() -> Iterator[Secured]:
 
 
 async def said(url: str, caplog: pytest.LogCaptureFixture, tag: str = "") -> str:
-    """The one line that is logged of this Redis. tag: of a pool of a Cluster."""
+    """The single line that is logged about the Redis at ``url``. tag: the pool, for a Cluster."""
     caplog.clear()
     client = connect(url, tag, timeout_s=0.5)
     trying = asyncio.create_task(first_contact([client], url))
@@ -66,7 +66,7 @@ async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 def redis_of(answers: dict[str, bytes]) -> Serve:
-    """A server that answers commands with these words in them so, and all others with OK."""
+    """A server that answers a command by its first word with the bytes in ``answers``, and other commands with OK."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_is_not_there_ends_the_start() -> None:
 
 
 async def test_a_lost_master_of_a_cluster_is_named_and_not_the_whole_cluster(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the master with the registry may be away: then the pools that the settings name can be served."""
+    """While only the master with the registry is away, the pools that the settings name can be served."""
     slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:1\r\n$0\r\n\r\n"
     async with server(redis_of({"CLUSTER": slots})) as port:
         url = f"redis+cluster://127.0.0.1:{port}"

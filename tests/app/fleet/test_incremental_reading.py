@@ -1,4 +1,4 @@
-"""A reading that reads only what may have changed equals one that reads all, whatever happened in between."""
+"""A reading of possible changes only equals a reading of everything, after any events in between."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ KEPT = ("workers", "servers", "load", "alive", "alive_servers", "cursor", "batch
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
-    """What is read does not depend on the server: one of the two is enough."""
+    """One of the two Redis servers is enough, because readings do not depend on the server."""
     return valkey_url
 
 
 @pytest.fixture
 async def reader(redis_url: str, model: str) -> AsyncIterator[Fleet]:
-    """A replica that only looks, again and again."""
+    """A replica that only reads, many times."""
     async with connect(redis_url) as client:
         yield Fleet(client, model)
 
 
 class Named(ReportingServer):
-    """One of several API servers."""
+    """An API server with a name, one of several."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str) -> None:
         super().__init__(store, fleet)
@@ -67,7 +67,7 @@ class Story:
         fleet.upkeep.pace = Pace(min_gap_ms=0)
 
     async def go_on(self) -> str:
-        """One event, applied. Returns its name."""
+        """Let one random event happen and apply it; return the event's name."""
         events = (
             *(
                 self.joined,
@@ -128,7 +128,7 @@ class Story:
         await self.fleet.upkeep.forget(f"{name}.0")
 
     async def damaged(self, name: str) -> None:
-        """The record is one that the scripts take, and no reader."""
+        """Write a record that the scripts accept and that no reader can parse."""
         if record := await self.cores[name].record():
             await self._hset(self.keys.workers, f"{name}.0", json.dumps(record | {"models": 5}))
 
@@ -140,7 +140,7 @@ class Story:
         self.dump = {key: packed for key, packed in found.items() if packed}
 
     async def went_back(self, _: str) -> None:
-        """A replica of Redis that had not heard the last writes has become the master."""
+        """Restore saved keys, as if a replica of Redis without the last writes had become the master."""
         await self.store.unlink(*(getattr(self.keys, key) for key in KEPT))
         for key, packed in self.dump.items():
             await self.store.restore(getattr(self.keys, key), 0, packed)
@@ -150,7 +150,7 @@ class Story:
 
 
 def ageless(workers: list[WorkerView]) -> list[WorkerView]:
-    """Without the ages, which two readings do not share."""
+    """The workers without ages, because ages differ between two readings."""
     ages: dict[str, Any] = {"heartbeat_age_s": None, "probed_age_s": None, "server_age_s": None, "vouched_age_s": None}
     return [replace(worker, **ages) for worker in workers]
 
@@ -174,7 +174,7 @@ async def test_every_look_equals_a_whole_reading(
 async def test_a_server_that_joins_again_is_seen_at_once_though_no_row_changes(
     store: aioredis.Redis, fleet: Fleet, reader: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It joins again before its worker was proved. Scripts of an older version count no announcements."""
+    """The server joins again before its worker is proved. Scripts of an older version count no announcements."""
     story = Story(store, fleet, 0)
     await story.joined("a")
     for _ in range(3):

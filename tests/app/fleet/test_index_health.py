@@ -1,4 +1,4 @@
-"""Every difference of an index from its engine's table is noticed, named, healed and counted; the lag is right."""
+"""Each difference between the index and an engine's table is found, named, healed and counted; the lag is right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "5ea50009"
 
 @pytest.fixture
 async def reporter(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
-    """A worker that holds blocks 1 to 3, as it and the index agree."""
+    """A worker that holds blocks 1 to 3, which the index has, too."""
     fleet.upkeep.pace = replace(Pace(), min_gap_ms=0)
     one = ReportingWorker(store, fleet)
     await one.join()
@@ -80,7 +80,7 @@ async def partial(reporter: ReportingWorker) -> None:
 
 
 async def rejoin(reporter: ReportingWorker) -> None:
-    """The stream begins anew with lower ids."""
+    """Begin the worker's stream anew with lower ids."""
     await reporter.store.delete(reporter.stream)
     await reporter.heartbeat(at="1-1")
     await reporter.applied()
@@ -103,7 +103,7 @@ async def test_a_divergence_is_named_and_its_snapshot_counted(
     open_now = await truth(reporter)
     assert (open_now.cause, open_now.found, open_now.healed) == (cause, 1, 0)
     assert open_now.diverged
-    await reporter.heartbeat(digest_of(77))  # another cause on top is the same divergence
+    await reporter.heartbeat(digest_of(77))  # a second cause belongs to the open divergence
     await reporter.applied()
     await reporter.snapshot([1, 2, 3], NAME)
     await reporter.applied()
@@ -121,13 +121,13 @@ async def test_a_new_incarnation_fills_which_is_no_divergence_and_keeps_the_figu
     filling = await truth(reporter)
     assert (filling.cause, filling.diverged, filling.found, filling.healed) == ("join", False, 1, 1)
     await reporter.snapshot([1], NAME)
-    await reporter.snapshot([1, 2], NAME)  # of its own accord
+    await reporter.snapshot([1, 2], NAME)  # a snapshot that no one requested
     await reporter.applied()
     assert (await truth(reporter)).resyncs == {"digest": 1, "join": 1, "worker": 1}
 
 
 async def test_a_digest_that_agrees_heals_without_a_snapshot(reporter: ReportingWorker, fleet: Fleet) -> None:
-    await gap(reporter)  # what was lost were no blocks
+    await gap(reporter)  # the lost entries had no blocks
     await reporter.applied()
     assert (await truth(reporter)).cause == "gap"
     await reporter.heartbeat(digest_of(1, 2, 3))
@@ -135,7 +135,7 @@ async def test_a_digest_that_agrees_heals_without_a_snapshot(reporter: Reporting
     healed = await truth(reporter)
     assert (healed.cause, healed.found, healed.healed, healed.resyncs) == ("", 1, 1, {})
     assert await reporter.waiting() is None
-    await reporter.join("n2")  # an empty engine: no snapshot, but a digest
+    await reporter.join("n2")  # an empty engine sends a digest and no snapshot
     await reporter.heartbeat(digest_of())
     await reporter.applied()
     assert (await truth(reporter)).cause == ""

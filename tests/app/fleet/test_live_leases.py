@@ -40,7 +40,7 @@ WORKERS, REPLICAS = 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Live leases, the slow-path period, the time between two renewals. ``slack_s``: for a machine that is busy."""
+    """The live leases, the slow-path period and the time between renewals. ``slack_s``: extra time on a busy machine."""
 
     leases: int
     heartbeat_s: float
@@ -57,7 +57,7 @@ SMALL, FULL = Size(200, 0.3, 0.4, 5.0), Size(2_000, wire.HEARTBEAT_SECONDS, 10.0
 
 @contextmanager
 def workers(url: str, model: str) -> Iterator[None]:
-    """Both halves of every worker, publishing."""
+    """Run the publishers of both halves (engine core and API server) of every worker."""
     with ExitStack() as stack:
         for number in range(1, WORKERS + 1):
             name = f"w{number}"
@@ -73,7 +73,7 @@ def workers(url: str, model: str) -> Iterator[None]:
 
 
 class Living:
-    """``replicas`` with what a router runs in the background around reservations."""
+    """Replicas with a router's background tasks for reservations."""
 
     def __init__(self, url: str, model: str, size: Size) -> None:
         self.size = size
@@ -108,7 +108,7 @@ class Living:
         await one.decide(Question(f"wf-0{self.number}", chains, 321, 500))
 
     async def hold(self) -> None:
-        """Every replica gets half of its share; every second one begins to answer."""
+        """Every replica books half of its share of leases; every second request begins to answer."""
         before = len(self.replicas[0].attempts)
 
         async def share(one: LossyReplica) -> None:
@@ -121,13 +121,13 @@ class Living:
         assert len({len(one.pool.reservations) for one in self.replicas}) == 1
 
     def begin(self) -> None:
-        """Other requests come and go meanwhile."""
+        """Let other requests begin and end from now on."""
         assert sum(len(one.pool.reservations) for one in self.replicas) == self.size.leases
         self.load = asyncio.create_task(self._requests())
 
     async def _requests(self) -> None:
         while True:
-            await asyncio.sleep(0.002)  # without the store nothing else waits
+            await asyncio.sleep(0.002)  # without the store no other call waits
             for one in self.replicas:
                 held = len(one.attempts)
                 await self.ask(one)
@@ -135,7 +135,7 @@ class Living:
                     await one.end(held, "finished")
 
     async def equal(self) -> bool:
-        """The sums of the rows are those of the live leases, to the token."""
+        """Whether the sums of the load rows equal those of the live leases, to the token."""
         renewals = [renewal for one in self.replicas for renewal in one.pool.reservations.renewals()]
         live = (
             sum(one.prefill_tokens for one in renewals),
@@ -156,7 +156,7 @@ class Living:
         return int(sum(value or 0 for value in found))
 
     async def over(self) -> None:
-        """End all requests: then nothing is booked."""
+        """End all requests, and assert that nothing is booked."""
         for one in self.replicas:
             while one.attempts:
                 await one.end(0, "finished")
@@ -172,7 +172,7 @@ class Living:
 
 @asynccontextmanager
 async def living(url: str, model: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
-    """Half of the leases are held."""
+    """A fleet with half of its leases booked."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", size.heartbeat_s)
     made = Living(url, model, size)
     try:
@@ -185,7 +185,7 @@ async def living(url: str, model: str, size: Size, monkeypatch: pytest.MonkeyPat
 
 
 async def struck(fleet: Living, strike: Callable[[], Any], what: str) -> None:
-    """The store goes away under load; how long until the sum is right again, and what was booked anew for it."""
+    """Stop the store under load; print the time until the load is right again, and the leases that were booked anew."""
     fleet.begin()
     await asyncio.sleep(0.2)
     await asyncio.to_thread(strike)
@@ -198,7 +198,7 @@ async def struck(fleet: Living, strike: Callable[[], Any], what: str) -> None:
     print(f"{what}: equal again after {took_s:.2f} s, {await fleet.counted('rebuilt')} booked anew")
 
 
-# Without the mark: tests/app/fleet/test_sentinel.py, with a few leases.
+# tests/app/fleet/test_sentinel.py tests a failover with a few leases in the default run.
 @pytest.mark.long(
     minutes=1,
     shows=(
@@ -209,7 +209,7 @@ async def struck(fleet: Living, strike: Callable[[], Any], what: str) -> None:
 @pytest.mark.parametrize("behind", [True, False], ids=["behind", "in step"])
 @pytest.mark.parametrize("size", [SMALL, FULL], ids=["200", "2000"])
 async def test_a_failover(model: str, monkeypatch: pytest.MonkeyPatch, size: Size, behind: bool) -> None:
-    """behind: the new master has never heard of half of the leases, nor that some of the others have begun."""
+    """behind: the new master lacks half of the leases, and the beginnings of some other requests."""
     with sentinels() as watched:
         async with living(watched.url, model, size, monkeypatch) as fleet:
             if behind:

@@ -1,4 +1,4 @@
-"""The lines to the masters of a Cluster: one for each, and trouble with one of them is no trouble with the others."""
+"""A replica has one connection to each master of a Cluster, and trouble with one master leaves the others alone."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ TAGS = ("alpha", "beta", "gamma", "delta")
 
 @dataclass
 class Node:
-    """Speaks as a node of a Cluster. refusals: the beginning of an error for the calls of a tag. calls: their tags."""
+    """A stand-in for a Cluster's node. refusals: the errors for calls by tag. calls: the tags of all calls."""
 
     cluster: Nodes
     port: int = 0
     refusals: dict[str, str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
-    lines: int = 0  # connections on which scripts came
+    lines: int = 0  # connections on which scripts were called
     listening: asyncio.Server | None = None
-    answers: asyncio.Event = field(default_factory=asyncio.Event)  # it says nothing while this is not set
+    answers: asyncio.Event = field(default_factory=asyncio.Event)  # the node sends nothing while the event is not set
 
     async def start(self) -> None:
         self.listening = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -82,7 +82,7 @@ class Node:
 
 
 class Nodes:
-    """``owners`` is the truth about each tag, and ``told`` says what nodes answer when they are asked."""
+    """The nodes of a Cluster. ``owners``: the real owner of each tag. ``told``: the owner that CLUSTER SLOTS names."""
 
     def __init__(self) -> None:
         self.all = [Node(self) for _ in range(3)]
@@ -114,14 +114,14 @@ class Router:
 
     @property
     def lines(self) -> dict[int, MasterLine]:
-        """The lines by the ports of their masters."""
+        """The router's connections by the ports of their masters."""
         return {port: line for (_, port), line in self.masters._lines.items()}
 
     async def settle(self, tag: str) -> str:
         return await self.fleets[tag].bookings.settle("wf-1", "finished")
 
     async def learned(self) -> None:
-        """Every tag was called once, and no call is moved any more."""
+        """Call every tag once, so that the router knows all owners and no later call is moved."""
         for tag in TAGS:
             assert await self.settle(tag) == "UNKNOWN"
         await poll(lambda: len(self.masters._owners) == len(TAGS), 10, "the owners are known")
@@ -260,12 +260,12 @@ async def test_a_closed_pool_leaves_the_line_of_the_others_open() -> None:
 
 
 async def test_a_closed_pool_leaves_another_client_of_its_tag_its_slot() -> None:
-    """The registry of a model's pools has the tag of the pool that has the model's name."""
+    """The registry of a model's pools shares its tag with the pool that has the model's name."""
     async with running() as router:
         registry = Fleet(router.redis.of("alpha"), "alpha", timeouts=PATIENT)
         await router.learned()
         await router.fleets["alpha"].close()
-        await router.fleets["alpha"].close()  # twice closed is left once
+        await router.fleets["alpha"].close()  # a second close must not release the slot again
         assert await registry.bookings.settle("wf-1", "finished") == "UNKNOWN"
         await registry.close()
         assert slot_of("alpha") not in router.masters._owners

@@ -1,4 +1,4 @@
-"""The one connection of many calls: every call is answered once, whatever happens to it; what waits is bounded."""
+"""One connection carries many calls: each call is answered once, whatever fails, and the waiting calls are bounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tell_all(fleet: Fleet, names: list[str]) -> Answers:
 
 
 class Server:
-    """Speaks as Redis does: greets, and answers each call of a script by ``answer`` (None: it says nothing)."""
+    """A stand-in for Redis that answers each call of a script with the result of ``answer`` (None: no answer)."""
 
     def __init__(self, answer: Callable[[list[bytes]], bytes | None]) -> None:
         self.answer = answer
@@ -106,7 +106,7 @@ async def server(answer: Callable[[list[bytes]], bytes | None]) -> AsyncIterator
 UNKNOWN = b"*1\r\n$7\r\nUNKNOWN\r\n"
 
 
-# ------------------------------------------------ the ordinary way
+# ------------------------------------------------ calls without trouble
 
 
 async def test_calls_of_one_turn_leave_in_one_write_and_are_answered_in_order(told: Fleet) -> None:
@@ -132,7 +132,7 @@ async def test_calls_of_one_turn_leave_in_one_write_and_are_answered_in_order(to
 async def test_a_settle_that_nobody_waits_for_leaves_with_the_next_decision(
     told: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together they cost Redis and the replica one read and one write. Without another call it leaves by itself."""
+    """Both calls cost Redis and the replica one read and one write. Without another call the settle leaves alone."""
     channel = channel_of(told)
     assert channel is not None
     written: list[bytes] = []
@@ -172,7 +172,7 @@ async def test_a_timer_runs_while_calls_wait_and_no_longer(told: Fleet) -> None:
 
 
 async def test_the_connection_is_redis_pys_with_user_database_and_name(valkey_url: str, model: str) -> None:
-    """redis-py has no public name for what is taken over: this fails if it changes."""
+    """The connection uses private names of redis-py; the test fails if redis-py changes them."""
     async with fleet_at(f"{valkey_url}?db=3&client_name=taken", model) as fleet:
         pool = cast("Any", fleet.redis).connection_pool
         replies: list[bytes] = []
@@ -263,7 +263,7 @@ async def test_time_in_which_the_loop_was_late_does_not_count(valkey_url: str, m
         await fleet.bookings.settle("wf-warm", "finished")
         for _ in range(3):
             answers = tell_all(fleet, ["wf-1"])
-            time.sleep(0.6)  # noqa: ASYNC251  a large prompt, say: what was told in this turn leaves only after it
+            time.sleep(0.6)  # noqa: ASYNC251  as a large prompt would: the calls of this turn are sent after it
             await poll(lambda answers=answers: answers)  # type: ignore[misc]
             assert answers[0][1] is None
 
@@ -276,7 +276,7 @@ async def test_a_loop_that_is_always_late_ends_the_wait_all_the_same(model: str)
         settled = asyncio.ensure_future(fleet.bookings.settle("wf-1", "finished"))
         began = time.monotonic()
         while not settled.done() and time.monotonic() - began < 10:
-            time.sleep(0.05)  # noqa: ASYNC251  the loop is to be late
+            time.sleep(0.05)  # noqa: ASYNC251  makes the loop late
             await asyncio.sleep(0.01)
         with pytest.raises(FleetUnavailable, match="time limit"):
             await settled
@@ -370,7 +370,7 @@ async def test_a_push_message_is_no_answer(model: str) -> None:
 
 
 async def test_a_silent_connection_is_replaced(model: str) -> None:
-    """A frozen server, or a network that swallows everything, keeps its connections open."""
+    """A frozen server, or a network that drops all packets, keeps its connections open."""
     silent = [True]
     async with (
         server(lambda _: None if silent else UNKNOWN) as redis,
@@ -458,7 +458,7 @@ async def test_closing_fails_what_waits(model: str) -> None:
 
 
 async def test_a_new_master_is_noticed_while_calls_go_on(model: str) -> None:
-    """A planned failover: the old master lives on as a replica, and a killed Sentinel loses nothing."""
+    """At a planned failover the old master lives on as a replica, so its connections do not end."""
     with sentinels() as watched:
         async with fleet_at(watched.url, model, Timeouts(request_s=1.0)) as fleet:
             await fleet.bookings.settle("wf-1", "finished")
@@ -487,7 +487,7 @@ async def test_a_former_master_that_answers_quickly_is_left_all_the_same(model: 
             assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
             assert channel_of(fleet) is before
             line._pool.look = lambda: None
-            line._pool.master_address = ("127.0.0.1", watched.replica.port)  # as a look would have found
+            line._pool.master_address = ("127.0.0.1", watched.replica.port)  # the result of a look for the master
             assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN", "the call waits for the new connection"
             assert channel_of(fleet) not in (before, None)
 

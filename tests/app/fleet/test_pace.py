@@ -1,4 +1,4 @@
-"""Applying is paced: together replicas get a share of Redis' time, live entries come first, decisions in between."""
+"""Replicas together apply entries in a share of Redis' time, live entries first, with decisions in between."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def ticked_ago(fleet: Fleet, ms: int) -> None:
 
 
 async def write(reporter: ReportingWorker, batches: int, each: int = 128) -> None:
-    """Join and ``batches`` full entries, in one round trip."""
+    """Write a join and ``batches`` full entries in one round trip."""
     await reporter.join()
     pipe = reporter.store.pipeline(transaction=False)
     for number in range(batches):
@@ -52,16 +52,16 @@ async def write(reporter: ReportingWorker, batches: int, each: int = 128) -> Non
     await pipe.execute()
 
 
-# ---------------------------------------------------------------- what a tick grants
+# ---------------------------------------------------------------- the time that a tick grants
 
 
 async def test_a_tick_grants_a_share_of_the_time_since_the_last_one(fleet: Fleet) -> None:
-    """Three tenths, of at least 16 ms and at most 200."""
+    """A tick grants three tenths of the time since the last tick, at least 16 ms and at most 200 ms."""
     for ago_ms in (100, 0, 5_000):
         began = time.time()
         await ticked_ago(fleet, ago_ms)
         granted_us = (await fleet.upkeep.tick()).granted_us
-        most_ms = ago_ms + 1_000 * (time.time() - began) + 2  # each clock is read in whole milliseconds
+        most_ms = ago_ms + 1_000 * (time.time() - began) + 2  # both clocks are read in whole milliseconds
         assert 300 * min(max(ago_ms, 16), 200) <= granted_us <= 300 * min(max(most_ms, 16), 200)
     fleet.upkeep.pace = replace(fleet.upkeep.pace, min_gap_ms=60_000)
     assert (await fleet.upkeep.tick()).granted_us == 0
@@ -87,7 +87,7 @@ async def test_a_backlog_that_would_keep_heartbeats_waiting_gets_twice_as_much(f
         assert (await fleet.upkeep.tick()).granted_us == granted_us
 
 
-# ---------------------------------------------------------------- what a step does with it
+# ---------------------------------------------------------------- a step's use of the granted time
 
 
 async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet: Fleet) -> None:
@@ -97,7 +97,7 @@ async def test_a_step_ends_when_the_grant_is_spent(store: aioredis.Redis, fleet:
     fleet.upkeep.pace = replace(fleet.upkeep.pace, block_us=50.0)
     await ticked_ago(fleet, 100)
     applied = (await fleet.upkeep.step()).blocks
-    assert 5 * 128 <= applied <= 10 * 128  # 30 ms of 6.5 ms each; 60 if the machine is slow
+    assert 5 * 128 <= applied <= 10 * 128  # 30 ms at 6.5 ms each; 60 ms on a slow machine
     fleet.upkeep.pace = replace(fleet.upkeep.pace, block_us=1_000.0)
     assert (await fleet.upkeep.step()).blocks == 128, "there is always something done"
 
@@ -131,9 +131,9 @@ async def test_the_living_go_before_snapshots_that_fill(store: aioredis.Redis, f
 
 
 def decide_all_the_time(url: str, model: str, done: Event, taken: Queue[tuple[float, float]]) -> None:
-    """The work of a router meanwhile, in a process of its own: in a thread it would wait for this one's Python code.
+    """Make a router's decisions until ``done``, in a separate process, because threads would share the test's GIL.
 
-    taken: for each decision when it began, by the monotonic clock, and how many seconds it took.
+    taken: the start of each decision by the monotonic clock, and its duration in seconds.
     """
 
     async def run() -> None:
@@ -158,7 +158,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
 ) -> None:
     keyspace = Keyspace(store, fleet)
     await keyspace.workers(8)
-    await keyspace.ticked(grace_ms=60_000)  # they have no API servers
+    await keyspace.ticked(grace_ms=60_000)  # the workers have no API servers
     cores = [ReportingWorker(store, fleet, f"c{number}") for number in range(64)]
     for reporter in cores:
         await write(reporter, 16)
@@ -188,7 +188,7 @@ async def test_decisions_are_prompt_while_a_backlog_is_worked_off(
     finally:
         ended = time.monotonic()
         done.set()
-        while requests.is_alive() or not taken.empty():  # a process that has something to tell does not end
+        while requests.is_alive() or not taken.empty():  # a process does not end before its queue is read
             seen()
             requests.join(0.01)
     spent_us = fleet.upkeep._cost_us(64 * 16, 64 * 16, applied)

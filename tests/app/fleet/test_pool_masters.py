@@ -1,4 +1,4 @@
-"""Which pools share a master of a Cluster, and tags that spread them: by the slots that Redis itself computes."""
+"""Slots computed as by Redis show the pools that share a master of a Cluster, and the tags that spread pools."""
 
 from __future__ import annotations
 

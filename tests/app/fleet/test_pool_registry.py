@@ -1,4 +1,4 @@
-"""The registry of pools: what replicas read, what bad fields do, and a registry that Redis has lost."""
+"""Replicas read the registry of pools, survive bad fields, and restore a registry that Redis has lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_place_comes_back_as_it_was_written() -> None:
 async def test_a_registry_that_redis_lost_is_written_back(
     store: aioredis.Redis, registry: PoolRegistry, model: str
 ) -> None:
-    """Redis came back empty: a replica that knows the pools tells them to those that do not."""
+    """After Redis comes back empty, a replica that knows the pools writes them for replicas that do not."""
     await registry.write([PoolEntry(f"{model}#1"), PoolEntry(f"{model}#2", draining=True)])
     before = await registry.read()
     await store.unlink(Keys(model).pools)

@@ -14,7 +14,7 @@ NUMBERS = {
     "H": st.integers(0, 2**16 - 1),
     "B": st.integers(0, 2**8 - 1),
 }
-U31 = st.integers(0, 2**31 - 1)  # of matched tokens: their highest bit says whether they were judged
+U31 = st.integers(0, 2**31 - 1)  # the highest bit of the matched tokens says whether they were judged
 ROW, LEASE = ({name: NUMBERS[letter] for name, letter in numbers_of(kind).items()} for kind in (LoadRow, Lease))
 
 

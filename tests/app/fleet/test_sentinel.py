@@ -49,10 +49,10 @@ async def test_a_failover_under_load(model: str, number: signal.Signals, monkeyp
 async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second of writes is lost: events, decisions and settles that the old master had acknowledged."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
-    with sentinels(lost_ms=3_000) as watched:  # on a busy machine it takes seconds to write what is to be lost
+    with sentinels(lost_ms=3_000) as watched:  # on a busy machine the writes to be lost take seconds
         async with BusyFleet(watched.url, model) as fleet:
             watched.cut()
-            await fleet.hold()  # the new master will have to be told of them
+            await fleet.hold()  # leases that the new master must learn from the replicas
             count, number = len(fleet.answered), fleet.core.state.number
             await poll(lambda: len(fleet.answered) > count + 30 and fleet.core.state.number > number + 5)
             decided_s, indexed_s = await fleet.struck(watched.master.kill, watched.agreed)
@@ -63,7 +63,7 @@ async def test_what_the_replica_had_not_heard_comes_right(model: str, monkeypatc
 
 
 async def test_a_failover_where_everybody_has_least_rights(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The users of ``warmfleet acl --sentinel`` are enough for replication, promotion and both ways after it."""
+    """The users of ``warmfleet acl --sentinel`` may replicate, promote, and afterwards route and publish."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     users = rules_of(build_parser().parse_args(["acl", model, "--worker", "w1", "--sentinel"]))
     with sentinels("\n".join(lines(users, {name: name for name in users}, commands=False)) + "\n") as watched:
@@ -108,7 +108,7 @@ async def test_sentinels_that_are_away_or_know_nothing(model: str) -> None:
             sentinel.kill()
         one = watched.sentinels[2].port
         fleet = Fleet(connect(watched.url.replace("//", f"//127.0.0.1:{nobody},"), timeout_s=2), model)
-        assert await fleet.index.counts() == {}  # the last of four knows
+        assert await fleet.index.counts() == {}  # the last of the four listed Sentinels knows the master
         await fleet.close()
         for url, why in ((f"127.0.0.1:{one}/other", "no node knows it"), (f"127.0.0.1:{nobody}/kv", str(nobody))):
             fleet = Fleet(connect(f"redis+sentinel://{url}"), model)
@@ -121,7 +121,7 @@ async def test_scripts_that_the_new_master_does_not_know_are_loaded(model: str) 
     with sentinels() as watched:
         fleet = Fleet(connect(watched.url, timeout_s=2), model)
         assert await fleet.bookings.settle("wf-1", "finished") == "UNKNOWN"
-        watched.replica.client().script_flush()  # a replica has no scripts, but a promoted one may be older
+        watched.replica.client().script_flush()  # the script cache of a promoted replica may be empty
         watched.master.kill()
 
         async def settled() -> bool:
@@ -138,7 +138,7 @@ async def test_scripts_that_the_new_master_does_not_know_are_loaded(model: str) 
 async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams of before are there, so nothing is nil: only the change of master says that something may be lost."""
+    """The new master has older streams, so no answer is nil: only the change of master hints at lost writes."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with sentinels() as watched:
         half = ServerPublisher(
@@ -148,7 +148,7 @@ async def test_joins_that_the_old_master_kept_to_itself_are_made_again(
         core = WorkerPublisher(PublisherConfig(watched.url, model, "w1.0", "w1", 0, SCHEME, 999, 999, "test"), tracker)
         half.start()
         core.start()
-        await poll(lambda: half.joined and core.state.joined)  # and nobody applies
+        await poll(lambda: half.joined and core.state.joined)  # no replica applies the entries
         nonces = half._stream.nonce, core._stream.nonce
         watched.sentinels[0].client().execute_command("SENTINEL", "FAILOVER", "kv")  # type: ignore[no-untyped-call]
         await poll(lambda: half._stream.nonce != nonces[0] and core._stream.nonce != nonces[1], 90)

@@ -35,7 +35,7 @@ Script = list[tuple[str, int, int, int]]
 
 @asynccontextmanager
 async def several(url: str, policy: str = "cost") -> AsyncIterator[SeveralReplicas]:
-    """All workers are there; at the end everything is over."""
+    """Several replicas with three joined workers; at the end all requests end."""
     clients = [connect(url, timeout_s=10) for _ in range(REPLICAS)]
     replicas = SeveralReplicas(clients, f"several/{uuid.uuid4().hex}", policy)
     try:
@@ -43,7 +43,7 @@ async def several(url: str, policy: str = "cost") -> AsyncIterator[SeveralReplic
         await replicas.join(3, 0, 0)
         await replicas.plain.queue.explain(
             replicas._ask(0, 1)
-        )  # now the server knows the script: a burst's calls are one each
+        )  # loads the script, so that each later call is a single command
         yield replicas
         await replicas._over()
     finally:
@@ -90,7 +90,7 @@ async def test_a_request_cancelled_while_it_settles_settles_all_the_same(valkey_
 
 
 async def test_a_request_that_ends_while_it_is_renewed(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store came back empty, its end was told first: renewing books it anew, and gives it back."""
+    """After the store came back empty, the end arrives before the renewal: renewing books and releases the request."""
     async with several(valkey_url) as replicas:
         await replicas.decide(0, 2, 1)
         [one, *_] = replicas.replicas

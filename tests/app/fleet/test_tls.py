@@ -1,4 +1,4 @@
-"""TLS to Redis: routers and plugin accept only the authority they were given, and say so."""
+"""Routers and the plugin accept Redis' certificate only from the authority in their settings, and log refusals."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_warmfleet_up_looks_for_the_store_with_tls(secured: Secured, monkeypatch
     answered: list[str] = []
 
     def answers() -> bool:
-        with suppress(CommandError):  # a busy machine needs longer for a handshake than a Sentinel is waited for
+        with suppress(CommandError):  # a handshake on a busy machine takes longer than the default timeout for Sentinels
             answered.append(check_store(secured.sentinel_url))
         return bool(answered)
 

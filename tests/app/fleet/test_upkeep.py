@@ -1,4 +1,4 @@
-"""Upkeep as a router runs it: step after step, by one replica or by several."""
+"""One or several replicas run upkeep step by step, as a router does."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_a_step_forgets_who_is_long_gone(store: aioredis.Redis, fleet: Fle
     reporter = ReportingWorker(store, fleet)
     await reporter.join(at=f"{int(time.time() * 1000) - 3_600_000}-0")
     await reporter.send("stored", blocks(1))
-    fleet.upkeep.pace = replace(fleet.upkeep.pace, ttl_ms=0, forget_ms=100)  # no grace
+    fleet.upkeep.pace = replace(fleet.upkeep.pace, ttl_ms=0, forget_ms=100)  # grace is over
 
     async def gone() -> bool:
         await fleet.upkeep.step()

@@ -1,4 +1,4 @@
-"""Reading workers, slots and counters from Redis, and the artifacts that workers brought."""
+"""Replicas read workers, slots, counters and artifacts of workers from Redis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
-    """These tests read without scripts: one of the two servers is enough."""
+    """One of the two Redis servers is enough, because these tests read without scripts."""
     return valkey_url
 
 
@@ -75,7 +75,7 @@ async def bring(fleet: Fleet, content: bytes) -> dict[str, Any]:
 
 
 async def test_an_artifact_comes_back_whole(fleet: Fleet) -> None:
-    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # it does not compress
+    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # random bytes, which do not compress
     entry = await bring(fleet, content)
     assert len(entry["chunks"]) == 5
     assert await fleet.artifacts.read("s", entry) == content

@@ -38,7 +38,7 @@ pytestmark = [
 
 @asynccontextmanager
 async def pools(cluster: WholeCluster, model: str) -> AsyncIterator[dict[str, BusyFleet]]:
-    """One replica with two pools on each master, under load; all share its connections."""
+    """The pools of one replica, two on each master, under load; all pools share the replica's connections."""
     connections, tags = RedisConnections(cluster.url), list[str]()
     for _ in range(POOLS):
         tags.append(next_tag(model, tags, cluster.ranges))
@@ -50,17 +50,17 @@ async def pools(cluster: WholeCluster, model: str) -> AsyncIterator[dict[str, Bu
             await fleet.hold()
         for fleet in fleets.values():
             await poll(lambda fleet=fleet: len(fleet.answered) > 20, 20, "decisions go on")  # type: ignore[misc]
-            fleet.failures.clear()  # of the start: the machine is busy then
+            fleet.failures.clear()  # failures of the busy start do not count
         yield fleets
 
 
 def slots_of(fleets: dict[str, BusyFleet], cluster: WholeCluster, number: int) -> set[str]:
-    """The pools on this master."""
+    """The pools on the master with this number."""
     return {tag for tag in fleets if cluster.number_of(wire.model_tag(tag)) == number}
 
 
 async def lines_of(node: Node) -> set[str]:
-    """The connections on which scripts were called, in many looks: each shows only the last call."""
+    """The connections on which scripts were called; of each, CLIENT LIST shows only the last command."""
     found: set[str] = set()
     for _ in range(50):
         found |= {one["id"] for one in node.client().client_list() if one["cmd"] == "evalsha"}
@@ -95,7 +95,7 @@ async def test_a_lost_master_touches_its_pools_only(model: str, monkeypatch: pyt
 
 
 async def test_a_slot_migrates_under_load(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its keys are at two masters its decisions fail, as they say why; afterwards they work at the other one."""
+    """While a slot's keys are at two masters its decisions fail with the reason; later they work at the new master."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     with whole_cluster() as cluster:
         async with pools(cluster, model) as fleets:
@@ -112,7 +112,7 @@ async def test_a_slot_migrates_under_load(model: str, monkeypatch: pytest.Monkey
 
 
 async def settled(fleet: BusyFleet) -> None:
-    """The index equals the engine's table; the load is that of what is held, and then nothing."""
+    """Wait until the index equals the engine's table and the load equals the held leases; then end all leases."""
     fleet.churn.cancel()
     await equal(fleet.fleet, fleet.tracker, 30)
     await fleet.consistent()

@@ -1,4 +1,4 @@
-"""A worker's life: it goes in a real Redis from state to state as app/docs/worker-life.md draws it."""
+"""A worker in a real Redis changes its state as the diagram in app/docs/worker-life.md says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 3_500
 
 
 class Event(StrEnum):
-    """What moves a worker; the value is the sentence in the drawing."""
+    """An event that changes a worker's state; the value is the event's text in the diagram."""
 
     CORE_JOINS = "its engine core joins"
     SERVER_JOINS = "a new process of its API server joins"
@@ -74,7 +74,7 @@ class Arrow(NamedTuple):
 
 
 def drawn(section: str) -> list[Arrow]:
-    """The arrows of this section, groups written out."""
+    """The arrows of a section's diagram, with one arrow for each state of a group."""
     text = PAGE.partition(f"## {section}\n")[2].partition("```mermaid")[2].partition("```")[0]
     arrows = re.findall(r"^ +(\w+) --> (\w+) : (.*)$", text, re.MULTILINE)
     assert len(arrows) == len(text.strip().splitlines()) - 1, "each line is an arrow"
@@ -85,18 +85,18 @@ def drawn(section: str) -> list[Arrow]:
     ]
 
 
-#: The table of states: word, layer, whether the state takes requests.
+#: The rows of the table of states: word, layer, whether a worker in the state takes requests.
 ROWS = re.findall(r"^\| `([\w-]+)` \| (standing|hold) \| (yes|no) \|", PAGE, re.MULTILINE)
 #: The standings of a worker with the plugin, and those of them in which the result of a probe is recorded.
 JOINED = ["pending", "warming", "proven", "suspected", "load-only", "unreachable"]
 GROUPS = {"joined": JOINED, "probed": [word for word in JOINED if word != "warming"]}
 CHANGES, OF_HOLDS = drawn("Standings"), drawn("Holds")
-HOLDS = [WorkerState(word) for word, layer, _ in ROWS if layer == "hold"]  # of several, the first is shown
+HOLDS = [WorkerState(word) for word, layer, _ in ROWS if layer == "hold"]  # the first of several holds is shown
 BEGINS = {arrow.event: WorkerState(arrow.after) for arrow in OF_HOLDS if arrow.before == "standing"}
 ENDS = [(arrow.event, WorkerState(arrow.before)) for arrow in OF_HOLDS if arrow.after == "standing"]
-#: From one hold to another.
+#: Arrows from one hold to another.
 TURNS = [arrow for arrow in OF_HOLDS if "standing" not in arrow]
-#: Events that end what has been reached so far: they come less often than the others.
+#: Events that undo a worker's progress; the test draws them less often than others.
 SETBACKS = {Event.CORE_JOINS, Event.SERVER_JOINS, *BEGINS}
 PROBES = {Event.PROBE_PASSES, Event.IDENTITY_FAILS, Event.URL_FAILS, Event.WARMING_BEGINS}
 HEARTBEATS = {Event.HEARD, Event.PAUSED, Event.RESUMED}
@@ -109,7 +109,7 @@ def test_the_table_of_states_is_whole() -> None:
     assert {arrow.event for arrow in (*CHANGES, *OF_HOLDS)} == set(Event)
 
 
-# ---------------------------------------------------------------- reading it
+# ---------------------------------------------------------------- reading a state
 
 
 @pytest.mark.parametrize(
@@ -163,21 +163,21 @@ def test_nobody_is_sent_to_a_worker_without_a_url() -> None:
     assert state_of(READY, {}, "", 0.0, 1.0) is WorkerState.UNREACHABLE
 
 
-# ---------------------------------------------------------------- living it
+# ---------------------------------------------------------------- living through the diagram
 
 
 class Life:
-    """One worker with the plugin in a real store, and what the drawing says of it: its standing and its holds."""
+    """A worker with the plugin in a real Redis, and its standing and holds by the diagram."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet) -> None:
         self.store, self.fleet, fleet.upkeep.pace = store, fleet, EVERY
         self.reporter, self.server = ReportingWorker(store, fleet), ReportingServer(store, fleet)
         self.standing, self.holds = WorkerState.GONE, {WorkerState.JOINING}
-        self.warmed = False  # an incarnation is warmed once
+        self.warmed = False  # each incarnation is warmed once
         self.serial, self.server_known = 0, False
-        self.server_quiet = False  # its API server's heartbeats are missing
-        self.core_left = False  # a replica may not vouch for it, and it comes back by a join only
-        self.server_left = False  # it comes back by a join only
+        self.server_quiet = False  # the API server's heartbeats are missing
+        self.core_left = False  # no replica may vouch for the worker, and only a join brings the core back
+        self.server_left = False  # only a join brings the API server back
 
     @property
     def expected(self) -> WorkerState:
@@ -191,13 +191,13 @@ class Life:
         return view.state if view else WorkerState.GONE
 
     def possible(self) -> list[Event]:
-        """The events that can come now."""
+        """The events that may happen in the current state."""
         found = {made.event for made in CHANGES if self.standing == made.before} - {Event.REGISTERED}
         found |= {Event.SERVER_JOINS, Event.SERVER_HEARD, Event.SERVER_LOST}
         if self.standing is not WorkerState.GONE:
             found |= {*BEGINS, *(event for event, _ in ENDS)}
         if self.holds:
-            found -= PROBES  # only a worker that nothing holds is probed
+            found -= PROBES  # only workers without holds are probed
         if self.warmed:
             found.discard(Event.WARMING_BEGINS)
         if not self.server_known:
@@ -212,14 +212,14 @@ class Life:
         if WorkerState.MISNAMED not in self.holds:
             found.discard(Event.RENAMED)
         if WorkerState.UNHEARD in self.holds:
-            found -= {Event.FALLS_SILENT, Event.SERVER_LOST}  # it is heard by neither way already
+            found -= {Event.FALLS_SILENT, Event.SERVER_LOST}  # both halves are unheard already
             found |= {Event.LAPSES}
             if WorkerState.JOINING in self.holds:
                 found -= HEARTBEATS | {Event.LAPSES}
         return sorted(found)
 
     def _excluded_by_goodbye(self) -> set[Event]:
-        """A half that left, or whose stream is broken, comes back by a join only."""
+        """The events that cannot happen because a half that left, or whose stream is broken, comes back only by a join."""
         broken = WorkerState.HOSTILE in self.holds
         excluded = set(HEARTBEATS) if broken or self.core_left else set[Event]()
         if self.server_left:
@@ -238,9 +238,9 @@ class Life:
         self._settle(event)
 
     def _settle(self, event: Event) -> None:
-        """What an event does besides, as the two halves of a worker are heard apart."""
+        """Apply the effects that the diagram omits, because the two halves of a worker are heard separately."""
         self._settle_heartbeat(event)
-        if event is Event.CORE_JOINS and self.server_quiet:  # that the other half is not heard counts again
+        if event is Event.CORE_JOINS and self.server_quiet:  # the missing API server counts again
             self.holds.add(WorkerState.JOINING)
         if event in (Event.CORE_JOINS, Event.SERVER_JOINS) and WorkerState.UNHEARD in self.holds:
             self.holds.add(WorkerState.SILENT)
@@ -255,19 +255,19 @@ class Life:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
             self.server_left = False
-            self.holds -= {WorkerState.JOINING, WorkerState.LEFT, WorkerState.MISNAMED}  # it tells its names anew
-        if event in (Event.MISNAMED, Event.RENAMED):  # its API server is heard
+            self.holds -= {WorkerState.JOINING, WorkerState.LEFT, WorkerState.MISNAMED}  # a join announces the names anew
+        if event in (Event.MISNAMED, Event.RENAMED):  # renaming implies that the API server is heard
             self.holds.discard(WorkerState.JOINING)
         if event is Event.FORGOTTEN:
             self.holds, self.server_known = {WorkerState.JOINING}, False
-            self.server_quiet = self.server_left = self.core_left = False  # its API server has no other worker
+            self.server_quiet = self.server_left = self.core_left = False  # the API server has no other worker
 
     def _settle_heartbeat(self, event: Event) -> None:
-        """What each heartbeat and each join of the engine core does besides."""
+        """Apply the effects of each heartbeat and each join of the engine core."""
         if event is Event.CORE_JOINS or event in HEARTBEATS:
             self.core_left = False
         if event in (Event.CORE_JOINS, Event.HEARD):
-            self.holds.discard(WorkerState.PAUSED)  # a restarted engine runs
+            self.holds.discard(WorkerState.PAUSED)  # a restarted engine is not paused
         if event in HEARTBEATS:
             self.holds -= {WorkerState.SILENT, WorkerState.UNHEARD}
 
@@ -311,7 +311,7 @@ class Life:
         await self._rewrite(warming={"owner": "a", "ends": 1})
 
     async def _suspicion(self) -> None:
-        await self._rewrite(suspect="prompt")  # tests/lua/test_suspicion.py says when `apply` does
+        await self._rewrite(suspect="prompt")  # tests/lua/test_suspicion.py tests how `apply` sets this
 
     async def _rewrite(self, **fields: Any) -> None:
         name, record = self.reporter.worker_id, await self.reporter.record()
@@ -338,7 +338,7 @@ class Life:
             self.holds.discard(WorkerState.UNHEARD)
 
     async def _heard(self, *, paused: bool = False) -> None:
-        await asyncio.sleep(0.002)  # a heartbeat of the millisecond of a vouch does not count as later
+        await asyncio.sleep(0.002)  # a heartbeat in the millisecond of the vouch counts as earlier
         await self.reporter.heartbeat(paused=paused)
         await self.reporter.applied()
         if WorkerState.UNHEARD in self.holds:
@@ -389,7 +389,7 @@ class Life:
         await self._renamed("other")
 
     async def _renamed(self, *names: str) -> None:
-        """The process announces other names than before, and is the same."""
+        """Let the same process announce other names."""
         self.server_quiet = False
         await self.server.join(self.server.nonce, models=names or (self.fleet.keys.tag.replace("~", "/"), "alias"))
         await self.server.applied()

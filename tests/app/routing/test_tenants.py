@@ -175,7 +175,7 @@ def test_names_of_pictures_are_apart_from_each_other_and_from_salts() -> None:
 
 
 async def test_a_gateway_is_refused_a_body_that_it_would_send_unchanged(valkey_url: str, model: str) -> None:
-    async with engine(model) as upstream:  # one for both: a second one would join beside it
+    async with engine(model) as upstream:  # both replicas share the engine: a second engine would join beside it
         async with replica(valkey_url, model, upstream.url, tenant_key=KEY, admin_port=1) as one:
             for path, text in NAMING + NAMELESS:
                 async with one.client.post(f"{one.operators}/route?endpoint={path}", data=text.encode()) as answer:
