@@ -93,7 +93,7 @@ async def test_workers_that_redis_has_lost_are_asked(valkey_url: str, model: str
 
 
 async def test_pools_are_checked_at_once(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers answer just before the timeout: after checks of one pool after another the first would get requests again.
+    """Servers answer just before the timeout: with pools checked in turn, the first pool would get requests again.
 
     A pool with more servers than may be checked at once is checked in two turns.
     """

@@ -76,7 +76,7 @@ async def test_forty_probes_that_hang_delay_no_join(fakes: list[Any]) -> None:
 
 
 async def test_workers_that_join_again_and_again_wait_behind_a_new_one(fakes: list[Any]) -> None:
-    """200 fake workers restart all the time: each name counts as new once, and later they get at most half of the room."""
+    """200 fake workers restart all the time: each name is new once, and later they get at most half of the room."""
     workers = list(fakes)
     prober = Hanging(workers)
     for nonce in range(4):  # all fakes have been probed once

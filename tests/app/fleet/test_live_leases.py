@@ -40,7 +40,7 @@ WORKERS, REPLICAS = 4, 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The live leases, the slow-path period and the time between renewals. ``slack_s``: extra time on a busy machine."""
+    """The live leases, the slow-path period and the time between renewals. ``slack_s``: for a busy machine."""
 
     leases: int
     heartbeat_s: float

@@ -113,7 +113,7 @@ def test_warmfleet_up_looks_for_the_store_with_tls(secured: Secured, monkeypatch
     answered: list[str] = []
 
     def answers() -> bool:
-        with suppress(CommandError):  # a handshake on a busy machine takes longer than the default timeout for Sentinels
+        with suppress(CommandError):  # a handshake takes longer on a busy machine
             answered.append(check_store(secured.sentinel_url))
         return bool(answered)
 

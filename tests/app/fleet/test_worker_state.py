@@ -219,7 +219,7 @@ class Life:
         return sorted(found)
 
     def _excluded_by_goodbye(self) -> set[Event]:
-        """The events that cannot happen because a half that left, or whose stream is broken, comes back only by a join."""
+        """The events that cannot happen, because a half that left, or with a broken stream, comes back only by a join."""
         broken = WorkerState.HOSTILE in self.holds
         excluded = set(HEARTBEATS) if broken or self.core_left else set[Event]()
         if self.server_left:
@@ -255,7 +255,7 @@ class Life:
             self.holds.discard(WorkerState.SILENT)
         if event is Event.SERVER_JOINS:
             self.server_left = False
-            self.holds -= {WorkerState.JOINING, WorkerState.LEFT, WorkerState.MISNAMED}  # a join announces the names anew
+            self.holds -= {WorkerState.JOINING, WorkerState.LEFT, WorkerState.MISNAMED}  # joins announce names
         if event in (Event.MISNAMED, Event.RENAMED):  # renaming implies that the API server is heard
             self.holds.discard(WorkerState.JOINING)
         if event is Event.FORGOTTEN:

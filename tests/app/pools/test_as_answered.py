@@ -1,4 +1,4 @@
-"""The answers for several pools are taken as they come; a failure of one spoils no other."""
+"""Answers of several pools are used in the order of their arrival; one pool's failure affects no other pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of prompts: by a depth at which few prompts are alike, the same for all turns of a conversation."""
+"""A prompt's key is its block at a depth where few prompts are alike; all turns of a conversation share a key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_system_prompt_that_most_have_is_no_key() -> None:
     sessions = [blocks(600) for _ in range(100)]
     told = [beginnings.key(chain(system + session), DEPTH, POOLS) for _ in range(5) for session in sessions]
     late = Counter(told[200:])
-    assert len(late) == len(sessions)  # each has its own, and keeps it
+    assert len(late) == len(sessions)  # each session has its own key, and keeps it
     assert max(late.values()) == 3
     depth = 64
     while depth <= 300:
@@ -65,7 +65,7 @@ def test_prompts_that_end_within_what_many_share_have_their_last_block() -> None
 
 
 def test_a_conversation_of_many_turns_keeps_its_key() -> None:
-    """Its turns are most of the prompts, and one conversation."""
+    """The turns of one conversation are many prompts with one beginning, and do not make this beginning common."""
     beginnings, system = Beginnings(), blocks(68)
     sessions = [system + blocks(1_000) for _ in range(12)]
     told: dict[int, list[bytes]] = {number: [] for number in range(len(sessions))}
@@ -77,7 +77,7 @@ def test_a_conversation_of_many_turns_keeps_its_key() -> None:
 
 
 def test_a_document_that_some_have_stays_a_key() -> None:
-    """One in twenty prompts is less than half of an eighth."""
+    """One prompt in twenty is less than half of an eighth, so the document is not too common for a key."""
     beginnings, document = Beginnings(), blocks(200)
     for number in range(2_000):
         text = document + blocks(10) if number % 20 == 0 else blocks(100)
@@ -110,7 +110,7 @@ def test_a_prompt_without_block_hashes_has_no_key() -> None:
 
 
 def test_replicas_agree_without_a_word() -> None:
-    """Each sees another half of the prompts."""
+    """Replicas compute equal keys although each replica sees a different half of the prompts."""
     replicas, system = [Beginnings() for _ in range(2)], blocks(300)
     sessions = [blocks(600) for _ in range(200)]
     for number in range(4_000):

@@ -74,14 +74,14 @@ def test_without_a_routable_worker_there_is_no_choice() -> None:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The time, which stands still for the module under test: a slow machine changes nothing."""
+    """The time, which stands still for the module under test, so that a slow machine changes nothing."""
     stopped = 100_000.0
     monkeypatch.setattr(fallback_module, "time", SimpleNamespace(monotonic=lambda: stopped))
     return stopped
 
 
 async def test_known_workers_do_not_age_while_redis_is_away(fleet: Fleet, now: float) -> None:
-    """Redis comes back empty, or with heartbeats of an old dump: no worker is routable until the workers are heard."""
+    """After Redis comes back empty or with an old dump, no worker is routable until its next heartbeat."""
     pool = Pool("m", fleet, DegradedMode(1.0))
     pool.show(View((worker("a"),), read_at=now - 600))
     assert pool.last_known.workers == (worker("a"),)
@@ -99,7 +99,7 @@ async def test_a_worker_that_stays_unroutable_is_forgotten(fleet: Fleet, now: fl
 
 
 async def test_a_worker_that_said_goodbye_is_not_remembered(fleet: Fleet, now: float) -> None:
-    """Its server may still be up, to finish what it has: it would refuse the request, or be cut off in its middle."""
+    """The worker's server may still finish its requests; a new request would be refused or cut off."""
     known = LastKnown(fleet)
     known.show(View(tuple(replace(worker(name), server={}) for name in "abc"), read_at=now - 2))
     core_left = replace(worker("a"), state=WorkerState.SILENT, heartbeat_age_s=None)
@@ -110,7 +110,7 @@ async def test_a_worker_that_said_goodbye_is_not_remembered(fleet: Fleet, now: f
 
 
 async def test_a_paused_worker_is_not_remembered(fleet: Fleet, now: float) -> None:
-    """Its engine would take the request, and let it wait for as long as the pause lasts."""
+    """The paused engine would accept the request, and let it wait until the pause ends."""
     known = LastKnown(fleet)
     known.show(View((worker("a"), worker("b")), read_at=now - 2))
     paused = replace(worker("a"), state=WorkerState.PAUSED, load=LoadRow(flags=Flag.PAUSED))
@@ -121,7 +121,7 @@ async def test_a_paused_worker_is_not_remembered(fleet: Fleet, now: float) -> No
 
 
 async def test_no_worker_is_forgotten_while_nothing_is_read(fleet: Fleet, now: float) -> None:
-    """Redis came back empty, and is away again before its workers have joined."""
+    """Redis comes back empty, and is away again before its workers have joined."""
     pool = Pool("m", fleet, DegradedMode(1.0))
     for age, workers in ((3 * LAST_KNOWN_S, (worker("a"),)), (2 * LAST_KNOWN_S, ()), (2 * LAST_KNOWN_S - 1, ())):
         pool.show(View(workers, read_at=now - age))
@@ -208,7 +208,7 @@ async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None
 
 
 async def test_explain_without_redis_says_what_a_request_would_meet(valkey_url: str, model: str) -> None:
-    """The only engine, though it failed a moment ago; with no engine at all the words that the request would get."""
+    """/explain names the only engine, though it failed a moment ago; without engines it answers as the request would."""
     async with engine(model) as one, gate(valkey_url) as door:
         url = f"redis://127.0.0.1:{door.port}"
         async with (

@@ -1,4 +1,4 @@
-"""How long requests are on their way to engines, and how much prefill engines get ahead for that."""
+"""Replicas measure the time that requests take to reach engines, and give engines as much prefill in advance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def begun(limit_s: float = 0.05, objective_s: float = 0.0) -> tuple[EngineLeadTi
 
 
 def told(way: EngineLeadTime, way_s: float, made: Decision | None = None, speed_tps: int = SPEED_TPS) -> None:
-    """LOOK_EACH requests whose first byte came so long after the prefill."""
+    """Report LOOK_EACH requests whose first byte came ``way_s`` seconds after the prefill."""
     made = made or decision()
     for _ in range(LOOK_EACH):
         way.first_byte(made, speed_tps, made.prefill_tokens / SPEED_TPS + way_s)
@@ -75,7 +75,7 @@ def test_the_more_waits_the_more_may_be_in_a_step() -> None:
 
 @pytest.mark.parametrize(("slow", "expected"), [(1 / 3, 0.05), (2 / 3, 0.12)], ids=["a third", "two thirds"])
 def test_the_median_counts(slow: float, expected: float) -> None:
-    """A few slow answers change nothing; where most are slow, the few that are not hide nothing."""
+    """A few slow answers do not change the lead; a few quick answers do not hide that most answers are slow."""
     way, fleet = begun()
     for number in range(66):
         way.first_byte(decision(), SPEED_TPS, 0.1 + (0.052 if number % 3 < 3 * slow else 0.01))
@@ -86,7 +86,7 @@ def test_the_median_counts(slow: float, expected: float) -> None:
     ("limit_s", "objective_s", "expected"), [(0.0, 0.0, 0.0), (2.0, 0.0, 2.0), (0.05, 0.0, MOST_S), (0.05, 0.2, 0.2)]
 )
 def test_bounds(limit_s: float, objective_s: float, expected: float) -> None:
-    """No queue stays none, a larger limit stays, no objective is missed, and an engine in trouble is no long way."""
+    """A disabled queue and a larger limit stay, the objective is kept, and a slow engine does not raise the lead."""
     way, fleet = begun(limit_s, objective_s)
     told(way, 9.0)
     assert fleet.constants.limits.max_engine_wait_s == expected

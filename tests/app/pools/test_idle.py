@@ -1,4 +1,4 @@
-"""A model is at rest when nothing but heartbeats came for a while; any request ends the rest at once."""
+"""A model is idle after some time with heartbeats only; any request ends the idleness at once."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_a_pool_of_very_many_engines_does_not_rest(fleet: Fleet) -> None:
 
 
 async def _heard(store: aioredis.Redis, fleet: Fleet) -> dict[bytes, float]:
-    """When each worker was heard, in ms."""
+    """The time in ms at which each worker was last heard."""
     return dict(cast("Any", await store.zrange(fleet.keys.alive, 0, -1, withscores=True)))
 
 
@@ -153,7 +153,7 @@ async def _ticked_since(store: aioredis.Redis, fleet: Fleet, before: bytes | str
 
 
 async def _later(store: aioredis.Redis) -> int:
-    """A time in ms that is after everything so far."""
+    """A time in ms after all events so far."""
     seconds, micros = await store.time()
     return int(seconds) * 1000 + int(micros) // 1000 + 50
 

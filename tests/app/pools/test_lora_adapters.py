@@ -19,9 +19,9 @@ from warmfleet_worker.tracker import Tracker
 if TYPE_CHECKING:
     import pytest
 
-LISTED = ("127.0.0.0/8",)  # the operator lists the engines, because these report no probe in their streams
+LISTED = ("127.0.0.0/8",)  # the engines must be listed, because these report no probe in their streams
 IDS = random.Random(3).choices(range(2_000, 90_000), k=100)
-WHOLE = "96"  # of the 100 tokens: full blocks of 16, without the last token
+WHOLE = "96"  # the full blocks of 16 tokens in 100, without the last token
 
 
 async def listed(router: Replica, *names: str) -> None:
@@ -33,7 +33,7 @@ async def listed(router: Replica, *names: str) -> None:
 
 
 async def asked(router: Replica, **body: object) -> tuple[int, str, str]:
-    """Status, worker, matched tokens."""
+    """The status, the worker and the matched tokens of a request's answer."""
     status, headers, _ = await router.post({"prompt": IDS, **body})
     return status, headers.get("x-warmfleet-worker", ""), headers.get("x-warmfleet-matched-tokens", "")
 
@@ -67,7 +67,7 @@ async def test_a_request_goes_only_to_a_worker_that_serves_its_adapter(
 
         await poll(both, 10, "both serve it")
         assert (await asked(router, model="three"))[0] == 404
-        del adapters["b"]["two"]  # unloaded; the next heartbeat tells
+        del adapters["b"]["two"]  # unloads the adapter; the next heartbeat reports it
         await listed(router, model, "one")
         assert (await asked(router, model="two"))[0] == 404
 
@@ -93,7 +93,7 @@ async def test_blocks_of_an_adapter_or_a_salt_count_for_it_alone(valkey_url: str
 
 
 async def found(router: Replica, owner: tuple[str, str | None], model: str, tokens: str) -> bool:
-    """Whether this adapter and salt would be matched ``tokens``; nothing is booked."""
+    """Whether a request with this adapter and salt would match ``tokens``, without booking it."""
     name, salt = owner
     status, _, answer = await router.post({"model": name or model, "prompt": IDS, "cache_salt": salt}, "/explain")
     assert status == 200, answer

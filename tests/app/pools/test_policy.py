@@ -1,4 +1,4 @@
-"""The policy that places a request: by the settings, the operator's switch, and a client's headers."""
+"""The settings, the operator's switch and a client's headers select the policy that places a request."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_key_of_chwbl_is_the_adapter_and_the_first_hundred_characters() -> N
 
 
 async def homes(router: Replica, model: str, sessions: int, **headers: str) -> list[str]:
-    """The workers that get new prompts of these sessions."""
+    """The workers that get the sessions' new prompts."""
     found = []
     for session in range(sessions):
         body = {"model": model, "prompt": f"{session} {PROMPT}", "max_tokens": 1}
@@ -142,7 +142,7 @@ def test_a_model_without_workers_is_warned_about(
 def test_an_impossible_switch_is_explained(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # a stack that somebody runs would be switched
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # the switch would change the policy of a stack in use
     assert main(["policy", *words]) == 2
     said = capsys.readouterr().err
     assert ("no policy" in said) if words == ["best"] else ("--model" in said)

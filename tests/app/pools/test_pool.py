@@ -136,7 +136,7 @@ def test_pools_that_leave_or_drain_keep_no_replica_waiting() -> None:
 
 
 def test_a_pool_that_has_no_worker_yet_keeps_no_replica_waiting() -> None:
-    """As one that was just added: every replica lacks its workers. A pool that was not read yet may have some."""
+    """Every replica lacks the workers of a new pool. An unread pool may have workers, so the replica waits for it."""
     fleet, now = pools(), time.monotonic()
     serving, added = (Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2"))
     fleet.change(ServedModel("m", [serving, added]))
@@ -182,7 +182,7 @@ async def test_a_mistake_of_ours_costs_a_log_line(failing: str, caplog: pytest.L
 
 
 async def test_workers_that_cannot_serve_are_those_of_the_newest_reading() -> None:
-    """Identifying may wait for a thread: meanwhile a worker may join that lacks the adapter."""
+    """While identifying waits for a thread, a worker without the adapter may join."""
     (only,) = pools().all
 
     class Slow:
@@ -201,7 +201,7 @@ async def test_workers_that_cannot_serve_are_those_of_the_newest_reading() -> No
 
 
 async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
-    """64 bytes of Chinese may be more or fewer than 16 tokens; known token ids keep them from counting as more."""
+    """64 bytes of Chinese may be more or fewer than 16 tokens; known token ids limit their count."""
 
     class Known:
         def __init__(self) -> None:
@@ -227,7 +227,7 @@ async def test_a_text_block_is_worth_no_more_than_it_holds() -> None:
 async def test_a_prompt_counts_as_a_use_of_its_prefix_when_it_is_decided_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Probes and people who ask where a request would go make no prefix popular."""
+    """Probes and requests to /explain make no prefix popular."""
     (only,) = pools().all
     noted: list[Prompt] = []
     monkeypatch.setattr(only.uses, "note", lambda prompt, _: noted.append(prompt))

@@ -1,4 +1,4 @@
-"""Every word of the scripts for why a worker was chosen has its words for an operator, in the code and in the docs."""
+"""Every reason of the scripts for a choice of worker is explained to operators in the code and in the docs."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
     from tests.support.engines.scripted import Answer
 
-LISTED = ("127.0.0.0/8",)  # the operator lists the engines, because these report no probe in their streams
+LISTED = ("127.0.0.0/8",)  # the engines must be listed, because these report no probe in their streams
 CLIENTS = 20
-AFTER_S = 0.7  # of a change: these engines are checked, and tell their names, every 0.2 s
+AFTER_S = 0.7  # time for a change: engines are checked, and announce their names, every 0.2 s
 
 
 async def held_by_name(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-    """An answer that takes so long that requests that come together are spread over the engines."""
+    """Answer slowly, so that simultaneous requests are spread over the engines."""
     if seen.json.get("model", "") in one.names:
         await asyncio.sleep(0.05)
     await answer_by_name(one, seen, writer)
@@ -50,14 +50,14 @@ async def held_by_name(one: Engine, seen: Seen, writer: asyncio.StreamWriter) ->
 
 @dataclass
 class Named:
-    """An engine of the fleet whose names may change. known_as: by its worker_id. adapters: of one with the plugin."""
+    """An engine whose names may change. known_as: its worker_id. adapters: its adapters if it has the plugin."""
 
     engine: Engine
     known_as: str
     adapters: dict[str, str] = field(default_factory=dict)
 
     def serve(self, *names: str) -> None:
-        """Serve these names from now on. An engine with the plugin tells those behind its first as adapters."""
+        """Serve these names from now on. An engine with the plugin announces all names after the first as adapters."""
         self.engine.names = [*names]
         self.adapters.clear()
         self.adapters |= {name: f"/adapters/{name}" for name in names[1:]}
@@ -69,14 +69,14 @@ class Named:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names are announced so often, and engines checked."""
+    """Announce names and check engines every fraction of a second."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(server_publisher, "LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture(params=["url", "plugin"])
 def way(request: pytest.FixtureRequest) -> str:
-    """How engines tell their names: routers ask them, or a plugin (or a bridge) announces them."""
+    """The source of engines' names: routers read them by URL, or a plugin (or a bridge) announces them."""
     return str(request.param)
 
 
@@ -84,7 +84,7 @@ def way(request: pytest.FixtureRequest) -> str:
 async def fleet_of(
     url: str, model: str, way: str, *names: list[str], answer: Answer = held_by_name, routable: int, **settings: Any
 ) -> AsyncIterator[tuple[Replica, list[Named]]]:
-    """A replica that asks its engines in turn, one for each list of names. routable: how many of them take requests."""
+    """A replica and an engine for each list of names. routable: the number of engines that take requests."""
     async with AsyncExitStack() as stack:
         made, urls = list[Named](), list[str]()
         for number, served in enumerate(names):
@@ -115,7 +115,7 @@ async def known(router: Replica, count: int) -> bool:
 
 
 async def asked(router: Replica, name: str, count: int = 24, **body: object) -> tuple[Counter[int], set[str]]:
-    """The statuses, and the workers that answered, of so many fresh requests at once."""
+    """The statuses and workers of ``count`` simultaneous requests with new prompts."""
 
     async def one(number: int) -> tuple[int, str]:
         prompt = f"{random.random()} {number} fox"
@@ -135,7 +135,7 @@ async def row(router: Replica, known_as: str) -> dict[str, Any]:
     return next(worker for worker in model["workers"] if worker["worker_id"] == known_as)
 
 
-# ---------------------------------------------------------------- which engine gets a name
+# ---------------------------------------------------------------- the engine that gets a name
 
 
 #: The names of two engines in the pool POOL, the name that is asked for, and the engines that may get it.
@@ -199,7 +199,7 @@ async def test_clients_of_a_fleet_whose_engines_all_have_another_name_are_told_w
 
 
 async def test_names_that_nobody_serves_any_more_are_listed_no_more(valkey_url: str, model: str) -> None:
-    """All engines have another name: the model is listed by its own, as one without workers."""
+    """When all engines have another name, the model is listed by its own name, as a model without workers."""
     async with fleet_of(valkey_url, model, "url", *[[model, "alias"]] * 2, routable=2) as (router, engines):
         assert await listed(router) == {model, "alias"}
         for one in engines:
@@ -314,7 +314,7 @@ async def _state(router: Replica, one: Named, wanted: str) -> bool:
 
 
 async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_url: str, model: str, way: str) -> None:
-    """One engine serves every name at any time; which one it is changes faster than anybody tells."""
+    """At any time one engine serves all names, but its role passes to another engine before names are announced."""
     rng, found, until = random.Random(7), Counter[tuple[str, int]](), asyncio.get_running_loop().time() + 3
     everything = [model, "alias", "tuned"]
 
@@ -329,7 +329,7 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
         while asyncio.get_running_loop().time() < until:
             for number, one in enumerate(engines):
                 some = [name for name in everything[1:] if rng.random() < 0.5]
-                gone = way == "url" and rng.random() < 0.2  # only an engine that is started anew loses its first name
+                gone = way == "url" and rng.random() < 0.2  # only a restart changes an engine's first name
                 one.serve(*everything) if number == whole else one.serve(*(["other"] if gone else [model, *some]))
             await asyncio.sleep(AFTER_S)
             now = rng.randrange(3)
@@ -355,7 +355,7 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
 async def test_a_request_finds_the_one_engine_that_still_serves_its_name(
     valkey_url: str, model: str, way: str, stream: bool
 ) -> None:
-    """Nobody has told yet that all others lost it, so the request meets some of them first."""
+    """No announcement has told yet that the other engines lost the name, so the request tries some of them first."""
     async with fleet_of(valkey_url, model, way, *[[model, "alias"]] * 8, routable=8) as (router, engines):
         for one in engines[1:]:
             one.engine.names = [model]
@@ -404,8 +404,8 @@ NAMELESS = json.dumps({"error": {"message": "Response with id 'resp_1' not found
 async def test_a_404_for_a_name_that_others_serve_is_tried_there_and_counts_against_the_worker(
     valkey_url: str, model: str, body: Callable[[str], bytes], tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine lists the name, and does not serve it."""
-    monkeypatch.setattr(pool, "REFUSED_S", 0.05)  # so long it is passed over, and may be refused again after that
+    """The engine lists the name but does not serve it."""
+    monkeypatch.setattr(pool, "REFUSED_S", 0.05)  # the worker is passed over so long, and may refuse again later
     avoided: list[object] = []
     monkeypatch.setattr(Pool, "avoid", lambda *told: avoided.append(told))
     async with (
@@ -444,7 +444,7 @@ async def test_a_404_of_all_that_serve_the_name_reaches_the_client(valkey_url: s
 
 
 async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: str, model: str) -> None:
-    """Two models: it moves to the pool of a name that it serves; with a name of none it is misnamed where it was."""
+    """With two models the engine moves to the pool of a name that it serves; with an unknown name it is misnamed."""
     other = f"{model}-b"
     async with (
         engine(model, answer_by_name) as first,
@@ -468,7 +468,7 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
             assert (await asked(router, model))[0] == {200: 24}
 
             async def told() -> bool:
-                """Nothing is wrong with it."""
+                """A listed engine serves the name, so the replica has no warning."""
                 pools = json.loads((await router.get("/workers"))[1])["models"]
                 rows = {row["state"]: row for pool in pools if pool["model"] == model for row in pool["workers"]}
                 return (rows["silent"]["why"], rows["silent"]["remedy"]) == (f"moved to {other}", "")
@@ -509,7 +509,7 @@ async def test_a_name_of_one_pool_goes_to_that_pool(valkey_url: str, model: str)
 
 @pytest.mark.parametrize("behind", [": a b", "-模型-7b", "😀", "/é/"])
 async def test_a_name_that_is_no_tag_is_that_of_its_pool(valkey_url: str, model: str, behind: str) -> None:
-    """As ``warmfleet up`` makes it: each character that a tag cannot have is a hyphen there."""
+    """``warmfleet up`` makes a pool's tag of the name, with a hyphen for each character that a tag cannot have."""
     odd = model + behind
     async with engine(model, answer_by_name) as one:
         one.names = [odd]

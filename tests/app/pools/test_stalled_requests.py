@@ -53,7 +53,7 @@ def worker(name: str, age_s: float | None, flags: int = Flag.SERVER) -> WorkerVi
 
 
 def waiting_at(tries: Tries, worker_id: str) -> tuple[EngineResponse, asyncio.Task[None]]:
-    """A request that was sent to this worker and waits for its answer's headers."""
+    """A request that was sent to a worker and waits for the headers of the answer."""
     response = EngineResponse(asyncio.get_running_loop())
     tries.begin("wf-1", Try(worker_id, response))
     return response, asyncio.create_task(response.head())
@@ -62,12 +62,12 @@ def waiting_at(tries: Tries, worker_id: str) -> tuple[EngineResponse, asyncio.Ta
 async def looks(
     tries: Tries, workers: list[WorkerView], begin_s: float, seconds: float, *others: list[WorkerView]
 ) -> int:
-    """Look once a second; returns how many requests were given up. others: the workers of each other pool."""
+    """Look once a second, and return how many requests were given up. others: the workers of each other pool."""
     given_up = 0
     for second in range(int(seconds) + 1):
         given_up += tries.look(workers, begin_s + second, others)
         for _ in range(3):
-            await asyncio.sleep(0)  # requests that were given up wake
+            await asyncio.sleep(0)  # lets requests that were given up end
     return given_up
 
 
@@ -146,21 +146,21 @@ async def test_an_outage_of_redis_begins_a_grace() -> None:
     await looks(tries, well, 0, GRACE_S)
     _, waiting = waiting_at(tries, "a")
     await asyncio.sleep(0)
-    back = GRACE_S + GAP_S + 1  # the heartbeat of b came back first
+    back = GRACE_S + GAP_S + 1  # b's heartbeat comes back before a's
     assert await looks(tries, frozen, back, GRACE_S - 1) == 0
     assert await looks(tries, well, back + GRACE_S, 5) == 0
     waiting.cancel()
 
 
 async def let_expire(fleet: Fleet, one: Engine) -> None:
-    """Make its last heartbeat a minute old."""
+    """Make the engine's last heartbeat a minute old."""
     (seconds, _) = await fleet.redis.time()
     await fleet.redis.zadd(fleet.keys.alive, {worker_id(one.url): (seconds - 60) * 1000})
 
 
 @asynccontextmanager
 async def two_asked(valkey_url: str, model: str, answer: Answer) -> AsyncIterator[tuple[Replica, Engine, list[bytes]]]:
-    """A replica, its good engine, and the answers of two requests, one of which met an engine that froze."""
+    """A replica, its good engine, and the answers of two requests; one of them was first sent to a frozen engine."""
     async with (
         engine(model, answer) as frozen,
         engine(model) as good,
@@ -252,7 +252,7 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
     registry = PoolRegistry(connect(valkey_url, model, timeout_s=5), model)
     first, second = f"{model}#1", f"{model}#2"
     await registry.write([PoolEntry(first)])
-    seen_lost: list[float] = []  # when the view of the first pool showed an engine that is silent there
+    seen_lost: list[float] = []  # times at which the first pool's view shows a silent engine
     look, answer_now = Tries.look, asyncio.Event()
 
     def noting(tries: Tries, workers: Sequence[WorkerView], now: float, *others: Any) -> int:
@@ -296,7 +296,7 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
 
 
 async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, model: str) -> None:
-    whole = 8_000_000  # more than all buffers on the way hold
+    whole = 8_000_000  # more than all buffers on the path hold
 
     async def long(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
@@ -315,7 +315,7 @@ async def test_a_slow_client_is_not_taken_for_a_frozen_worker(valkey_url: str, m
         assert await router.metric("warmfleet_given_up_requests_total") == 0
 
 
-# ------------------------------------------------ a worker that is heard, but hangs
+# ------------------------------------------------ a worker that sends heartbeats, but hangs
 
 
 def response_of(tries: Tries, reservation: str, worker_id: str, *, began: bool) -> EngineResponse:
@@ -334,7 +334,7 @@ async def reading(*responses: EngineResponse) -> list[asyncio.Task[bytes]]:
 async def test_a_worker_that_sends_nothing_though_it_had_begun_stands_still() -> None:
     tries = Tries()
     stream, waits = (response_of(tries, f"wf-{began}", "a", began=began) for began in (True, False))
-    slow = response_of(tries, "wf-slow", "b", began=True)  # nobody reads it: its client takes nothing
+    slow = response_of(tries, "wf-slow", "b", began=True)  # the client reads nothing
     only = response_of(tries, "wf-only", "c", began=False)  # a long prompt, or a plain answer
     readers = await reading(stream, waits, only)
     assert tries.standing_still(0.0) == set()
@@ -415,7 +415,7 @@ async def test_an_engine_that_only_takes_long_is_waited_for(valkey_url: str, mod
 
 
 class Held:
-    """Costs of steps that never end: a device or a lock holds the engine's core, and its API server lives."""
+    """Costs of steps that never end, as if a device or a lock held the engine's core."""
 
     def seconds(self, _work: object) -> float:
         return 1e6
@@ -427,7 +427,7 @@ class Held:
 async def test_a_core_that_hangs_behind_a_live_api_server_is_given_up(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plain request to it waits without a byte, while ``/health`` answers and the thread of the plugin runs."""
+    """A plain request to the hanging core gets no byte, while ``/health`` answers and the plugin's thread runs."""
     monkeypatch.setattr(load, "STANDSTILL_SECONDS", 0.5)
     async with (
         simulated(valkey_url, model, "a") as hung,

@@ -1,4 +1,4 @@
-"""How long clients wait: quantiles of the last minute, right to half a bucket, in a fixed size; and the objective."""
+"""Quantiles of clients' waits in the last minute are exact to half a bucket and need fixed memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warmfleet.settings import PerModel, Settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ERROR = 2 ** (0.5 / PER_OCTAVE) - 1  # half a bucket
+ERROR = 2 ** (0.5 / PER_OCTAVE) - 1  # the error of half a bucket
 
 
 class Clock:
@@ -59,7 +59,7 @@ def test_any_wait_is_counted_somewhere(wait: float) -> None:
 
 
 def test_waits_older_than_the_window_are_forgotten() -> None:
-    """Compared with a list of all waits and their times, over quiet and busy spells, one longer than the window."""
+    """The window equals a list of all waits with times, over quiet and busy spells, some longer than the window."""
     rng, clock, slice_s = random.Random(3), Clock(), WINDOW_S / SLICES
     found, told = TtftWindow(clock=clock), list[tuple[float, float]]()
     for _ in range(3_000):
@@ -101,7 +101,7 @@ def test_off_by_default_and_without_knowledge() -> None:
 
 
 def test_the_objective_in_force_follows_the_waits() -> None:
-    """No objective is in force while nine of ten waits meet it; then the median is, up to the objective."""
+    """No objective is in force while nine of ten waits meet it; otherwise the median is in force, up to the objective."""
     clock = Clock()
     found = TtftWindow(0.5, clock)
     seen = []

@@ -35,26 +35,26 @@ from warmfleet.routing.tickets import PAUSES, POLL_S, TicketPolls, Tickets
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-PROMPT_TOKENS = 300  # a quarter of a second of the engine's time
-SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # at a speed not yet known: 500 tokens
+PROMPT_TOKENS = 300  # the engine needs a quarter of a second for them
+SETTINGS: dict[str, Any] = {"max_engine_wait_s": 0.05, "queue_max": 6}  # 500 tokens while the speed is unknown
 
 
 @pytest.fixture
 def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets and leases outlive the test, so a ticket that is gone was given up."""
+    """Let tickets and leases outlive the test, so that a missing ticket was given up and did not expire."""
     spans = Spans(ticket_ms=600_000, lease_ms=600_000)
     monkeypatch.setattr(Spans.__init__, "__defaults__", astuple(spans))
 
 
 def body(seed: int, **more: Any) -> dict[str, Any]:
-    """A request whose prompt no other seed has."""
+    """A request with a prompt of its own for each seed."""
     rng = random.Random(seed)
     return {"prompt": [rng.randint(10, 900) for _ in range(PROMPT_TOKENS)], "max_tokens": 1, "stream": True} | more
 
 
 @asynccontextmanager
 async def crowded(redis_url: str, model: str, workers: int = 1, **settings: Any) -> AsyncIterator[Replica]:
-    """A replica with one slow engine, and the engines that the test has started: ``workers`` in all."""
+    """A replica with one slow engine. ``workers``: the number of engines, including those that the test started."""
     async with (
         simulated(redis_url, model, speed="trace"),
         replica(redis_url, model, **(SETTINGS | settings)) as router,
@@ -69,7 +69,7 @@ async def tickets(router: Replica) -> int:
 
 @asynccontextmanager
 async def no_room(router: Replica) -> AsyncIterator[None]:
-    """Until the block ends, the engine is given no request: a load is booked there that only this test gives back."""
+    """Book a load at the engine until the block ends, so that the engine gets no request."""
     decision = await router.fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 1, "cost"))
     assert decision.reservation == "wf-0busy"
     try:
@@ -80,7 +80,7 @@ async def no_room(router: Replica) -> AsyncIterator[None]:
 
 
 async def some_wait(router: Replica, count: int) -> None:
-    """Return when ``count`` requests wait: to be asked while there is no room, so that none of them goes on."""
+    """Return when ``count`` requests wait. Only within ``no_room``, where none of them can leave the queue."""
 
     async def waiting() -> bool:
         return [await tickets(router), await router.metric("warmfleet_queued_requests{")] == [count, count]
@@ -109,7 +109,7 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
             assert await router.metric('warmfleet_queue_rejections_total{reason="full"}') == len(refused)
             *stay, leaves = [one for one in sent if not one.done()]
             leaves.cancel()
-            await some_wait(router, 5)  # the ticket of who hung up is given back, not left to expire
+            await some_wait(router, 5)  # the ticket of a client that hung up is given back at once
         assert [(await one)[0] for one in stay] == [200] * 5
         assert await router.metric("warmfleet_queue_seconds_count") >= 6
         await poll(lambda: nothing_waits(router), 30, "nobody waits")
@@ -186,7 +186,7 @@ async def test_a_deadline_a_priority_and_bytes(
 async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
     valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # what the ticket says is not decided again
+    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # a waiting request is not decided again meanwhile
     avoided = ["idle.0"]
     monkeypatch.setattr(Pool, "avoided", lambda _: tuple(avoided))
     async with simulated(valkey_url, model, "idle"), crowded(valkey_url, model, workers=2) as router:
@@ -194,7 +194,7 @@ async def test_a_suspected_worker_is_not_avoided_for_the_whole_wait(
         sent = asyncio.create_task(router.post(body(1), **{"X-Request-Timeout-Ms": "20000"}))
         await some_wait(router, 1)
         avoided.clear()
-        async with asyncio.timeout(15):  # at its deadline it would get any worker with room
+        async with asyncio.timeout(15):  # at its deadline the request would get any worker with room
             status, headers, _ = await sent
         assert (status, headers["x-warmfleet-worker"]) == (200, "idle.0")
         await router.fleet.bookings.settle("wf-0busy", "finished")
@@ -213,7 +213,7 @@ async def test_one_tenant_leaves_room_for_the_bodies_of_others(valkey_url: str, 
                 return await tickets(router) + refused == len(of_one)
 
             await poll(all_decided, 30, "as much of one tenant waits as may")
-            await some_wait(router, 4)  # half of the room
+            await some_wait(router, 4)  # these four fill one tenant's half of the room
             large = body(99) | {"prompt": body(99)["prompt"] * 3}
             other = asyncio.create_task(router.post(large, authorization="Bearer two"))
             await some_wait(router, 5)
@@ -270,7 +270,7 @@ async def test_a_first_byte_tells_how_long_the_way_to_the_engine_was(
 async def test_a_request_that_waits_keeps_its_ticket_when_redis_is_slow_once(
     valkey_url: str, model: str, lasting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its turn came and it was booked, but the answer came too late. It asks again and is told."""
+    """The request was booked in its turn, but the answer came too late: it asks again and learns of the booking."""
     decide_in_turn, asked = Queue.decide_in_turn, Counter[str]()
     late: list[str] = []
 
@@ -336,7 +336,7 @@ async def test_a_place_is_given_up_though_a_poll_fails(
 async def test_tickets_that_redis_never_takes_back_are_forgotten(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They expire by themselves. A replica that stops waits for that no longer than for Redis."""
+    """Such tickets expire in Redis. A replica that stops does not wait for that."""
     monkeypatch.setattr("warmfleet.routing.tickets.SILENT_S", 0.1)
     client = connect(valkey_url)
     pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
@@ -354,7 +354,7 @@ async def test_tickets_that_redis_never_takes_back_are_forgotten(
 async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests end all the time; the line is so long that asking about it takes 10 ms of Redis."""
+    """While requests end all the time, polling a long queue that costs 10 ms of Redis pauses between polls."""
     monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)
     client = connect(valkey_url)
     pool = Pool(model, Fleet(client, model), DegradedMode(1.0))
@@ -362,7 +362,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
 
     async def slowly(*ids: Any) -> Line:
         began.append(time.monotonic())
-        await asyncio.sleep(0.01)  # of Redis's time
+        await asyncio.sleep(0.01)  # time that the poll costs Redis
         line = replace(await poll_redis(*ids), standings={})
         ended.append(time.monotonic())
         return line
@@ -372,7 +372,7 @@ async def test_a_poll_that_takes_long_is_not_made_at_once_again(
     waits = asyncio.create_task(polls.wait("wf-ticket"))
     while len(ended) < 8:
         polls.ask_soon()
-        await asyncio.sleep(0.001)  # until the next request ends
+        await asyncio.sleep(0.001)  # another request ends every millisecond
     waits.cancel()
     await asyncio.wait([waits])
     await poll(lambda: polls.task is None, 30, "nobody waits, nothing runs")

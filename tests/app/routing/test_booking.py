@@ -32,7 +32,7 @@ DECISION = Decision(NAME, "booked", "w.0", "w", "http://w", 0, 10, False, False,
 
 
 class Store(ConstantsAlone):
-    """What Redis is told: settled outcomes and tickets that were left. ``away``: it takes no outcome."""
+    """A stand-in for Redis that keeps settled outcomes and left tickets. ``away``: settling fails."""
 
     def __init__(self) -> None:
         super().__init__(limits=QueueLimits(1.0))
@@ -219,7 +219,7 @@ async def test_an_outcome_that_redis_does_not_take_is_kept() -> None:
 
 
 async def test_an_outcome_is_kept_no_longer_than_its_lease_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The master of a removed pool may never come back: outcomes that wait for it would hold the pool for ever."""
+    """The master of a removed pool may never come back; outcomes that wait for it would keep the pool forever."""
     monkeypatch.setattr(open_reservations, "KEPT_S", 0.0)
     booking, settlements, store = begun()
     booked(booking)

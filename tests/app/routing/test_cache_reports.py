@@ -1,4 +1,4 @@
-"""Answers of engines without the plugin tell of their caches, which corrects what the fleet believes of them."""
+"""Cached tokens in answers of engines without the plugin correct the fleet's mirror of their caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 800
 
 @dataclass
 class Cache:
-    """An engine with an endless cache: prompts are token ids. ``tells``: cached tokens that are 0 are told, too."""
+    """An engine with an endless cache for prompts of token ids. ``tells``: the engine also reports 0 cached tokens."""
 
     known: list[list[int]] = field(default_factory=list)
     tells: bool = True
@@ -95,7 +95,7 @@ async def test_one_answer_corrects_what_is_known_of_an_engine_that_lost_its_cach
 
 
 async def test_an_engine_with_larger_pages_keeps_its_mirror(valkey_url: str, model: str) -> None:
-    """It finds whole pages only: of 250 tokens it has 192, where the fleet believes 240."""
+    """The engine finds whole pages only: 192 of 250 tokens, where the fleet expects 240."""
     cache = Cache(page_tokens=64)
     async with engine(model, cache.answer) as stock, replica(valkey_url, model, stock.url) as router:
 

@@ -1,4 +1,4 @@
-"""Limits of clients over several pools: one pool counts for a client, whatever its requests and their pools do."""
+"""One of several pools counts a client's requests, and its limits hold for any order of requests and failures."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LIMITS = ClientLimits("team-a", 3, 1_000_000)
 
 @pytest.fixture
 async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """Makes replicas that choose among pools of their own, which count in the same Redis."""
-    monkeypatch.setattr(late_pools, "LATE_S", 5.0)  # the machine of a test may be busy
+    """A function that makes replicas with separate pools, which count clients in the same Redis."""
+    monkeypatch.setattr(late_pools, "LATE_S", 5.0)  # the test's machine may be busy
     fleets: list[Fleet] = []
 
     def make(count: int) -> list[Fixture]:
@@ -54,7 +54,7 @@ async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch)
 
 
 async def keys(url: str, model: str) -> dict[str, list[str]]:
-    """The requests that count for all clients, by the number of the pool."""
+    """The requests that count for any client, by the number of the counting pool."""
     redis = connect(url, timeout_s=2)
     try:
         pattern = f"wf:{{{model.replace('/', '~')}#*}}:client:*"
@@ -67,7 +67,7 @@ async def keys(url: str, model: str) -> dict[str, list[str]]:
 
 
 async def begin(replica: Fixture, limits: ClientLimits = LIMITS) -> tuple[Attempt, Decision]:
-    """An attempt with its decision; nothing is left of it if it is refused."""
+    """An attempt with its decision; a refused attempt is released."""
     job, attempt = replica.attempt(replica.job(limits=limits))
     try:
         decision = await replica.queue.admit(job, attempt)
@@ -87,7 +87,7 @@ async def quiet(*made: Fixture) -> None:
 async def test_the_limit_holds_over_all_pools_and_replicas(
     replicas: Any, valkey_url: str, model: str, seed: int
 ) -> None:
-    """Any interleaving: at no moment more requests than the limit are in flight, and in the end none counts."""
+    """For any interleaving the requests in flight never exceed the limit, and in the end none is counted."""
     rng, made = random.Random(seed), replicas(3)
     at_once = most = served = 0
 
@@ -275,7 +275,7 @@ async def test_without_an_answer_a_request_passes_and_is_told_unchecked(
 
 
 def loses(replica: Fixture, *, answers: bool = True) -> Pool:
-    """The pool that counts for the client, whose Redis is away from now on. answers: calls fail at once."""
+    """Make the Redis of the client's counting pool fail from now on. answers: calls fail at once, or get no answer."""
     pool = replica.counting.pool_of("m", LIMITS.tag)
     assert pool is not None
     error = FleetUnavailable("away")
@@ -293,7 +293,7 @@ def loses(replica: Fixture, *, answers: bool = True) -> Pool:
 
 
 async def as_many_as_pass(replica: Fixture, homes: Sequence[Pool] | None = None) -> list[Attempt]:
-    """Requests in flight, begun one after another until one is refused; 12 at most."""
+    """Begin requests one after another until a request is refused (12 at most), and return those in flight."""
     held: list[Attempt] = []
     for _ in range(12):
         job, attempt = replica.attempt(replica.job(homes, limits=LIMITS))
@@ -310,7 +310,7 @@ async def as_many_as_pass(replica: Fixture, homes: Sequence[Pool] | None = None)
 async def test_while_a_pool_is_away_the_next_one_counts_whoever_else_asks_it(
     replicas: Any, monkeypatch: pytest.MonkeyPatch, *, answers: bool
 ) -> None:
-    """No prompt has the pool as its home, so nothing but the counting finds out that it is away."""
+    """The pool is no prompt's home, so only the counting can find that the pool is away."""
     if not answers:
         monkeypatch.setattr(late_pools, "LATE_S", 0.2)
     (replica,) = replicas(1)
@@ -344,7 +344,7 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
             pool.degraded.failed("away")
         held += await as_many_as_pass(replica)
         replica.counting._refused_until.clear()
-        pool.degraded._asks_again_at = 0.0  # a second has passed in which no request had it as its home
+        pool.degraded._asks_again_at = 0.0  # pretends that no request had the pool as its home for a second
         with pytest.raises(FleetUnavailable):
             await replica.counting.keep()
         await replica.counting.drained()
@@ -358,7 +358,7 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
 async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
     replicas: Any, valkey_url: str, model: str
 ) -> None:
-    """Else a client is refused for up to 30 s after a failover of Redis, though nothing of it runs."""
+    """Otherwise a client would be refused for up to 30 s after a failover of Redis, though none of its requests runs."""
     (replica,) = replicas(1)
     slow = ClientLimits("team-a", 3, 1_000)
     held = [await begin(replica, slow) for _ in range(3)]
@@ -388,7 +388,7 @@ async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
 async def test_an_end_that_a_pool_did_not_take_ends_no_count_of_a_request_that_is_back_there(
     replicas: Any, valkey_url: str, model: str
 ) -> None:
-    """The pool comes back while the request runs, which another one counted meanwhile."""
+    """The pool comes back while the request runs, and another pool has counted the request meanwhile."""
     (replica,) = replicas(1)
     pool = replica.counting.pool_of("m", LIMITS.tag)
     assert pool is not None
@@ -408,7 +408,7 @@ async def test_an_end_that_a_pool_did_not_take_ends_no_count_of_a_request_that_i
 
 
 async def test_what_was_not_charged_is_not_refunded(replicas: Any) -> None:
-    """A request that passed unchecked counts within a renewal, but not its prompt."""
+    """A request that passed unchecked is counted at the next renewal, but its prompt is not charged."""
     (replica,) = replicas(1)
     slow = ClientLimits("team-a", 3, 1_000)
     admits = {tag: store.clients.admit for tag, store in replica.stores.items()}
@@ -451,7 +451,7 @@ async def test_an_end_while_a_request_changes_its_pool_reaches_both(replicas: An
 
 
 async def test_a_refused_request_counts_nowhere_and_has_no_end(replicas: Any, valkey_url: str, model: str) -> None:
-    """Its home pools are still asked when a renewal comes."""
+    """A renewal begins while the request's home pools are still being asked."""
     (replica,) = replicas(1)
     held = [await begin(replica) for _ in range(3)]
     pool = replica.counting.pool_of("m", LIMITS.tag)
@@ -499,7 +499,7 @@ async def test_one_renewal_that_fails_takes_no_count_from_the_pool(replicas: Any
 
 
 def loses_answers(keep: Any) -> Any:
-    """A renewal of counts that Redis carries out and that gets no answer."""
+    """A renewal of counts that Redis carries out without an answer to the replica."""
 
     async def does(names: list[str]) -> None:
         await keep(names)
@@ -542,7 +542,7 @@ async def test_a_late_answer_is_one_failure_of_its_pool(replicas: Any, monkeypat
 async def test_where_all_pools_are_slow_a_refused_client_passes_no_limit(
     replicas: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked about first, so no answer tells whether the pool is late."""
+    """A refused client's limit is asked first, so no decision tells whether the pool is late."""
     (replica,) = replicas(1)
     held = [await begin(replica) for _ in range(3)]
     monkeypatch.setattr(late_pools, "LATE_S", 0.1)
@@ -612,7 +612,7 @@ async def test_a_request_that_ends_while_others_are_kept_counts_no_longer(
 
 
 def gateway(replica: Fixture, attempt: Attempt) -> Gateway:
-    """The parts of a gateway that its ``settle`` and ``renew`` need, for the reservation of this attempt."""
+    """A gateway with the parts that ``settle`` and ``renew`` need, for the attempt's reservation."""
 
     async def booked(_model: str, _reservation: str) -> tuple[Pool, str]:
         return attempt.chosen.pool, attempt.reservation

@@ -1,4 +1,4 @@
-"""Mid-stream continuation: a stream whose engine dies goes on at another worker, and the client does not notice."""
+"""A stream whose engine dies goes on at another worker, and the client does not notice."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ ASKS = {"X-Warmfleet-Continue": "1"}
 
 @dataclass
 class Plan:
-    """How the streams of both engines go, whichever is asked.
+    """A plan for the streams of both engines.
 
-    dies_after: for each stream from now on, the tokens after which its engine is gone. says: an event that goes before
-    its end. freezes: it falls silent instead. other: a continued stream has other tokens. asked: the bodies, in order.
-    booked: how many requests were booked in the fleet at each of them.
+    dies_after: for each stream from now on, the tokens after which the engine dies. says: an event that is sent before
+    the end. freezes: the engine falls silent instead. other: a continued stream has other tokens. asked: the bodies.
+    booked: the number of booked requests in the fleet at the time of each body.
     """
 
     dies_after: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Plan:
 class Talker:
     """An engine whose next token follows from all ids before it, as that of a greedy model does.
 
-    Some tokens end in the middle of a character, so their text comes with the next one; some events have two tokens.
+    Some tokens end in the middle of a character, so their text comes with the next token; some events have two tokens.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Events:
 
 @pytest.fixture(autouse=True)
 def nobody_is_ejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines of these tests break many streams; one that was ejected could not go on with the other one's."""
+    """Eject no worker: the engines of these tests break many streams, and an ejected engine could not continue any."""
     monkeypatch.setattr(outliers, "FAILURES", 1_000)
 
 
@@ -183,7 +183,7 @@ def nobody_is_ejected(monkeypatch: pytest.MonkeyPatch) -> None:
 async def pair(
     url: str, model: str, *, token_handoff: list[str] = FACTS["token_handoff"], **settings: Any
 ) -> AsyncIterator[tuple[Replica, Plan]]:
-    """A replica with two proven workers of one tokenizer. token_handoff: for which they take token ids."""
+    """A replica with two proven workers of one tokenizer. token_handoff: the endpoints for which they take token ids."""
     plan = Plan()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(replica(url, model, **settings))
@@ -204,7 +204,7 @@ async def pair(
 
 @dataclass
 class Heard:
-    """A whole stream as its client got it."""
+    """A whole stream as the client got it."""
 
     chunks: list[dict[str, Any]]
     done: int
@@ -247,7 +247,7 @@ async def results(router: Replica) -> dict[str, float]:
 async def test_the_text_is_that_of_a_stream_that_did_not_break(
     valkey_url: str, model: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever it breaks, also in the middle of a character: text, usage and form are those of one answer."""
+    """A stream may break anywhere, even inside a character: text, usage and format are those of one answer."""
     async with pair(valkey_url, model) as (router, plan):
         whole = await hear(router, path, **USAGE)
         assert len(whole.of("finish_reason")) == whole.done == 1
@@ -271,7 +271,7 @@ async def test_the_text_is_that_of_a_stream_that_did_not_break(
 
 
 def check_form(heard: Heard, path: str) -> None:
-    """The events are those of one answer, to a client that did not ask for token ids."""
+    """Assert that the events are those of one answer to a client that did not ask for token ids."""
     assert len(heard.of("finish_reason")) == heard.done == 1
     assert len({json.dumps([one[key] for key in ("id", "created", "model")]) for one in heard.chunks}) == 1
     assert heard.of("token_ids") == heard.of("prompt_token_ids") == []
@@ -316,7 +316,7 @@ async def test_limits_in_every_form_that_vllm_takes_go_on_as_numbers(valkey_url:
 
 
 async def test_an_error_of_the_engine_in_its_stream_is_a_break(valkey_url: str, model: str) -> None:
-    """vLLM's API server says so when its engine core has died."""
+    """vLLM's API server sends an error event in the stream when its engine core has died."""
     async with pair(valkey_url, model) as (router, plan):
         whole = await hear(router, CHAT)
         plan.dies(7)
@@ -328,7 +328,7 @@ async def test_an_error_of_the_engine_in_its_stream_is_a_break(valkey_url: str, 
 async def test_the_limits_of_its_client_do_not_end_a_stream_that_goes_on(
     valkey_url: str, model: str, tmp_path: Path
 ) -> None:
-    """It is the request that they have let in: counted once, and not refused although its prompt has grown."""
+    """The continued request was already admitted: it counts once and is not refused although its prompt has grown."""
     prompt = len(BODIES[COMPLETIONS]["prompt"])  # a token is a byte
     rate = 2 * prompt + TOKENS + 3  # both prompts and the first answer: the first tokens of the second one are over it
     settings = limited(tmp_path, concurrency=1, tokens_per_minute=rate)
@@ -378,7 +378,7 @@ async def test_a_stream_goes_on_once(valkey_url: str, model: str) -> None:
 
 
 async def test_another_text_is_not_passed_on(valkey_url: str, model: str) -> None:
-    """An event with two tokens may end in the middle of a character. Then text comes twice, and must be the same."""
+    """After an event of two tokens that ends inside a character, text comes twice and must be the same."""
     async with pair(valkey_url, model) as (router, plan):
         whole = await hear(router, CHAT)
         plan.other, errors = 1, set()
@@ -395,9 +395,9 @@ async def test_another_text_is_not_passed_on(valkey_url: str, model: str) -> Non
 async def test_a_worker_that_joined_meanwhile_gets_no_ids(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or one that was chosen without Redis: the list of those that take no ids does not name it."""
+    """The list of workers that take no ids lacks workers that joined meanwhile or were chosen without Redis."""
     async with pair(valkey_url, model) as (router, plan):
-        answers = iter([True, True, False])  # both may be chosen, and then it is another one
+        answers = iter([True, True, False])  # both workers may be chosen, so the stream goes on at the second one
         monkeypatch.setattr(continuation, "takes", lambda *_: next(answers))
         plan.dies(5)
         assert (await hear(router, CHAT)).error == "upstream_gone"
@@ -416,7 +416,7 @@ async def test_a_worker_that_takes_no_ids_does_not_go_on(valkey_url: str, model:
 
 
 def test_a_worker_with_another_tokenizer_does_not_go_on() -> None:
-    """It would take the ids for other tokens."""
+    """A worker with another tokenizer would read the ids as other tokens."""
     job: Any = SimpleNamespace(request=SimpleNamespace(endpoint="chat"))
     for key, taken in (("key", True), ("another", False), ("", False)):
         assert takes(view(), "a.0", job, FollowedStream(Client(), KeptIds(), key)) == taken
@@ -434,7 +434,7 @@ async def test_a_budget_bounds_continuations(valkey_url: str, model: str, monkey
         assert await results(router) == {"continued": 1, "budget": 2}
 
 
-# ---------------------------------------------------------------- which requests
+# ---------------------------------------------------------------- requests that are continued
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_with_such_a_field_the_ids_do_not_decide_how_an_answer_goes_on(more: dic
 
 
 class Client:
-    """Takes what a client would get."""
+    """A client's connection that keeps the sent parts."""
 
     def __init__(self) -> None:
         self.got = b""

@@ -50,7 +50,7 @@ async def states(keyspace: Keyspace, rng: random.Random) -> None:
             in_flight=rng.choice((0, rng.randrange(30), rng.randrange(200))),
             prefill_tokens=rng.choice((0, 0, rng.randrange(4_000))),
             decode_tokens=rng.randrange(50_000),
-            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),  # a second takes no room
+            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),  # a repeated decision takes no room
             under_way_tokens=rng.randrange(3_000),
             since_ms=(int(time.time() * 1000) - rng.randrange(500)) % 2**32,
             flags=READY if rng.random() < 0.7 else READY & ~Flag.CLOSED,
@@ -96,14 +96,14 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
 
 
 async def decided(keyspace: Keyspace, ask: Question, *, in_turn: bool) -> Decision:
-    """in_turn: only workers with room are chosen, if there are any."""
+    """in_turn: only workers with room are chosen, if such workers exist."""
     keyspace.fleet.use(limits=QueueLimits(0.001))
     answer = await keyspace.fleet.queue.decide_in_turn(replace(ask, may_wait=False), explain=True) if in_turn else None
     return answer if isinstance(answer, Decision) else await keyspace.fleet.bookings.decide(ask, explain=True)
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
-    """As the log's own code writes and reads it."""
+    """Write a record and read it with the log's own code."""
     log = DecisionLog(str(path), Metrics())
     log.open()
     for one in records:
@@ -142,7 +142,7 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: 
             one["weights"][weight] *= 1.01
         with pytest.raises(AssertionError):
             await check(redis_url, changed)
-    with pytest.raises(AssertionError):  # the time that a prefill has had is part of what was seen
+    with pytest.raises(AssertionError):  # the record contains the time that a prefill has had
         await check(redis_url, [one | {"now_ms": (one["now_ms"] + 300) % 2**32} for one in records])
 
 
@@ -205,7 +205,7 @@ def test_the_file_is_bounded_and_lost_records_are_counted(tmp_path: Path) -> Non
     assert path.stat().st_size <= 1_000
     assert (tmp_path / "log.1").stat().st_size <= 1_000
     assert json.loads(path.read_text().splitlines()[-1])["number"] == 99
-    full = DecisionLog(str(path), metrics)  # nobody writes: as behind a disk that hangs
+    full = DecisionLog(str(path), metrics)  # no line is written, as if the disk hangs
     for number in range(1_010):
         full.note({"number": number})
     page = metrics.render().decode()

@@ -1,7 +1,7 @@
-"""Engines die under a request: while some engine can serve, no request fails before its first byte.
+"""While some engine can serve, no request fails before its first byte, however its engines die.
 
 Engines are processes, killed by SIGKILL: the kernel then ends a connection with FIN if the process had read all bytes,
-and with RST if it had not. A request that kills the engines that read it is stopped all the same.
+and with RST if it had not. A request that kills every engine that reads it is given up after some deaths.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 PROMPT = "a prompt that is long enough to have blocks of its own " * 20
 
-#: How an engine dies. ``reads``: it has read the request. ``unread``: the kernel has the request, the process has not
-#: read it. ``refuses``: it was dead before, and nobody knows. ``core``: only its core dies, under the request.
+#: The moment of an engine's death. ``reads``: after reading the request. ``unread``: the kernel has the request, which
+#: the process never reads. ``refuses``: before the request, unnoticed. ``core``: only the engine's core dies.
 Death = Literal["reads", "unread", "refuses", "core"]
 
 
 class Case(NamedTuple):
-    """``deaths``: in this order, each of an engine that the request meets. ``apart_s``: after it has read it so long.
+    """``deaths``: of the engines that the request meets, in order. ``apart_s``: the time from reading to each death.
 
     ``kept``: each engine has a connection that another request left open.
     """
@@ -96,7 +96,7 @@ async def test_a_request_that_kills_the_engines_that_read_it_is_stopped(
 async def test_all_that_is_under_way_at_half_of_a_fleet_is_served_elsewhere(
     valkey_url: str, model: str, tmp_path: Path
 ) -> None:
-    """More requests than a replica's budget of further tries has saved up."""
+    """The requests under way are more than a replica's saved budget of retries."""
     body = {"model": model, "prompt": PROMPT, "stream": True}
     async with fleet_of(valkey_url, model, tmp_path, Case("", ())) as (router, engines):
         engines.hold()
@@ -164,7 +164,7 @@ async def under_deaths(
 
 
 async def has_request(engines: list[EngineProcess], before: dict[EngineProcess, int], *, unread: bool) -> EngineProcess:
-    """The engine that has the request, or whose kernel has it."""
+    """The engine whose process or kernel has received the request."""
     found: list[EngineProcess] = []
 
     def has() -> bool:

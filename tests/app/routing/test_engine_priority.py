@@ -1,4 +1,4 @@
-"""Priorities for engines that sort: who goes first, who is sent one, and what a client's own priority means."""
+"""Engines that sort by priority get one from the router, which is combined with a client's own priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica asks an engine for token ids that only engines make, if that pays; else, or on failure, load decides."""
+"""A replica asks an engine for token ids that only engines can make, if the ids are worth it; otherwise load decides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOTH = {"jinja": False, "render": True, "tokenize": True}
 async def two(
     redis_url: str, model: str, renders: dict[str, bool], *, bare: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """A replica and two engines that bring no template, and if ``bare`` no tokenizer either."""
+    """A replica and two engines without templates, and if ``bare`` without tokenizers."""
     left = ("chat_template.jinja", "tokenizer.json") if bare else ("chat_template.jinja",)
     facts = {"renders": renders}
     async with (
@@ -52,7 +52,7 @@ async def asked(router: Replica, result: str) -> float:
 
 
 async def same_place(router: Replica, body: dict[str, Any], path: str) -> None:
-    """The second time the request goes to the same worker, which had as much of it cached as was foreseen."""
+    """Assert that a repeated request goes to the same worker, with as many cached tokens as were foreseen."""
     status, first, _ = await router.post(body, path)
     assert (status, first["x-warmfleet-matched-tokens"]) == (200, "0")
     status, again, answer = await router.post(body, path)
@@ -70,7 +70,7 @@ async def test_a_chat_without_a_template_here(valkey_url: str, model: str) -> No
             == await router.metric('warmfleet_identified_requests_total{kind="engine"}')
             == 2
         )
-        # A short prompt is not worth the question.
+        # A short prompt is not worth the call to the engine.
         await router.post({"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}, CHAT)
         assert await asked(router, "answered") == 2
         assert await router.metric('warmfleet_load_only_requests_total{reason="no_template"}') == 1
@@ -92,10 +92,10 @@ async def test_a_model_without_a_tokenizer_here(valkey_url: str, model: str) -> 
         await same_place(router, {"model": model, "prompt": LONG[0]["content"], "max_tokens": 1}, "/v1/completions")
         assert await asked(router, "answered") == 4
         await same_place(router, {"model": model, "prompt": list(range(900)), "max_tokens": 1}, "/v1/completions")
-        assert await asked(router, "answered") == 4  # ids need nobody
+        assert await asked(router, "answered") == 4  # a prompt of token ids needs no call
 
 
-#: What an engine may answer, and how that is counted: none of it says that it cannot tell others.
+#: An engine's failed answer -> its count. No such answer means that the engine cannot tokenize other prompts.
 ANSWERS = {
     "wrong": (400, "{}", "refused"),
     "unauthorized": (401, "{}", "refused"),
@@ -130,7 +130,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
         answer, pause = (
             (200, '{"token_ids": [' + "100000," * 160_000 + "7]}", ""),
             0.3,
-        )  # for a long request it is right
+        )  # for a long request the check is worth it
         long = [{"role": "user", "content": "jumps over " * 9_000}]
         await router.post(body | {"messages": long}, CHAT)
         assert await asked(router, "answered") == 1
