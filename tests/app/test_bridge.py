@@ -55,7 +55,7 @@ def bridge(redis_url: str, *engines: Engine, tokenizer: str = "none") -> Iterato
 
 
 async def ask(engine: Engine, model: str, prompt: list[int], tokens: int = 8) -> None:
-    """Ask the engine itself, past the routers."""
+    """Send a request to the engine itself, without a router."""
     body = {"model": model, "prompt": prompt, "max_tokens": tokens}
     async with aiohttp.ClientSession() as client:
         answer = await client.post(f"http://127.0.0.1:{engine.port}/v1/completions", json=body)
@@ -63,7 +63,7 @@ async def ask(engine: Engine, model: str, prompt: list[int], tokens: int = 8) ->
 
 
 async def indexed(router: Replica) -> dict[str, set[bytes]]:
-    """What the index says each worker holds, by worker_id."""
+    """The blocks of each worker by the index, by worker_id."""
     found = {}
     for worker in await router.fleet.workers.read():
         found[worker.worker_id] = await cast(
@@ -73,7 +73,7 @@ async def indexed(router: Replica) -> dict[str, set[bytes]]:
 
 
 async def equal(router: Replica, *engines: Engine) -> None:
-    """Return when all these engines' tables are what the index says."""
+    """Return when the index equals the tables of all these engines."""
 
     async def same() -> bool:
         index = await indexed(router)
@@ -90,7 +90,7 @@ def prompt(seed: int, tokens: int = 200) -> list[int]:
 async def test_bridged_engines_are_proven_and_matched_and_a_killed_bridge_costs_nothing(
     valkey_url: str, model: str
 ) -> None:
-    """Two engines that have worked before. The bridge is killed, misses events, and is started again."""
+    """Two engines have served requests before. The bridge is killed, misses events, and is started again."""
     async with publishing(model) as one, publishing(model) as two:
         for seed in range(12):
             await ask(one, model, prompt(seed))
@@ -104,7 +104,7 @@ async def test_bridged_engines_are_proven_and_matched_and_a_killed_bridge_costs_
                 assert headers["x-warmfleet-worker"] == f"127.0.0.1-{one.port}.0"
                 assert int(headers["x-warmfleet-matched-tokens"]) == 192
                 process.send_signal(signal.SIGKILL)
-            for seed in range(20, 40):  # evicts, too
+            for seed in range(20, 40):  # these prompts also evict blocks
                 await asyncio.gather(ask(one, model, prompt(seed)), ask(two, model, prompt(-seed)))
             with bridge(valkey_url, one, two):
                 await equal(router, one, two)
@@ -112,7 +112,7 @@ async def test_bridged_engines_are_proven_and_matched_and_a_killed_bridge_costs_
 
 
 async def test_a_bridged_engine_answers_many_plain_requests_at_a_time(valkey_url: str, model: str) -> None:
-    """Nobody tells when their prefills end, and their answers take long."""
+    """No report tells the ends of the prefills, and the answers take long."""
     async with publishing(model, blocks=2_048) as engine, replica(valkey_url, model, max_engine_wait_s=0.05) as router:
         with bridge(valkey_url, engine):
             await router.routable(1)
@@ -155,7 +155,7 @@ async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model
 
 
 class Silence:
-    """A socket that loses what it is given."""
+    """A socket that drops all sent frames."""
 
     def send_multipart(self, _frames: object) -> None:
         pass

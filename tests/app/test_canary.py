@@ -58,7 +58,7 @@ def ids() -> list[int]:
 
 @cache
 def secrets() -> list[str]:
-    """Ids as any program would print them; four in a row are nobody's chance."""
+    """The prompt, its salt, and four of its ids as programs would print them; four equal ids are no coincidence."""
     return [CANARY, SALT, str(ids()[:4])[1:-1], ",".join(map(str, ids()[:4]))]
 
 
@@ -92,7 +92,7 @@ async def keys(redis_url: str) -> set[bytes]:
 
 
 async def stored(redis_url: str, but: set[bytes]) -> list[str]:
-    """Every key of the store with its value, as text. but: keys of other tests, which are left out."""
+    """Every key of the store with its value, as text. but: keys of other tests, which are omitted."""
     store = aioredis.Redis.from_url(redis_url)
     read: dict[Any, Any] = {
         b"string": store.get,
@@ -104,7 +104,7 @@ async def stored(redis_url: str, but: set[bytes]) -> list[str]:
     }
     try:
         found = [(key, await store.type(key)) for key in await keys(redis_url) - but]
-        return [f"{key!r} {await read[kind](key)!r}" for key, kind in found if kind != b"none"]  # gone meanwhile
+        return [f"{key!r} {await read[kind](key)!r}" for key, kind in found if kind != b"none"]  # the key has expired meanwhile
     finally:
         await store.aclose()
 
@@ -114,7 +114,7 @@ def clean(where: str, text: str) -> None:
 
 
 async def ask_everything(router: Replica, model: str) -> set[int]:
-    """Every request of the lists, and broken JSON; returns the statuses. Errors of the router's own are clean."""
+    """Send each listed request and broken JSON, assert that the router's errors are clean, and return the statuses."""
     statuses = set()
     completions = [*COMPLETIONS, {"prompt": ids(), "stream": True}, {"prompt": [*ids(), TEXT]}]
     for path, bodies in ("/v1/completions", completions), ("/v1/chat/completions", CHATS):

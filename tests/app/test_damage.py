@@ -46,14 +46,14 @@ def redis_url(valkey_url: str) -> str:
 
 
 class Evil:
-    """One worker and its API server. ``straight``: its record is in Redis as if an older script had let it through."""
+    """A worker and its API server that send damaged joins, heartbeats and facts."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, name: str, damage: Damage) -> None:
         self.store, self.keys, self.name, self.damage = store, fleet.keys, name, damage
         self.worker = f"{name}.0"
 
     def server(self) -> dict[str, Any]:
-        """Some workers claim the files of the healthy ones and bring none; the others agree with no other worker."""
+        """The server's join. Some servers claim the healthy workers' files without bringing them; others agree with no worker."""
         own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
         told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
         told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
@@ -65,7 +65,7 @@ class Evil:
         return told | {"closed": True}
 
     async def send(self, nonce: str) -> None:
-        """Write everything that a worker writes, most of it damaged."""
+        """Write all entries that a worker writes, most of them damaged."""
         bent, rng, keys = self.damage.bent, self.damage.rng, self.keys
         join, core = json.dumps(self.server()), json.dumps(self.core())
         if rng.random() < 0.8:
@@ -88,7 +88,7 @@ class Evil:
         await pipe.execute()
 
     async def forge(self, nonce: str) -> None:
-        """Damage its record, or its server's, in ways that today's scripts would not let through."""
+        """Damage the record of the worker or its server in Redis, in ways that the scripts would not accept."""
         server = self.damage.bent(self.server() | {"nonce": nonce})
         record = {**self.core(), "nonce": nonce, "slot": 7, "proof": "proven", "cause": "", "reason": "", "probed": 1}
         record |= {"truth": {"cause": "gap", "found": 1, "healed": 1, "checked": 1, "resyncs": {"gap": 1}}, "tries": 1}
@@ -103,13 +103,13 @@ class Evil:
             await cast("Any", self.store.hset(key, field, value.encode("utf-8", "replace")))
 
     async def restore(self) -> None:
-        """Remove everything forged, because scripts trust the records that they wrote."""
+        """Remove the forged records, because scripts trust the records in Redis."""
         await cast("Any", self.store.hdel(self.keys.servers, self.name))
         await cast("Any", self.store.hdel(self.keys.workers, self.worker))
 
 
 async def healthy(keyspace: Keyspace) -> None:
-    """Two healthy workers, whose files the others are compared with."""
+    """Two healthy workers, whose files are compared with those of other workers."""
     for server in ("w1", "w2"):
         await bring(keyspace.fleet, server, FILES)
     await keyspace.workers(2, scheme=SCHEME.scheme_id)
@@ -137,7 +137,7 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
                 await one.send(f"n{number}")
             await replica.applied()
             for one in evil:
-                if damage.rng.random() < 0.7:  # as if it had answered a probe
+                if damage.rng.random() < 0.7:  # as if the worker had passed a probe
                     await fleet.probes.prove(one.worker, f"n{number}", Proof("proven", ""))
                 if damage.rng.random() < 0.4:
                     await one.forge(f"n{number}")
@@ -170,10 +170,10 @@ async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any]
 
 
 async def _brought(store: aioredis.Redis, fleet: Fleet, seed: int, cases: int) -> None:
-    """One worker brings damaged files and facts, and two bring none: those two go on in every case."""
+    """A worker brings damaged files and facts; two workers without files stay routable in every case."""
     keyspace, damage = Keyspace(store, fleet), Damage(seed)
     names = await keyspace.workers(3, scheme=SCHEME.scheme_id)
-    await store.zadd(fleet.keys.alive, dict.fromkeys(names, 2**41))  # however long the cases take
+    await store.zadd(fleet.keys.alive, dict.fromkeys(names, 2**41))  # alive however long the cases take
     async with stepped_replica(fleet) as replica:
         for number in range(cases):
             which = damage.rng.randrange(3)
@@ -212,7 +212,7 @@ async def test_damaged_files_of_a_worker_harm_no_other_worker(store: aioredis.Re
 
 
 def test_a_tokenizer_without_ids_for_some_texts() -> None:
-    """It knows every text of its trial, and meets another letter in a request."""
+    """The tokenizer has ids for all texts of its trial, but not for a letter in a request."""
     letters = sorted({*"".join(encoder._samples(())), *"a"})
     made = encoder.Encoder.load(Tokenizer(Unigram([(one, -1.0) for one in letters], None, False)).to_str().encode())
     assert len(made.plain("abc")) == 3
@@ -223,7 +223,7 @@ def test_a_tokenizer_without_ids_for_some_texts() -> None:
 async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_replica(
     store: aioredis.Redis, fleet: Fleet
 ) -> None:
-    """The first worker by name announces their files, brings none of them, and says that every prompt is too long."""
+    """The first worker by name announces the others' files, brings none, and says that every prompt is too long."""
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     await keyspace.worker(0, scheme=SCHEME.scheme_id)
@@ -238,7 +238,7 @@ async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_re
 
 
 async def test_files_that_cannot_be_read_give_way(store: aioredis.Redis, fleet: Fleet) -> None:
-    """Of two workers that differ the first by name counts, but not if its file is no tokenizer."""
+    """Of two workers with different files the first by name counts, unless its file is no tokenizer."""
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     files = FILES | {"tokenizer.json": artifacts.split(b"{}")}

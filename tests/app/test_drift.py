@@ -38,7 +38,7 @@ async def the(router: Replica) -> WorkerView:
 
 
 async def proven(router: Replica) -> None:
-    """The proof of a worker in Redis, and as the replica itself sees it."""
+    """Wait until the replica counts its worker as proven."""
 
     async def so() -> bool:
         return await router.metric('warmfleet_workers{state="proven"}') == 1
@@ -47,7 +47,7 @@ async def proven(router: Replica) -> None:
 
 
 async def chat(router: Replica, model: str, messages: list[dict[str, str]]) -> dict[str, str]:
-    """One more turn of a conversation; the answer's headers."""
+    """Send one more turn of a conversation, and return the answer's headers."""
     messages.append({"role": "user", "content": random_text(12)})
     body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
     status, headers, answer = await router.post(body, "/v1/chat/completions")
@@ -64,7 +64,7 @@ async def test_a_worker_that_changes_is_found_out_within_20_requests_and_comes_b
     async with simulated(valkey_url, model) as worker, replica(valkey_url, model, **times) as router:
         await proven(router)
         messages: list[dict[str, str]] = []
-        # With the 13th a check of the token hand-off is just over: the next text is twelve requests away.
+        # The 13th request ends a check of the token hand-off; the next request with text comes twelve requests later.
         matched = [int((await chat(router, model, messages))["x-warmfleet-matched-tokens"]) for _ in range(13)]
         assert matched[3] > matched[2] > matched[1] > 0
         worker.become(kind)
@@ -103,7 +103,7 @@ def chatting(**fields: Any) -> Callable[[], Body]:
 
 
 SAME = random_text(60)
-#: What a tenant may ask that engines answer with fewer cached tokens, with other prompt lengths, or not at all.
+#: Requests of a tenant that engines answer with fewer cached tokens, with other prompt lengths, or not at all.
 TRICKS: dict[str, Callable[[], Body]] = {
     "prompt_logprobs": lambda: {"prompt": SAME, "prompt_logprobs": 1},
     "prompt_logprobs of a chat": chatting(prompt_logprobs=0),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 KINDS = (HttpConnection, HttpRequest, ClientAnswer, Call, Job, Attempt, EngineResponse, Connection)
 ALL_DONE_S = 10.0
-LOOK_S = 0.1  # between two looks at all objects of the process, which take long
+LOOK_S = 0.1  # pause between two slow listings of all objects of the process
 
 
 async def plain(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -71,7 +71,7 @@ async def refused(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
 
 @pytest.fixture
 def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.2)  # for so long a connection to an engine is kept
+    monkeypatch.setattr(engine_connection, "KEEPALIVE_S", 0.2)  # how long idle connections to engines are kept
     gc.collect()
     gc.disable()
     yield
@@ -79,12 +79,12 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def left() -> Counter[str]:
-    """How many objects of a request and its connections there are, by their classes."""
+    """The number of live objects of requests and connections, by class."""
     return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in KINDS)
 
 
 async def sent(router: Replica, raw: bytes, until: bytes) -> None:
-    """Send the bytes and hang up after the answer has come up to ``until``."""
+    """Send the bytes, and hang up when the answer has arrived up to ``until``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rsplit(":", 1)[1]))
     writer.write(raw)
     await reader.readuntil(until)

@@ -17,14 +17,14 @@ from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.fleet import Lease, Spans, Stage
 
-STREAMS = 12  # of which every third ends with its client, every third with its engine's connection
+STREAMS = 12  # a third ends with its client, a third with the engine's connection
 PROMPT = "a prompt with blocks of its own " * 20
 LEASE_MS = Spans().lease_ms
-LEASES = 10.2  # how long they last, in lease times
+LEASES = 10.2  # duration of the streams in lease times
 
 
 class Watch:
-    """Every state of the booked load, summed over the workers, each once in the order in which they came."""
+    """A log of the booked load, summed over the workers: each different state, in order."""
 
     def __init__(self, router: Replica) -> None:
         self._router, self.seen = router, [(0, 0, 0)]
@@ -46,7 +46,7 @@ class Watch:
 
 
 def lasting(until: asyncio.Event) -> Any:
-    """An answer that goes on until then, and ends as its prompt says."""
+    """An answer that goes on until ``until`` is set, and ends as the prompt says."""
 
     async def answer(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
@@ -71,7 +71,7 @@ async def ask(router: Replica, model: str, prompt: str) -> aiohttp.ClientRespons
 
 
 async def read(answer: aiohttp.ClientResponse, way: str) -> None:
-    """Read the answer to its end, unless this client is to hang up before."""
+    """Read the answer to its end, unless the client is one that hangs up before."""
     if way == "left":
         answer.close()
         return
@@ -93,7 +93,7 @@ async def pass_by(routers: list[Replica]) -> None:
 
         async def renewed(before: list[float] = before) -> bool:
             pairs = zip(await renewals(routers), before, strict=True)
-            return all(now >= then + STREAMS for now, then in pairs)  # a whole round, if one was under way
+            return all(now >= then + STREAMS for now, then in pairs)  # STREAMS more, so that a round in progress does not count
 
         await poll(renewed, 10, "they are renewed")
 
@@ -151,6 +151,6 @@ async def test_a_stream_is_booked_as_long_as_it_runs(
 
 
 async def _gone(router: Replica) -> bool:
-    """All leases but tombstones: the end of a request that ended while it was renewed is told twice."""
+    """Whether all leases are gone, except tombstones of requests that ended during their renewal."""
     left = await cast("Any", router.fleet.redis.hgetall(router.fleet.keys.lease))
     return all(Lease.unpack(lease).stage == Stage.TOMBSTONE for lease in left.values())

@@ -1,4 +1,4 @@
-"""The metrics count without the library's locks, and show what the library would show."""
+"""The metrics count without the library's locks, and a scrape shows the same text as the library's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IDLE_FLEET = ConstantsAlone()
 
 
 def shown(made: object) -> str:
-    """What a scrape shows after the same calls. made: a module with the three classes."""
+    """The text of a scrape after fixed calls. made: a module with the three classes."""
     registry = CollectorRegistry()
     counter = made.Counter("served", "text", ["status"], registry=registry)  # type: ignore[attr-defined]
     gauge = made.Gauge("open", "text", registry=registry)  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def shown(made: object) -> str:
 
 
 def test_a_scrape_shows_what_the_library_would_show() -> None:
-    Metrics()  # switches off the library's moments of creation, as in a replica
+    Metrics()  # switches off the library's creation timestamps, as in a replica
     assert shown(metrics) == shown(prometheus_client)
 
 

@@ -57,7 +57,7 @@ NAMES = ("type", "text", "name", "function", "arguments", "role", "content", "id
 
 
 class Odd:
-    """Random requests."""
+    """A generator of random chats."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -85,7 +85,7 @@ class Odd:
 
 
 async def known(identity: Identity, body: bytes) -> list[str]:
-    """How the chat was refused, or the reasons why its prompt and the beginning of it are not known."""
+    """The kind of refusal, or the reasons for which the prompt and its beginning are not known."""
     try:
         request = prompt.parse("chat", body)
     except BadRequest:

@@ -1,4 +1,4 @@
-"""A worker that fails what others serve: no client notices, it is passed over, and it comes back when it is well."""
+"""A worker that fails requests which others serve is passed over until it is well, and no client notices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def ejected(router: Replica, one: Engine) -> bool:
 async def test_a_worker_that_fails_what_others_serve_is_ejected(
     valkey_url: str, model: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # else it gets one request in three seconds
+    monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # without the patch the worker gets one request in three seconds
     body = {"model": model, "stream": way.endswith("stream"), **BODY}
     async with fleet_of(valkey_url, model, failing(way), answer_well, answer_well) as (router, engines):
         for _ in range(14):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Clients:
-    """Clients who ask one request after another. ``served``: the pools of the answers; ``statuses``: of all answers."""
+    """Clients that send one request after another. ``served``: the pools of all answers; ``statuses``: their statuses."""
 
     def __init__(self, router: Replica, model: str, count: int) -> None:
         self.served: set[str] = set()
@@ -55,7 +55,7 @@ class Clients:
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines and commands follow the registry of pools at once."""
+    """Make engines and commands follow the registry of pools at once."""
     for module, name, seconds in (
         (pool_assignment, "ASK_SECONDS", 0.2),
         (pool_assignment, "SETTLE_MS", 1_000),
@@ -66,7 +66,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def told_of(router: Replica, model: str) -> bool:
-    """Whether a replica tells of all workers of the old pool that they have moved, and not that they are dead."""
+    """Whether a replica shows all workers of the old pool as moved instead of dead."""
     answers = [json.loads((await router.get(path))[1])["models"] for path in ("/workers", "/status.json")]
     old, page = [next(one for one in answer if one["model"] == model) for answer in answers]
     if {old["pool_state"], page["pool_state"]} != {"moving"}:

@@ -1,4 +1,4 @@
-"""Failures around a request that must not fail the request, and failures that the replica must mend by itself."""
+"""Failures around a request do not fail the request, and the replica recovers from its own failures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_request_that_killed_three_workers_is_sent_to_no_fourth(
 
 
 async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) -> None:
-    """The worker that answers is found after any other one, and at most one dies on the way."""
+    """The request reaches the worker that answers after any others, and kills one worker at most."""
 
     async def busy(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         reply(writer, b"{}", "503 Busy")
@@ -137,7 +137,7 @@ async def test_an_emptied_redis_is_not_a_reason_to_refuse(model: str) -> None:
 
 
 async def test_an_emptied_redis_and_dead_engines_fail_nobody(model: str) -> None:
-    """Without Redis, too, a request goes on to the next worker: only those that failed it are out of the question."""
+    """Without workers in Redis a request also goes on to the next worker; only workers that failed it are excluded."""
     with server(valkey_binary()) as url:
         async with AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(engine(model)) for _ in range(4)]

@@ -131,7 +131,7 @@ def test_without_models_there_is_no_start() -> None:
 
 
 def test_a_pool_without_a_name_is_refused() -> None:
-    """An unset shell variable behind the # would be a second name for the pool `demo`."""
+    """An unset shell variable after the # would make a second name for the pool `demo`."""
     with pytest.raises(BadArgument, match=r"WARMFLEET_MODELS='demo#': .* leave the '#' out, or name one \(demo#1\)"):
         create_app(Settings(models=("demo#",)))
 

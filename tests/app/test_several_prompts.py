@@ -42,8 +42,8 @@ def test_the_id_tells_scripts_what_may_be_compared(prompts: int, exact: bool, ma
     [
         (PROMPT, "plugin", ["started", "finished"]),
         ([PROMPT, "another one"], "plugin", ["finished"]),
-        ([PROMPT, "another one"], "nobody", ["started", "finished"]),  # nobody else will tell
-        ([PROMPT, "another one"], "bridge", ["started", "finished"]),  # as above
+        ([PROMPT, "another one"], "nobody", ["started", "finished"]),  # no plugin will report the end
+        ([PROMPT, "another one"], "bridge", ["started", "finished"]),  # no plugin behind a bridge either
     ],
     ids=["one", "several", "several without plugin", "several behind a bridge"],
 )

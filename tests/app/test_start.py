@@ -1,4 +1,4 @@
-"""A replica's first moments: requests that come before it knows the fleet."""
+"""A new replica answers requests that come before its first reading of the fleet."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ async def test_a_wrong_password_is_told_in_one_sentence(valkey_url: str, model: 
 
 
 async def test_an_engine_that_is_found_is_used_at_once(valkey_url: str, model: str) -> None:
-    """And not only after the next reading of the fleet."""
+    """A replica uses a found engine before its next reading of the fleet."""
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url, view_interval_s=600.0) as router:
         assert (await router.post({"model": model, "prompt": "hello"}))[0] == 200

@@ -1,4 +1,4 @@
-"""A replica stops: answers that take longer than ``WARMFLEET_SHUTDOWN_GRACE_S`` are ended so that clients notice."""
+"""A stopping replica ends answers that take longer than ``WARMFLEET_SHUTDOWN_GRACE_S`` so that clients notice."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ LARGE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2
 
 
 async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple[aiohttp.ClientResponse, bytes]:
-    """The part of an endless answer that a client gets from a replica that stops; nothing stays booked."""
+    """The part of an endless answer that a client gets from a stopping replica; no load may stay booked."""
     looking = Fleet(connect(valkey_url, timeout_s=2), model)
     async with engine(model, answer) as upstream:
         async with replica(valkey_url, model, upstream.url, shutdown_grace_s=0.0) as router:
             asked = asyncio.create_task(_read(router, {"model": model, "prompt": "x" * 100} | body))
             await poll(lambda: upstream.seen, what="the engine has the request")
             await poll(router.load, what="load is booked")
-            await asyncio.sleep(0.1)  # what the engine sent has arrived
+            await asyncio.sleep(0.1)  # the engine's bytes have arrived
         answered = await asked
         rows = [worker.load for worker in await looking.workers.read()]
         assert sum(row.in_flight + row.prefill_tokens + row.decode_tokens for row in rows) == 0 < len(rows)
@@ -50,14 +50,14 @@ async def cut(valkey_url: str, model: str, answer: Answer, **body: Any) -> tuple
 
 
 async def _read(router: Replica, body: dict[str, Any]) -> tuple[aiohttp.ClientResponse, bytes]:
-    # Not with the replica's own test client, which is closed before the replica stops.
+    # The replica's own test client is closed before the replica stops, so this client is a separate one.
     async with aiohttp.ClientSession() as client, client.post(f"{router.url}/v1/completions", json=body) as answer:
         return answer, await answer.read()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_without_an_answer_yet_is_told_to_ask_again(valkey_url: str, model: str, stream: bool) -> None:
-    """So is a client whose engine has sent the headers of a stream: they wait for the first event."""
+    """A client whose engine has sent only a stream's headers gets 503, too: headers wait for the first event."""
     answer, body = await cut(valkey_url, model, freezing(STREAM_HEAD if stream else b""), stream=stream)
     assert (answer.status, answer.headers["retry-after"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "stopping"
@@ -77,7 +77,7 @@ async def test_half_a_plain_answer_ends_with_a_closed_connection(valkey_url: str
 
 
 class Process:
-    """A replica as a process of its own, on the same port after every restart. ``ready``: by its last /readyz."""
+    """A replica as a separate process, on the same port after every restart. ``ready``: by its last /readyz."""
 
     def __init__(self, redis_url: str, model: str, engine_url: str) -> None:
         self.port = free_port()
@@ -93,19 +93,19 @@ class Process:
         self._process = await asyncio.create_subprocess_exec(*command, env=self.environment)
 
     async def kill(self) -> None:
-        """What a test that failed leaves."""
+        """Kill the process that a failed test leaves."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM; returns when the process has ended by itself."""
+        """Send SIGTERM, and return when the process has ended by itself."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(self._process.wait(), 20) in (0, -signal.SIGTERM)
 
     async def watch(self) -> None:
-        """Ask for /readyz again and again, as a balancer does, on connections of its own."""
+        """Ask for /readyz again and again on separate connections, as a balancer does."""
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
             while True:
                 try:
@@ -117,9 +117,9 @@ class Process:
 
 
 class Traffic:
-    """Clients behind a balancer of connections: a new one goes to a ready replica, and stays there until it is closed.
+    """Clients behind a balancer: a new connection goes to a ready replica and stays there until it is closed.
 
-    No client sends a request again.
+    No client repeats a request.
     """
 
     def __init__(self, model: str, processes: list[Process]) -> None:
@@ -143,12 +143,12 @@ class Traffic:
                     self.failed.append(head)
                 if b"\r\nconnection: close\r\n" in head:
                     break
-                # A fifth of them often send again at once. More of that would only keep both cores busy.
+                # A fifth of the clients often send their next request at once. More such clients would only keep the CPUs busy.
                 await asyncio.sleep(chance.uniform(0.0, 0.4) if number % 5 else chance.choice((0.0, 0.1)))
             writer.close()
 
     async def ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, stream: bool) -> bytes:
-        """Send one request and read the whole answer; returns its head."""
+        """Send one request, read the whole answer, and return its head."""
         body = json.dumps({"model": self.model, "prompt": "x" * 100, "stream": stream}).encode()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         head = await reader.readuntil(b"\r\n\r\n")
@@ -195,11 +195,11 @@ async def test_a_stop_signal_drains_first() -> None:
     other = server(Settings(models=("m",), drain_s=60.0), Sockets([]))
     other.handle_exit(signal.SIGTERM, None)
     other.handle_exit(signal.SIGTERM, None)
-    assert other.should_exit  # a second signal stops at once
+    assert other.should_exit  # the second signal stops the replica at once
 
 
 async def test_of_several_signals_one_is_raised_again() -> None:
-    """A second SIGINT that is raised again would end the event loop with a traceback."""
+    """A second raised SIGINT would end the event loop with a traceback."""
     raised: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: raised.append(number))
     try:

@@ -1,4 +1,4 @@
-"""The version is told in a single place."""
+"""The version is the installed package's, and the metrics work without an installed package."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Life:
         return sorted(found)
 
     def _excluded_by_goodbye(self) -> set[Event]:
-        """The events that cannot happen, because a half that left, or with a broken stream, comes back only by a join."""
+        """The events that cannot happen, because a half that left or whose stream broke comes back only by a join."""
         broken = WorkerState.HOSTILE in self.holds
         excluded = set(HEARTBEATS) if broken or self.core_left else set[Event]()
         if self.server_left:

@@ -208,7 +208,7 @@ async def test_requests_go_on_without_redis(valkey_url: str, model: str) -> None
 
 
 async def test_explain_without_redis_says_what_a_request_would_meet(valkey_url: str, model: str) -> None:
-    """/explain names the only engine, though it failed a moment ago; without engines it answers as the request would."""
+    """/explain names the only engine, though it failed just before; without engines it answers as a request would."""
     async with engine(model) as one, gate(valkey_url) as door:
         url = f"redis://127.0.0.1:{door.port}"
         async with (

@@ -468,7 +468,7 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
             assert (await asked(router, model))[0] == {200: 24}
 
             async def told() -> bool:
-                """A listed engine serves the name, so the replica has no warning."""
+                """Whether /workers says that the engine moved, without a remedy."""
                 pools = json.loads((await router.get("/workers"))[1])["models"]
                 rows = {row["state"]: row for pool in pools if pool["model"] == model for row in pool["workers"]}
                 return (rows["silent"]["why"], rows["silent"]["remedy"]) == (f"moved to {other}", "")

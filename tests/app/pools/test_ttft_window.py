@@ -101,7 +101,7 @@ def test_off_by_default_and_without_knowledge() -> None:
 
 
 def test_the_objective_in_force_follows_the_waits() -> None:
-    """No objective is in force while nine of ten waits meet it; otherwise the median is in force, up to the objective."""
+    """No objective is in force while nine of ten waits meet it; otherwise the median is, up to the objective."""
     clock = Clock()
     found = TtftWindow(0.5, clock)
     seen = []

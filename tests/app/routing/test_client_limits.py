@@ -344,7 +344,7 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
             pool.degraded.failed("away")
         held += await as_many_as_pass(replica)
         replica.counting._refused_until.clear()
-        pool.degraded._asks_again_at = 0.0  # pretends that no request had the pool as its home for a second
+        pool.degraded._asks_again_at = 0.0  # ends the pause after which the pool is asked again
         with pytest.raises(FleetUnavailable):
             await replica.counting.keep()
         await replica.counting.drained()
@@ -358,7 +358,7 @@ async def test_a_pool_that_stays_away_takes_no_count_from_the_next_one(replicas:
 async def test_ends_that_a_pool_did_not_take_are_told_again_once_it_answers(
     replicas: Any, valkey_url: str, model: str
 ) -> None:
-    """Otherwise a client would be refused for up to 30 s after a failover of Redis, though none of its requests runs."""
+    """Otherwise a client without running requests would be refused for up to 30 s after a failover of Redis."""
     (replica,) = replicas(1)
     slow = ClientLimits("team-a", 3, 1_000)
     held = [await begin(replica, slow) for _ in range(3)]

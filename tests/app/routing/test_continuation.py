@@ -183,7 +183,7 @@ def nobody_is_ejected(monkeypatch: pytest.MonkeyPatch) -> None:
 async def pair(
     url: str, model: str, *, token_handoff: list[str] = FACTS["token_handoff"], **settings: Any
 ) -> AsyncIterator[tuple[Replica, Plan]]:
-    """A replica with two proven workers of one tokenizer. token_handoff: the endpoints for which they take token ids."""
+    """A replica with two proven workers of one tokenizer. token_handoff: endpoints for which they take token ids."""
     plan = Plan()
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(replica(url, model, **settings))
@@ -460,7 +460,7 @@ def test_with_such_a_field_the_ids_do_not_decide_how_an_answer_goes_on(more: dic
     assert not continuable(plain | more)
 
 
-# ---------------------------------------------------------------- the reader
+# ---------------------------------------------------------------- the reader of a stream
 
 
 class Client:

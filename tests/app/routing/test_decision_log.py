@@ -50,7 +50,7 @@ async def states(keyspace: Keyspace, rng: random.Random) -> None:
             in_flight=rng.choice((0, rng.randrange(30), rng.randrange(200))),
             prefill_tokens=rng.choice((0, 0, rng.randrange(4_000))),
             decode_tokens=rng.randrange(50_000),
-            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),  # a repeated decision takes no room
+            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),  # below a second
             under_way_tokens=rng.randrange(3_000),
             since_ms=(int(time.time() * 1000) - rng.randrange(500)) % 2**32,
             flags=READY if rng.random() < 0.7 else READY & ~Flag.CLOSED,
@@ -103,7 +103,7 @@ async def decided(keyspace: Keyspace, ask: Question, *, in_turn: bool) -> Decisi
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
-    """Write a record and read it with the log's own code."""
+    """Write the records with the log's own code, and return the path for reading."""
     log = DecisionLog(str(path), Metrics())
     log.open()
     for one in records:

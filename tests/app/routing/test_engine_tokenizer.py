@@ -1,4 +1,4 @@
-"""A replica asks an engine for token ids that only engines can make, if the ids are worth it; otherwise load decides."""
+"""A replica asks an engine for token ids that only engines can make, if this pays; otherwise load decides."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
         answer, pause = (
             (200, '{"token_ids": [' + "100000," * 160_000 + "7]}", ""),
             0.3,
-        )  # for a long request the check is worth it
+        )  # a late answer is right for a long prompt
         long = [{"role": "user", "content": "jumps over " * 9_000}]
         await router.post(body | {"messages": long}, CHAT)
         assert await asked(router, "answered") == 1

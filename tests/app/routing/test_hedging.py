@@ -1,4 +1,4 @@
-"""Hedging: a stream whose worker is late is asked of a second one, and only the first to answer is heard."""
+"""Hedging: a stream whose worker is late is sent to a second worker, and the first answer is used."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ WHOLE = b"".join(b'data: {"choices": [{"index": 0, "text": " %d"}]}\n\n' % numbe
 
 @dataclass
 class Plan:
-    """What the engines do with their requests, in the order in which these come, whichever engine is asked.
+    """The engines' answers to requests, in the order of arrival at any engine.
 
     Words of ``does``: ``waits`` for ``go``, then answers; ``dies`` after ``go``; ``breaks`` off once both are asked;
-    ``fails`` with 500 then; ``lacks`` the name then; ``begins`` to answer, and goes on after ``go``; ``hangs``; any
+    ``fails`` with 500 or ``lacks`` the name at that time; ``begins``, and goes on after ``go``; ``hangs``; any
     other word: answers well.
     """
 
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def hung_up(self) -> int:
-        """How many requests the router has given up."""
+        """The number of requests that the router has given up."""
         return sum(reader.at_eof() for one in self.engines for reader in one.readers)
 
 
@@ -126,7 +126,7 @@ async def test_the_first_worker_may_still_win(valkey_url: str, model: str) -> No
 
 
 async def test_nothing_is_left_of_a_second_worker_that_two_pools_name_in_the_turn_of_the_first_byte() -> None:
-    """Each pool is asked in a task of its own, which may take a worker until the race is over for it."""
+    """Each pool is asked in a separate task, which may book a worker until the task learns that the race is over."""
     fixture, answer = Fixture(), cast("Any", None)
     relay = cast("Any", None)
     job, first = fixture.attempt()
@@ -185,7 +185,7 @@ async def test_a_second_worker_that_fails_is_no_failure(valkey_url: str, model: 
 async def test_other_requests_avoid_a_worker_that_died(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, does: tuple[str, str], avoided: list[int]
 ) -> None:
-    """Whichever of the two it is; an answer of 500 may be the request's own fault, and a name concerns no other."""
+    """Either worker may die; a 500 may be the request's own fault, and a missing name concerns no other request."""
     found: list[str] = []
     monkeypatch.setattr(Pool, "avoid", lambda _pool, worker: found.append(worker))
     async with pair(valkey_url, model, *does) as (router, plan):
@@ -242,7 +242,7 @@ async def test_it_is_off_unless_the_operator_sets_a_delay(valkey_url: str, model
 async def test_what_may_not_be_doubled(
     valkey_url: str, model: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain answer's first byte is its last; several answers, several prompts or a long one cost too much."""
+    """A plain answer has no early first byte; several answers, several prompts or a long prompt cost too much."""
     monkeypatch.setattr(hedging, "MAX_PROMPT_TOKENS", 20)
     async with pair(valkey_url, model, "waits") as (router, plan):
         asked = asyncio.create_task(router.post(STREAM | more))

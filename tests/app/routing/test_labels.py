@@ -25,7 +25,7 @@ LABELS = "X-Warmfleet-Labels"
 
 
 async def places(router: Replica, model: str, count: int = 6, **headers: str) -> set[str]:
-    """The workers that serve so many prompts, each of which is new."""
+    """The workers that serve ``count`` new prompts."""
     found = set()
     for number in range(count):
         body = {"model": model, "prompt": f"{number} of {sorted(headers.items())}", "max_tokens": 1}

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from tests.support.replicas.replica import Replica
 
 LIMIT, ENGINES, AT_ONCE = 4, 6, 8
-SERVED_S = 0.03  # each answer of an engine takes so long
-KEPT_S = 12.0  # a request that runs counts in another pool within 10 s
+SERVED_S = 0.03  # duration of each answer of an engine
+KEPT_S = 12.0  # a running request is counted in another pool within 10 s
 STEADY_S = 4.0
-ALL_PLACES_S = 8.0  # no time for leases to expire: by then these would have 10 s left
+ALL_PLACES_S = 8.0  # too short for leases to expire: 10 s of them would be left
 
 pytestmark = [
     pytest.mark.long(
@@ -47,7 +47,7 @@ pytestmark = [
 
 
 class Fleet:
-    """Two replicas and the engines of three pools, one on each master. ``clients``: a name, by its pool's master."""
+    """Two replicas and the engines of three pools, one on each master. ``clients``: one name by each counting pool's master."""
 
     def __init__(self, cluster: WholeCluster, model: str) -> None:
         self.cluster, self.model = cluster, model
@@ -57,13 +57,13 @@ class Fleet:
         names = [f"team-{number}" for number in range(200)]
         self.clients = {cluster.number_of(model_tag(self.counting_pool(name))): name for name in names}
         self.routers: list[Replica] = []
-        self.running: Counter[str] = Counter()  # requests at engines, by client
-        self.most: Counter[str] = Counter()  # at the same time
-        self.answers: Counter[tuple[str, int]] = Counter()  # by client and status
+        self.running: Counter[str] = Counter()  # simultaneous requests at engines, by client
+        self.most: Counter[str] = Counter()  # the largest number so far
+        self.answers: Counter[tuple[str, int]] = Counter()  # answers by client and status
         self.over = False
 
     def counting_pool(self, client: str) -> str:
-        """The pool that counts for this client while all are there."""
+        """The pool that counts for a client while all pools work."""
         return next(iter(in_order(ClientLimits(client).tag.encode(), dict.fromkeys(self.tags, 1))))
 
     async def serve(self, _engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -77,7 +77,7 @@ class Fleet:
         reply(writer, b'{"choices": [{"index": 0, "text": "x"}]}')
 
     async def press(self, client: str, number: int) -> None:
-        """One of many that send requests of this client, one after another, whatever the answers are."""
+        """Send a client's requests one after another, whatever the answers are, until the test is over."""
         count = 0
         while not self.over:
             count += 1
@@ -87,7 +87,7 @@ class Fleet:
             await asyncio.sleep(0.01)
 
     async def unchecked(self, client: str) -> int:
-        """Requests of this client that no pool counted."""
+        """The number of a client's requests that no pool counted."""
         sample = f'warmfleet_limited_requests_total{{client="{client}",result="unchecked"}}'
         return int(sum([await router.metric(sample) for router in self.routers]))
 
@@ -115,7 +115,7 @@ async def fleet_of(model: str, valkey_url: str, tmp_path: Path) -> AsyncIterator
 
 
 async def full(fleet: Fleet, clients: Sequence[str]) -> None:
-    """Return once each of these clients has had as many requests at engines as its limit is, from now on."""
+    """Return when each client has reached its limit of simultaneous requests at engines, from now on."""
     fleet.most.clear()
     await poll(lambda: all(fleet.most[client] >= LIMIT for client in clients), 60, "all that limits let in")
 

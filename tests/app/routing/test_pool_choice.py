@@ -70,17 +70,17 @@ if TYPE_CHECKING:
     from warmfleet.routing.identifier import Identifier
 
 TAGS = ("m#1", "m#2", "m#3", "m#4")
-Word = str  # what a pool of the test answers: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``ended``
+Word = str  # a pool's answer: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``ended``
 
 
 class Store(ConstantsAlone):
-    """Redis of one pool, by a script: what it answers, and what it holds of requests."""
+    """A stand-in for one pool's Redis that answers by ``words`` and keeps bookings and tickets."""
 
     def __init__(self, tag: str) -> None:
         super().__init__(limits=QueueLimits(1.0))
         self.words: list[Word] = []
-        self.cost_s = 1.0  # of a worker that is booked at once
-        self.turn_s = 1.0  # price of a turn
+        self.cost_s = 1.0  # cost of a worker that is booked at once
+        self.turn_s = 1.0  # price of a turn in the queue
         self.ahead = 0  # tokens of prefill at a worker that is booked at once
         self.matched = 0
         self.work_s = 0.1
@@ -90,9 +90,9 @@ class Store(ConstantsAlone):
         self.crowded = False  # the full queue leaves a place to a request that may displace another
         self.full: set[str] = set()  # requests that found the queue full
         self.displaced = 0
-        self.may_wait = True  # the last request that asked
+        self.may_wait = True  # of the last request that asked
         self.answers_no_tell = False
-        self.standing = Standing.TURN  # of each ticket
+        self.standing = Standing.TURN  # the standing of each ticket
         self.asked = 0
         self.booked: set[str] = set()
         self.tickets: set[str] = set()
@@ -104,7 +104,7 @@ class Store(ConstantsAlone):
         self.asked += 1
         self.may_wait = question.may_wait
         name = question.reservation
-        if question.displaces and name in self.full:  # the same question once more
+        if question.displaces and name in self.full:  # the same question a second time
             word = "queue" if self.crowded else "full"
             self.displaced += self.crowded
         else:
@@ -175,7 +175,7 @@ def worker(tag: str) -> WorkerView:
 
 
 class Fixture:
-    """Four pools of one model, and the choice among them."""
+    """Four pools of one model and the choice among these pools."""
 
     def __init__(self) -> None:
         self.stores = {tag: Store(tag) for tag in TAGS}
@@ -191,7 +191,7 @@ class Fixture:
         self.queue = AdmissionQueue(self.choice, self.settlements.tickets, settings, self.metrics)
 
     def job(self, pools: Sequence[Pool] | None = None, **more: Any) -> Job:
-        """pools: the home pools first; an only pool is that of the model."""
+        """pools: the home pools first; a single pool means that the model has no other pool."""
         pools = self.pools if pools is None else pools
         call = Call(
             KNOWN["/v1/completions"],
@@ -211,7 +211,7 @@ class Fixture:
         return job, Attempt(self.settlements, job)
 
     async def admit(self, job: Job | None = None) -> tuple[str, Decision]:
-        """The tag of the chosen pool, and its decision; everything is given back then."""
+        """The tag of the chosen pool and its decision; afterwards everything is given back."""
         job, attempt = self.attempt(job)
         try:
             decision = await self.queue.admit(job, attempt)
@@ -234,7 +234,7 @@ class Fixture:
         return [store.asked for store in self.stores.values()]
 
     def script(self, *words: str) -> None:
-        """What the pools answer, each a text of words."""
+        """Set the words with which each pool answers, one text for each pool."""
         for store, text in zip(self.stores.values(), words, strict=False):
             store.words = text.split()
 
@@ -279,7 +279,7 @@ async def test_pools_that_cannot_serve_are_passed_over(words: tuple[str, ...], c
     fixture = Fixture()
     fixture.script(*words)
     for store in fixture.stores.values():
-        store.late_s = 3_600.0  # however long this process stands still, no answer comes of it
+        store.late_s = 3_600.0  # so long that a stalled test process gets no late answer
     assert (await fixture.admit())[0] == chosen
     assert fixture.asked() == asked
     counted = fixture.metrics.passed_over.labels
@@ -591,7 +591,7 @@ async def test_a_request_in_line_leaves_it_when_its_wait_becomes_long_and_a_home
 
 
 async def test_a_pool_that_answers_again_is_not_away_for_a_request_in_line() -> None:
-    """Its workers get no request past their Redis then, for which they may be full."""
+    """The workers of a pool that answers again may be full, so no request goes to them without their Redis."""
     fixture = Fixture()
     second = fixture.stores["m#2"]
     fixture.stores["m#3"].turn_s = 9.0
@@ -612,7 +612,7 @@ async def test_a_pool_that_answers_again_is_not_away_for_a_request_in_line() -> 
 async def test_a_request_that_waits_looks_often_whether_its_other_home_pool_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # as often as where there is no other pool
+    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # the interval without other pools
     fixture = Fixture()
     fixture.stores["m#1"].standing = Standing.WAITS
     fixture.stores["m#2"].turn_s = 9.0
@@ -807,7 +807,7 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
 
     tags = ("m", "m#1", "m#2")
     pools = Pools([Pool(tag, cast("Fleet", Booked(f"wf-{tag}")), DegradedMode(1.0)) for tag in tags])
-    pools.change(ServedModel("m", [pools.all[0], pools.all[1]]))  # the third leaves
+    pools.change(ServedModel("m", [pools.all[0], pools.all[1]]))  # the third pool leaves
     gateway = Gateway(cast("Router", SimpleNamespace(pools=pools)), Settings())
 
     async def tag_of(model: str, reservation: str) -> str:
@@ -819,7 +819,7 @@ async def test_a_gateway_may_settle_by_the_models_name_though_a_pool_has_it_as_i
 
 @dataclass
 class TwoPools:
-    """A replica and two pools of its model, with an engine each. The second pool was added while the replica ran."""
+    """A replica and two pools of its model with an engine each. The second pool was added while the replica ran."""
 
     router: Replica
     registry: PoolRegistry
@@ -832,7 +832,7 @@ class TwoPools:
         return f"{self.model}#1", f"{self.model}#2"
 
     async def pool_of(self, prompt: list[int], **headers: str) -> tuple[str, int]:
-        """Which pool serves this prompt now, and how many tokens its engine held."""
+        """The pool that serves the prompt now, and the number of matched tokens."""
         asked = {"model": self.model, "prompt": prompt, "max_tokens": 1}
         status, told, answer = await self.router.post(asked, **headers)
         assert status == 200, answer
@@ -860,7 +860,7 @@ class TwoPools:
         assert min(whole["pools"], key=lambda one: float(one["price_s"]))["worker_id"] == whole["chosen"]
 
     async def a_key_keeps_its_reservation(self) -> None:
-        """Also when another pool would get the request now."""
+        """Assert that a key keeps its reservation even if another pool would get the request now."""
         placed = await self.route(self.prompts[0], "k")
         assert placed["model"] in self.tags
         assert await self.route(self.prompts[0], "k") == placed
@@ -884,7 +884,7 @@ class TwoPools:
         assert told_of == [(self.model, tag) for tag in self.tags]
 
     async def the_second_serves_alone(self) -> None:
-        """The engine of the first has ended; then the first pool is removed."""
+        """Assert that the second pool serves alone after the first engine's end, and after the first pool's removal."""
         assert {(await self.pool_of(prompt))[0] for prompt in self.prompts} == {self.tags[1]}
         await asyncio.gather(*map(self.pool_of, self.prompts))
 
@@ -933,8 +933,8 @@ async def test_a_reservation_is_found_where_it_is_booked_whatever_other_pools_kn
 async def test_two_pools_of_real_engines_serve_one_model(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt goes where its beginning is; when a pool loses its engine, the other one serves."""
-    monkeypatch.setattr(late_pools, "LATE_S", 1.0)  # the machine of a test may be busy
+    """Each prompt goes to the pool with its beginning; when a pool loses its engine, the other pool serves."""
+    monkeypatch.setattr(late_pools, "LATE_S", 1.0)  # the test's machine may be busy
     tags = (f"{model}#1", f"{model}#2")
     fleets = [Fleet(connect(valkey_url, timeout_s=2), tag) for tag in tags]
     prompts = [[rng.randint(10, 900) for _ in range(400)] for rng in map(random.Random, range(12))]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def core(server_id: str, rank: int, ranks: int | None) -> WorkerView:
-    """ranks: how many the server says it has; None: it is of a version that does not say."""
+    """An engine core. ranks: the number that its server announces; None: the server's version announces none."""
     record = {"server_id": server_id, "rank": rank}
     server = {"facts": {} if ranks is None else {"ranks": ranks}}
     name = f"{server_id}.{rank}"
@@ -49,7 +49,7 @@ def reporting(cores: list[WorkerPublisher]) -> Answer:
 
 
 async def test_a_request_names_the_chosen_rank_and_not_the_one_its_client_wants(valkey_url: str, model: str) -> None:
-    """The engine keeps no blocks, so it is chosen by load, and says why."""
+    """The engine keeps no blocks, so the request is placed by load, and the proof's reason says so."""
     cores: list[WorkerPublisher] = []
     nothing = Scheme(NO_CACHE, SCHEME.none_hash, 16)
     async with (

@@ -1,4 +1,4 @@
-"""A stream on its way from the engine's connection to the client's: whole however it is cut, and never ahead of it."""
+"""A relayed stream stays whole however it is cut, and waits while the client accepts no more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warmfleet.routing.relay import _stream
 
 
 class Client:
-    """A client's connection: it keeps what is written, and after every ``slow``-th write it accepts no more for now."""
+    """A client's connection that keeps all writes, and after every ``slow``-th write accepts no more until ``accepts``."""
 
     def __init__(self, slow: int = 0) -> None:
         self.lost = False
@@ -56,14 +56,14 @@ class Client:
         self.whole = True
 
     def reads(self) -> tuple[bytes, bool]:
-        """The body as the client understands it, and whether it is whole."""
+        """The body as the client reads it, and whether the body is whole."""
         self.body, self.whole = b"", False
         httptools.HttpResponseParser(self).feed_data(b"".join(self.writes))
         return self.body, self.whole
 
 
 class Way:
-    """A stream from an engine, which is the test, to a client. It has been relayed up to its first bytes."""
+    """A stream that the test sends as an engine to a client, relayed up to the first bytes."""
 
     def __init__(self, *, chunks: bool = True, slow: int = 0) -> None:
         self.talk, self.client = Talk(), Client(slow)
@@ -83,7 +83,7 @@ class Way:
 
 
 async def rest(times: int = 5) -> None:
-    """Let all tasks run until they wait."""
+    """Let all tasks run until they wait for more data."""
     for _ in range(times):
         await asyncio.sleep(0)
 
@@ -102,7 +102,7 @@ PLANS = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3)), max_size=40)
 def test_a_client_gets_the_same_bytes_however_they_come(
     data: bytes, plan: list[tuple[int, int]], slow: int, chunks: bool
 ) -> None:
-    """plan: where the bytes are cut into packets, and how far the tasks run after each."""
+    """plan: the cuts of the bytes into packets, and the turns of the event loop after each packet."""
 
     async def relayed() -> tuple[bytes, bool, type | None]:
         way = Way(chunks=chunks, slow=slow)
@@ -131,7 +131,7 @@ def test_a_client_gets_the_same_bytes_however_they_come(
 
 
 async def test_a_chunk_reaches_the_client_while_it_is_received() -> None:
-    """No task runs for it: that would cost more than all the rest of a chunk's way."""
+    """No task runs for a chunk, because a task would cost more than all other work for the chunk."""
     way = Way()
     way.talk.says(CHUNKED + b"2\r\nhi\r\n")
     await rest()

@@ -1,4 +1,4 @@
-"""A request's way through a replica, over real sockets, with a real store: its load is given back in every case."""
+"""Requests through a replica over real sockets with a real Redis: their load is given back in every case."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_answer_is_the_engines_own(replica_and_engine: tuple[Replica, Engi
     body = json.dumps({"model": model, "prompt": PROMPT, "max_tokens": 2, "odd": [1.50, "\u00e9"]}).encode()
     status, headers, answer = await router.post(body, **{"X-Request-Id": "mine-1"})
     assert (status, json.loads(answer)["choices"][0]["text"]) == (200, " word word")
-    assert upstream.seen[-1].body == body  # not one byte is written anew
+    assert upstream.seen[-1].body == body  # the body is passed on byte for byte
     reservation, _, rest = upstream.seen[-1].headers["x-request-id"].partition(".")
     assert reservation.startswith("wf-")
     assert (len(reservation), rest, headers["x-request-id"]) == (25, "mine-1", "mine-1")
@@ -137,7 +137,7 @@ async def test_engine_dies_mid_stream(valkey_url: str, model: str, cut: bytes) -
 
 @pytest.mark.parametrize("way", ["closed", "reset"])
 async def test_a_stream_without_chunks_ends_with_its_connection(valkey_url: str, model: str, way: str) -> None:
-    """Only a reset shows that it was cut: nothing else tells where it ends."""
+    """Only a reset shows that the stream was cut, because neither chunks nor a length tell its end."""
 
     async def until_close(_: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event(" one"))
@@ -194,7 +194,7 @@ async def test_engine_dies_within_a_large_plain_answer(valkey_url: str, model: s
         engine(model, dies) as upstream,
         replica(valkey_url, model, upstream.url) as router,
     ):
-        with pytest.raises(aiohttp.ClientPayloadError):  # part of it was out
+        with pytest.raises(aiohttp.ClientPayloadError):  # part of the answer was already sent
             await router.post({"model": model, "prompt": PROMPT})
         await router.unloaded()
         assert await router.metric('warmfleet_settled_reservations_total{outcome="failed"}') == 1
@@ -227,7 +227,7 @@ async def test_engine_fails_before_the_first_byte(valkey_url: str, model: str, w
         ids = {seen.headers["x-request-id"].partition(".")[0] for seen in bad.seen + good.seen}
         retries = await router.metric('warmfleet_retries_total{where="another"}')
         assert retries >= 1
-        assert len(ids) == retries + 4  # every try elsewhere is a reservation of its own
+        assert len(ids) == retries + 4  # each retry at another worker has its own reservation
         await router.unloaded()
 
 
@@ -308,7 +308,7 @@ async def test_sixty_four_clients(replica_and_engine: tuple[Replica, Engine], mo
 
 
 class Unwritten:
-    """A client's connection on which nothing is to be sent."""
+    """A client's connection that fails the test at any write."""
 
     lost = False
     writable: asyncio.Future[None] | None = None
@@ -330,7 +330,7 @@ class Unwritten:
 
 
 class SlowBookings(Bookings):
-    """Redis is told as late as over a connection that must be made anew."""
+    """Bookings that settle late, as over a connection that must be made anew."""
 
     def settle_later(self, reservation: str, outcome: Told, on_answer: OnAnswer, *more: Any, **named: Any) -> None:
         late = partial(super().settle_later, reservation, outcome, on_answer, *more, **named)
@@ -338,7 +338,7 @@ class SlowBookings(Bookings):
 
 
 async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: str) -> None:
-    """A client that hangs up, and a shutdown right behind it: the second cancellation meets the settle."""
+    """A client hangs up and the replica shuts down at once, so the second cancellation meets the settle."""
 
     async with engine(model, freezing(b"")) as upstream, replica(valkey_url, model, upstream.url) as router:
         settings = Settings(redis_url=valkey_url, models=(model,), decide_timeout_s=1.0)
@@ -362,7 +362,7 @@ async def test_settle_survives_being_cancelled_itself(valkey_url: str, model: st
         await poll(lambda: upstream.seen, what="the engine has the request")
         assert await router.load() > 0
         task.cancel()
-        while pool.reservations:  # noqa: ASYNC110  until the release has begun: this is the first that it gives back
+        while pool.reservations:  # noqa: ASYNC110  until the release has begun: reservations are given back first
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

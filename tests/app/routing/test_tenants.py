@@ -33,7 +33,7 @@ async def fleet_of_one(valkey_url: str, model: str) -> AsyncIterator[Replica]:
 
 
 async def cached(router: Replica, body: dict[str, Any], **headers: str) -> tuple[int, int]:
-    """How many tokens of the prompt the router foresaw as cached, and how many the engine had."""
+    """The tokens of the prompt that the router foresaw as cached, and those that the engine had cached."""
     status, told, answer = await router.post({"prompt": PROMPT, "max_tokens": 1} | body, **headers)
     assert status == 200, answer
     usage = json.loads(answer)["usage"]
@@ -55,10 +55,10 @@ async def test_with_a_key_tenants_are_apart_without_asking(valkey_url: str, mode
         body = {"model": model}
         assert await cached(router, body, authorization="Bearer one") == (0, 0)
         assert await cached(router, body, authorization="Bearer two") == (0, 0)
-        assert await cached(router, body) == (0, 0)  # who has no name is one more tenant
+        assert await cached(router, body) == (0, 0)  # clients without a name are one more tenant
         foreseen, had = await cached(router, body, authorization="Bearer one")
         assert foreseen == had > 100
-        # A tenant divides itself further by salts of its own, and reaches nobody else with them.
+        # A tenant's own salts divide its cache further, and reach no other tenant's cache.
         assert await cached(router, body | {"cache_salt": "x"}, authorization="Bearer one") == (0, 0)
         stolen = Tenancy(KEY, "authorization").salt(b"Bearer one", None)
         assert await cached(router, body | {"cache_salt": stolen}, authorization="Bearer two") == (0, 0)
@@ -86,7 +86,7 @@ async def test_the_engine_gets_the_salt_and_every_byte_besides(valkey_url: str, 
 
 PART = '{"type": "image_url", "image_url": null, "uuid": "pic"}'
 MESSAGES = f'"messages": [{{"role": "user", "content": [{PART}]}}]'
-#: Path and body of requests that name a picture of the engine's cache.
+#: Path and body of requests that name a picture in the engine's cache by its id.
 NAMING = [
     ("/v1/chat/completions", f"{{{MESSAGES}}}"),
     ("/v1/chat/completions", f"{{{MESSAGES}}}".replace("uuid", "uu\\u0069d")),
@@ -113,7 +113,7 @@ NAMING = [
     ("/rerank", f'{{"query": "?", "documents": [{{"content": [{PART}]}}]}}'),
     ("/v1/images/edits", f"{{{MESSAGES}}}"),
 ]
-#: Bodies that name none: what looks like an id is part of the prompt, or of nothing that an engine reads.
+#: Path and body of requests that name no picture: engines read the apparent id as text, or ignore it.
 NAMELESS = [
     ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "\\"uuid\\": \\"pic\\""}]}'),
     ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}], "documents": [{"uuid": "pic"}]}'),
@@ -186,7 +186,7 @@ async def test_a_gateway_is_refused_a_body_that_it_would_send_unchanged(valkey_u
             assert (await router.post(NAMING[0][1].encode(), f"/route?endpoint={NAMING[0][0]}"))[0] == 200
 
 
-#: Where an engine may get blocks, or what it has computed of a picture, from another engine; by any way into it.
+#: Requests with fields by which an engine may load blocks or a computed picture from another engine.
 TRANSFERS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}),
     ("/v1/completions", {"prompt": "x", "ec_transfer_params": {"a": {}}}),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector": False, "max_model_len": 4_096}
 
-# ---------------------------------------------------------------- who gets ids, and for what
+# ---------------------------------------------------------------- requests and workers that get ids
 
 
 def view(proof_: str = "proven", age_s: float = 0.0, *, routable: bool = True, **facts: Any) -> View:
@@ -114,7 +114,7 @@ def test_ids_go_where_they_are_certain(
 
 
 def test_a_prompt_that_cannot_be_foreseen_has_no_ids() -> None:
-    """So requests with embeddings, prompt logprobs, truncation or own transfer parameters are never handed off."""
+    """Requests with embeddings, prompt logprobs, truncation or own transfer parameters are never handed off."""
     for field, value in {
         "prompt_embeds": "x",
         "prompt_logprobs": 1,
@@ -192,7 +192,7 @@ async def test_the_engine_gets_the_ids_and_can_refuse_them(
         text = b'{ "model":"%b",\n"prompt":"hi", "top_p": 1E0, "top_p": 1.0}' % model.encode()
         bad = json.dumps({"model": model, "prompt": "hi", "n": 2}).encode()
         upstream.seen.clear()
-        assert (await router.post(text))[0] == 200  # a check: as it came
+        assert (await router.post(text))[0] == 200  # a check: the body is sent as it came
         assert (await router.post(text))[0] == 200
         assert (await router.post(chat, "/v1/chat/completions"))[0] == 200
         bodies = [seen.body for seen in upstream.seen]
