@@ -133,7 +133,7 @@ async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model
             events = cast("KvEvents", engine.kv_events)
             await ask(engine, model, prompt(1))
             sockets, events._socket = events._socket, cast("Any", Silence())
-            await ask(engine, model, prompt(2))  # its events are lost on their way
+            await ask(engine, model, prompt(2))  # the events of this request are lost
             events._socket = sockets
             await equal(router, engine)
             engine.core.scheduler.pool.reset()
@@ -144,7 +144,7 @@ async def test_lost_events_a_reset_and_a_restarted_engine(valkey_url: str, model
 
             slot = (await router.fleet.workers.read())[0].load.slot
             ports = events.port, events.replay_port
-            events.close()  # another process with an empty cache, at the same addresses
+            events.close()  # as if another process with an empty cache took over the addresses
             engine.core.scheduler.pool.reset()
             engine.kv_events = KvEvents(engine.core.scheduler, ports)
             engine.core.stepped = engine.kv_events.publish

@@ -104,7 +104,7 @@ async def stored(redis_url: str, but: set[bytes]) -> list[str]:
     }
     try:
         found = [(key, await store.type(key)) for key in await keys(redis_url) - but]
-        return [f"{key!r} {await read[kind](key)!r}" for key, kind in found if kind != b"none"]  # the key has expired meanwhile
+        return [f"{key!r} {await read[kind](key)!r}" for key, kind in found if kind != b"none"]  # none: expired
     finally:
         await store.aclose()
 

@@ -53,7 +53,7 @@ class Evil:
         self.worker = f"{name}.0"
 
     def server(self) -> dict[str, Any]:
-        """The server's join. Some servers claim the healthy workers' files without bringing them; others agree with no worker."""
+        """The server's join. Some servers claim the healthy workers' files without bringing any; others announce own files."""
         own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
         told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
         told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}

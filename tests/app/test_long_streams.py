@@ -93,7 +93,7 @@ async def pass_by(routers: list[Replica]) -> None:
 
         async def renewed(before: list[float] = before) -> bool:
             pairs = zip(await renewals(routers), before, strict=True)
-            return all(now >= then + STREAMS for now, then in pairs)  # STREAMS more, so that a round in progress does not count
+            return all(now >= then + STREAMS for now, then in pairs)  # more than a round in progress
 
         await poll(renewed, 10, "they are renewed")
 

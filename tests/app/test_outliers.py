@@ -81,7 +81,7 @@ async def ejected(router: Replica, one: Engine) -> bool:
 async def test_a_worker_that_fails_what_others_serve_is_ejected(
     valkey_url: str, model: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # without the patch the worker gets one request in three seconds
+    monkeypatch.setattr(Pool, "avoid", lambda *_: None)  # or the worker gets one request in three seconds
     body = {"model": model, "stream": way.endswith("stream"), **BODY}
     async with fleet_of(valkey_url, model, failing(way), answer_well, answer_well) as (router, engines):
         for _ in range(14):

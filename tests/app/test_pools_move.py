@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Clients:
-    """Clients that send one request after another. ``served``: the pools of all answers; ``statuses``: their statuses."""
+    """Clients that send one request after another. ``served``: the answers' pools; ``statuses``: their statuses."""
 
     def __init__(self, router: Replica, model: str, count: int) -> None:
         self.served: set[str] = set()

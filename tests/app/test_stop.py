@@ -143,7 +143,7 @@ class Traffic:
                     self.failed.append(head)
                 if b"\r\nconnection: close\r\n" in head:
                     break
-                # A fifth of the clients often send their next request at once. More such clients would only keep the CPUs busy.
+                # A fifth of the clients often send the next request at once. More such clients would keep both cores busy.
                 await asyncio.sleep(chance.uniform(0.0, 0.4) if number % 5 else chance.choice((0.0, 0.1)))
             writer.close()
 

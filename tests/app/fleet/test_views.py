@@ -75,7 +75,7 @@ async def bring(fleet: Fleet, content: bytes) -> dict[str, Any]:
 
 
 async def test_an_artifact_comes_back_whole(fleet: Fleet) -> None:
-    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # random bytes do not compress
+    content = b"".join(hashlib.sha256(b"%d" % number).digest() for number in range(10_000))  # incompressible
     entry = await bring(fleet, content)
     assert len(entry["chunks"]) == 5
     assert await fleet.artifacts.read("s", entry) == content

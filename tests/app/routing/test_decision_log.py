@@ -50,7 +50,8 @@ async def states(keyspace: Keyspace, rng: random.Random) -> None:
             in_flight=rng.choice((0, rng.randrange(30), rng.randrange(200))),
             prefill_tokens=rng.choice((0, 0, rng.randrange(4_000))),
             decode_tokens=rng.randrange(50_000),
-            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),  # below a second
+            # foreign prefill of less than a second takes no room
+            foreign_prefill_tokens=rng.choice((0, rng.randrange(500), rng.randrange(14_000))),
             under_way_tokens=rng.randrange(3_000),
             since_ms=(int(time.time() * 1000) - rng.randrange(500)) % 2**32,
             flags=READY if rng.random() < 0.7 else READY & ~Flag.CLOSED,

@@ -47,7 +47,7 @@ pytestmark = [
 
 
 class Fleet:
-    """Two replicas and the engines of three pools, one on each master. ``clients``: one name by each counting pool's master."""
+    """Two replicas and the engines of three pools, one on each master. ``clients``: names by their counting pool's master."""
 
     def __init__(self, cluster: WholeCluster, model: str) -> None:
         self.cluster, self.model = cluster, model

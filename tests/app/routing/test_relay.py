@@ -17,7 +17,7 @@ from warmfleet.routing.relay import _stream
 
 
 class Client:
-    """A client's connection that keeps all writes, and after every ``slow``-th write accepts no more until ``accepts``."""
+    """A client's connection that keeps all writes, and after every ``slow``-th write waits for ``accepts``."""
 
     def __init__(self, slow: int = 0) -> None:
         self.lost = False
