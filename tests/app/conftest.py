@@ -55,5 +55,5 @@ async def started(patience: None) -> AsyncIterator[Callable[..., Sandboxed]]:
         return made[-1]
 
     yield start
-    for one in made:
-        await one.end()
+    for box in made:
+        await box.end()

@@ -120,9 +120,9 @@ async def test_a_bridged_engine_answers_many_plain_requests_at_a_time(valkey_url
             bodies = [{"model": model, "prompt": prompt(100 + seed, 600), "max_tokens": 400} for seed in range(6)]
             sent = [asyncio.create_task(router.post(body | {"ignore_eos": True})) for body in bodies]
             await poll(lambda: len(engine.core.scheduler.running) == len(sent), 15, "all of them are answered")
-            assert not any(one.done() for one in sent), "at the same time"
+            assert not any(request.done() for request in sent), "at the same time"
             engine.core.costs = StepCosts(base_s=0.0, prefill_token_s=0.0)
-            assert [(await one)[0] for one in sent] == [200] * len(sent)
+            assert [(await request)[0] for request in sent] == [200] * len(sent)
         await router.unloaded()
 
 

@@ -53,7 +53,7 @@ class Evil:
         self.worker = f"{name}.0"
 
     def server(self) -> dict[str, Any]:
-        """The server's join. Some servers claim the healthy workers' files without bringing any; others announce own files."""
+        """The server's join. Some claim the healthy workers' files without bringing any; others announce own files."""
         own = {name: entry | {"sha256": sha256(self.name.encode()).hexdigest()} for name, entry in MANIFEST.items()}
         told = {"schema": 1, "server_id": self.name, "url": "http://127.0.0.1:1", "models": ["m", "other"]}
         told |= {"artifacts": MANIFEST if self.damage.rng.random() < 0.3 else own, "facts": FACTS, "version": "1"}
@@ -133,14 +133,14 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
         await replica.loaded()
         seen = unreadable = 0
         for number in range(rounds):
-            for one in evil:
-                await one.send(f"n{number}")
+            for attacker in evil:
+                await attacker.send(f"n{number}")
             await replica.applied()
-            for one in evil:
+            for attacker in evil:
                 if damage.rng.random() < 0.7:  # as if the worker had passed a probe
-                    await fleet.probes.prove(one.worker, f"n{number}", Proof("proven", ""))
+                    await fleet.probes.prove(attacker.worker, f"n{number}", Proof("proven", ""))
                 if damage.rng.random() < 0.4:
-                    await one.forge(f"n{number}")
+                    await attacker.forge(f"n{number}")
             shown = await replica.look()
             await replica.loaded()
             for worker in damage.rng.sample(replica.pool.view.workers, 2):
@@ -152,8 +152,8 @@ async def _besiege(store: aioredis.Redis, fleet: Fleet, seed: int, rounds: int) 
             assert all(url for url in routable.values())
             assert {"w1.0", "w2.0"} <= replica.pool.view.handoff.keys()
             assert await replica.asked() == {"exact", "prefix"}
-            for one in evil:
-                await one.restore()
+            for attacker in evil:
+                await attacker.restore()
         counts = await fleet.index.counts()
         assert counts["malformed"] > rounds * EVIL, "most of it was refused"
         assert seen > rounds * EVIL / 4, "some of it was not"
@@ -165,7 +165,7 @@ async def test_damaged_joins_harm_no_other_worker(store: aioredis.Redis, fleet: 
 
 
 async def bring(fleet: Fleet, server: str, files: dict[str, tuple[dict[str, Any], dict[str, bytes]]]) -> None:
-    for digest, piece in [one for _, chunks in files.values() for one in chunks.items()]:
+    for digest, piece in [chunk for _, chunks in files.values() for chunk in chunks.items()]:
         await fleet.redis.set(fleet.keys.artifact(server, digest), piece)
 
 
@@ -214,7 +214,9 @@ async def test_damaged_files_of_a_worker_harm_no_other_worker(store: aioredis.Re
 def test_a_tokenizer_without_ids_for_some_texts() -> None:
     """The tokenizer has ids for all texts of its trial, but not for a letter in a request."""
     letters = sorted({*"".join(encoder._samples(())), *"a"})
-    made = encoder.Encoder.load(Tokenizer(Unigram([(one, -1.0) for one in letters], None, False)).to_str().encode())
+    made = encoder.Encoder.load(
+        Tokenizer(Unigram([(letter, -1.0) for letter in letters], None, False)).to_str().encode()
+    )
     assert len(made.plain("abc")) == 3
     with pytest.raises(NotReproducible, match="tokenizer"):
         made.plain("\u046b")

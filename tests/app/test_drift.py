@@ -214,7 +214,7 @@ async def test_constant_evictions_downgrade_no_worker_and_hide_none(valkey_url: 
             await stop(clients)
         assert worker.engine.core.scheduler.pool.evicted > 5_000
         counts = await router.fleet.index.counts()
-        results = {one: await router.metric(f'warmfleet_probes_total{{result="{one}"}}') for one in RESULTS}
+        results = {result: await router.metric(f'warmfleet_probes_total{{result="{result}"}}') for result in RESULTS}
         print(kind, results, {name: count for name, count in counts.items() if "suspect" in name or "down" in name})
         assert results["proven"] >= (2 if kind == "right" else 1)
         assert (results["identity"] > 0, "downgrade_tokens" in counts) == (kind == "seed", kind == "seed")

@@ -80,7 +80,7 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def left() -> Counter[str]:
     """The number of live objects of requests and connections, by class."""
-    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in KINDS)
+    return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in KINDS)
 
 
 async def sent(router: Replica, raw: bytes, until: bytes) -> None:

@@ -121,7 +121,7 @@ async def test_a_stream_is_booked_as_long_as_it_runs(
     over = asyncio.Event()
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(model, lasting(over))) for _ in range(2)]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         routers = [
             await stack.enter_async_context(replica(valkey_url, model, *urls, renew_interval_s=interval_s))
             for _ in range(2)

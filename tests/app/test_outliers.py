@@ -61,7 +61,7 @@ def failing(way: str) -> Answer:
 async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterator[tuple[Replica, list[Engine]]]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         router = await stack.enter_async_context(replica(valkey_url, model, *urls, policy="round_robin"))
         yield router, engines
         await router.unloaded()
@@ -104,7 +104,7 @@ async def test_a_request_that_every_worker_fails_ejects_nobody(
         for _ in range(8):
             status, _, answer = await router.post({"model": model, **BODY})
             assert (status, json.loads(answer)["error"]["message"]) == (500, "trouble"), "the client gets the answer"
-        assert sum(len(one.seen) for one in engines) == 16, "each was tried at two workers"
+        assert sum(len(upstream.seen) for upstream in engines) == 16, "each was tried at two workers"
         assert not blamed
 
 
@@ -125,7 +125,7 @@ async def test_an_error_in_a_stream_that_is_the_clients_reaches_the_client(valke
     async with fleet_of(valkey_url, model, refuses, refuses) as (router, engines):
         _, _, said = await router.post({"model": model, "stream": True, **BODY})
         assert said == b'data: {"error": {"message": "no", "code": 400}}\n\n'
-        assert sum(len(one.seen) for one in engines) == 1
+        assert sum(len(upstream.seen) for upstream in engines) == 1
 
 
 async def test_one_that_recovers_comes_back_by_one_request(
@@ -175,4 +175,4 @@ async def test_further_tries_have_a_budget(valkey_url: str, model: str, monkeypa
         for _ in range(20):
             status, _, answer = await router.post({"model": model, **BODY})
             assert (status, json.loads(answer)["error"]["message"]) == (503, "trouble")
-        assert sum(len(one.seen) for one in engines) <= 20 + 3 + 0.2 * 20 + 1
+        assert sum(len(upstream.seen) for upstream in engines) <= 20 + 3 + 0.2 * 20 + 1

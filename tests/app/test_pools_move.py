@@ -68,7 +68,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def told_of(router: Replica, model: str) -> bool:
     """Whether a replica shows all workers of the old pool as moved instead of dead."""
     answers = [json.loads((await router.get(path))[1])["models"] for path in ("/workers", "/status.json")]
-    old, page = [next(one for one in answer if one["model"] == model) for answer in answers]
+    old, page = [next(pool for pool in answer if pool["model"] == model) for answer in answers]
     if {old["pool_state"], page["pool_state"]} != {"moving"}:
         return False
     rows = [*old["workers"], *({**row, "why": row["reason"]} for row in page["workers"])]

@@ -47,7 +47,7 @@ def poisoned(way: str) -> Answer:
 async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterator[tuple[Replica, list[Engine]]]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(model, answer)) for answer in answers]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         router = await stack.enter_async_context(
             replica(valkey_url, model, *urls, policy="round_robin", health_interval_s=60.0)
         )
@@ -56,7 +56,7 @@ async def fleet_of(valkey_url: str, model: str, *answers: Answer) -> AsyncIterat
 
 
 def had_poison(engines: list[Engine]) -> int:
-    return sum(any(seen.json["prompt"] == POISON for seen in one.seen) for one in engines)
+    return sum(any(seen.json["prompt"] == POISON for seen in upstream.seen) for upstream in engines)
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["fresh", "kept"])
@@ -66,15 +66,15 @@ async def test_a_request_that_killed_three_workers_is_sent_to_no_fourth(
 ) -> None:
     async with fleet_of(valkey_url, model, *[poisoned(way)] * 4) as (router, engines):
         if kept:
-            while not all(one.seen for one in engines):
+            while not all(upstream.seen for upstream in engines):
                 await router.post({"model": model, "prompt": PROMPT})
         status, _, answer = await router.post({"model": model, "prompt": POISON, "stream": True})
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
         assert had_poison(engines) == 3
         ids = [
             s.headers["x-request-id"].partition(".")[0]
-            for one in engines
-            for s in one.seen
+            for upstream in engines
+            for s in upstream.seen
             if s.json["prompt"] == POISON
         ]
         assert len(set(ids)) == 3
@@ -98,8 +98,8 @@ async def test_workers_that_refuse_are_no_deaths(valkey_url: str, model: str) ->
 
 async def test_three_refused_connections_do_not_fail_a_request(valkey_url: str, model: str) -> None:
     async with fleet_of(valkey_url, model, *[answer_well] * 4) as (router, engines):
-        for one in engines[:3]:
-            await one.die()
+        for upstream in engines[:3]:
+            await upstream.die()
         status, _, _ = await router.post({"model": model, "prompt": PROMPT})
         assert (status, len(engines[3].seen)) == (200, 1)
 
@@ -116,10 +116,10 @@ async def test_half_of_the_fleet_dies_and_no_request_fails(valkey_url: str, mode
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(model)) for _ in range(4)]
         router = await stack.enter_async_context(
-            replica(valkey_url, model, *(one.url for one in engines), health_interval_s=60.0)
+            replica(valkey_url, model, *(upstream.url for upstream in engines), health_interval_s=60.0)
         )
-        for one in engines[:2]:
-            await one.die()
+        for upstream in engines[:2]:
+            await upstream.die()
         answers = [await router.post({"model": model, "prompt": f"{number} {PROMPT}"}) for number in range(24)]
         assert [status for status, _, _ in answers] == [200] * 24
         await router.unloaded()
@@ -141,11 +141,11 @@ async def test_an_emptied_redis_and_dead_engines_fail_nobody(model: str) -> None
     with server(valkey_binary()) as url:
         async with AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(engine(model)) for _ in range(4)]
-            urls = [one.url for one in engines]
+            urls = [upstream.url for upstream in engines]
             router = await stack.enter_async_context(replica(url, model, *urls, health_interval_s=60.0))
             await router.fleet.redis.flushall()
-            for one in engines[:2]:
-                await one.die()
+            for upstream in engines[:2]:
+                await upstream.die()
             answers = [await router.post({"model": model, "prompt": f"{number} {PROMPT}"}) for number in range(16)]
             assert [status for status, _, _ in answers] == [200] * 16
             assert await router.metric('warmfleet_retries_total{where="another"}') >= 2, "dead engines were met"

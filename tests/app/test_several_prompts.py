@@ -32,9 +32,9 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 def test_the_id_tells_scripts_what_may_be_compared(prompts: int, exact: bool, mark: str) -> None:
     ids = {new_reservation(prompts, exact=exact) for _ in range(100)}
     assert len(ids) == 100
-    for one in ids:
-        assert one[len(wire.RESERVATION_PREFIX)] == mark
-        assert wire.reservation_of(f"cmpl-{one}.client-0") == (one, 0)
+    for reservation in ids:
+        assert reservation[len(wire.RESERVATION_PREFIX)] == mark
+        assert wire.reservation_of(f"cmpl-{reservation}.client-0") == (reservation, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ async def test_the_first_byte_speaks_for_one_prompt(
 
     def viewed(workers: Sequence[WorkerView], *args: Any, **more: Any) -> View:
         bridged = [
-            replace(one, server={"facts": {"reports_prefills": False}} if reporter == "bridge" else one.server)
-            for one in workers
+            replace(worker, server={"facts": {"reports_prefills": False}} if reporter == "bridge" else worker.server)
+            for worker in workers
         ]
         return view_of(bridged, *args, **more)
 

@@ -58,7 +58,7 @@ def test_the_first_lines_tell_who_this_is_and_what_it_needs(caplog: pytest.LogCa
     with socket.create_server(("127.0.0.1", 0)) as clients, socket.create_server(("127.0.0.1", 0)) as operators:
         settings = Settings(models=("a", "b#2"), redis_url="rediss://me:hidden@store:6380/0", policy="sticky")
         main._tell_of_the_start(settings, Sockets([clients, clients], [operators]))
-        ports = [one.getsockname()[1] for one in (clients, operators)]
+        ports = [listener.getsockname()[1] for listener in (clients, operators)]
     first, *addresses, _keys = caplog.messages
     assert first.endswith(" routes for a, b#2 by policy sticky. It needs Redis at store:6380 first")
     assert addresses == [f"for clients: http://127.0.0.1:{ports[0]}", f"for operators: http://127.0.0.1:{ports[1]}"]
@@ -77,10 +77,11 @@ def test_an_open_port_for_operators_is_warned_of(
         settings = Settings(models=("a",), admin_key=admin_key, **guard)
         main._tell_of_the_start(settings, Sockets([clients], [operators]))
         port = operators.getsockname()[1]
-    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warned) == (1 if guard and not host and not admin_key else 0)
     assert all(
-        f"WARMFLEET_ADMIN_KEY is not set: everybody who reaches port {port} of 0.0.0.0 " in one for one in warned
+        f"WARMFLEET_ADMIN_KEY is not set: everybody who reaches port {port} of 0.0.0.0 " in warning
+        for warning in warned
     )
 
 

@@ -129,7 +129,7 @@ class Traffic:
     async def client(self, number: int) -> None:
         chance = random.Random(number)
         while not self.over:
-            process = chance.choice([one for one in self.processes if one.ready])
+            process = chance.choice([candidate for candidate in self.processes if candidate.ready])
             reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
             self.connections += 1
             while not self.over and not reader.at_eof():
@@ -143,7 +143,7 @@ class Traffic:
                     self.failed.append(head)
                 if b"\r\nconnection: close\r\n" in head:
                     break
-                # A fifth of the clients often send the next request at once. More such clients would keep both cores busy.
+                # A fifth of the clients often send the next request at once; more would only keep both cores busy.
                 await asyncio.sleep(chance.uniform(0.0, 0.4) if number % 5 else chance.choice((0.0, 0.1)))
             writer.close()
 

@@ -23,7 +23,7 @@ def test_a_source_tree_that_nobody_installed_has_metrics_too(monkeypatch: pytest
     version.cache_clear()
     monkeypatch.setattr(metadata, "version", missing)
     try:
-        (told,) = [one for one in Metrics().registry.collect() if one.name == "warmfleet_build_info"]
+        (told,) = [metric for metric in Metrics().registry.collect() if metric.name == "warmfleet_build_info"]
         assert told.samples[0].labels["version"] == "(not installed)"
     finally:
         version.cache_clear()

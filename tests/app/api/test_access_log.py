@@ -51,7 +51,7 @@ async def logged(
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     """The lines about requests of clients, without the test's own requests for metrics."""
     found = [json.loads(line) for line in stream.getvalue().splitlines()]
-    return [one for one in found if one["logger"] == "warmfleet.access" and one["path"] != "/metrics"]
+    return [entry for entry in found if entry["logger"] == "warmfleet.access" and entry["path"] != "/metrics"]
 
 
 async def told(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
@@ -77,20 +77,20 @@ async def test_each_request_is_a_line(valkey_url: str, model: str) -> None:
         async with router.client.post(router.url + "/v1/completions", data=b"{") as refused:
             assert refused.status == 400
         found = await told(stream, 5)
-    assert [(one["method"], one["path"], one["status"], one["complete"]) for one in found] == [
+    assert [(entry["method"], entry["path"], entry["status"], entry["complete"]) for entry in found] == [
         ("POST", "/v1/completions", 200, True),
         ("POST", "/v1/completions", 200, True),
         ("POST", "/v1/completions", 200, True),
         ("GET", "/no/such/path", 404, True),
         ("POST", "/v1/completions", 400, True),
     ]
-    ids = [one["request_id"] for one in found]
+    ids = [entry["request_id"] for entry in found]
     assert ids[:2] == ["mine", unnamed["x-request-id"]]
     assert upstream.seen[1].headers["x-request-id"].endswith("." + ids[1])
     assert found[0]["worker"] == headers["x-warmfleet-worker"]
-    assert all(0 <= one["first_ms"] <= one["ms"] for one in found[:3])
+    assert all(0 <= entry["first_ms"] <= entry["ms"] for entry in found[:3])
     assert found[4]["error"] == "bad_request"
-    assert all(one["ms"] >= 0 for one in found)
+    assert all(entry["ms"] >= 0 for entry in found)
     assert "secret" not in stream.getvalue()
 
 
@@ -126,7 +126,7 @@ async def test_text_has_the_same_facts(valkey_url: str, model: str) -> None:
     async with logged(valkey_url, model, form="text") as (router, _, stream):
         await router.post({"model": model, "prompt": PROMPT}, **{"X-Request-Id": "mine\u00e9; x" + "y" * 500})
         await poll(lambda: "/v1/completions" in stream.getvalue(), 30, "a line")
-    (line,) = [one for one in stream.getvalue().splitlines() if "/v1/completions" in one]
+    (line,) = [text for text in stream.getvalue().splitlines() if "/v1/completions" in text]
     told = (
         r"[-\d]+ [\d:,]+ INFO warmfleet.access POST /v1/completions 200 in [\d.]+ ms by \S+: queue [\d.]+ ms, decide "
         r"[\d.]+ ms, engine [\d.]+ ms \(predicted (None|[\d.]+)\), first byte [\d.]+ ms, cached None of \d+ "
@@ -161,9 +161,9 @@ async def test_refusals_before_any_path_are_lines_and_their_answers_have_the_id(
             assert answer.status == 400
             named = answer.headers["x-request-id"]
         found = await told(stream, 3)
-    assert [one["status"] for one in found] == [204, 404, 400]
+    assert [entry["status"] for entry in found] == [204, 404, 400]
     assert found[2]["request_id"] == named
-    assert all(one["request_id"] for one in found)
+    assert all(entry["request_id"] for entry in found)
 
 
 async def test_a_request_that_is_cancelled_at_once_leaves_no_coroutine_behind() -> None:

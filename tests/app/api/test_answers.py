@@ -138,7 +138,7 @@ async def test_a_stream_that_dies_before_its_first_byte_is_tried_elsewhere(valke
     async with fleet(valkey_url, model, dying) as (router, engines):
         body = json.dumps({"model": model}).encode()
         status, _, said = await router.post(body, SPEECH)
-        assert (status, said, sum(len(one.seen) for one in engines)) == (200, FIRST + REST, 2)
+        assert (status, said, sum(len(upstream.seen) for upstream in engines)) == (200, FIRST + REST, 2)
         dies_at.update(byte=1, tries=0)
         reader, writer = await asked(router, SPEECH, body)
         got = await reader.read()
@@ -200,7 +200,7 @@ async def test_only_an_answer_that_cannot_be_right_is_asked_for_again(
         if "audio" in path:
             body = json.dumps({"model": model}).encode()
         status, headers, got = await router.post(body, path)
-        tries = sum(len(one.seen) for one in engines)
+        tries = sum(len(upstream.seen) for upstream in engines)
         if case in LEGAL:
             assert (status, got, tries) == (200, said, 1)
             assert headers.get("content-type", "") == kind
@@ -285,7 +285,7 @@ async def test_an_error_of_the_client_and_a_later_one_reach_it(valkey_url: str, 
     path, said = CLIENTS_OWN[case]
     async with fleet(valkey_url, model, saying([said.encode()])) as (router, engines):
         status, _, got = await router.post(ASKED | {"model": model, "stream": True}, path)
-        assert (status, got.decode(), sum(len(one.seen) for one in engines)) == (200, said, 1)
+        assert (status, got.decode(), sum(len(upstream.seen) for upstream in engines)) == (200, said, 1)
 
 
 async def test_a_busy_engine_says_so_in_its_stream(valkey_url: str, model: str) -> None:
@@ -294,4 +294,4 @@ async def test_a_busy_engine_says_so_in_its_stream(valkey_url: str, model: str) 
     async with fleet(valkey_url, model, saying([busy])) as (router, engines):
         status, _, got = await router.post(ASKED | {"model": model, "stream": True}, "/v1/messages")
         assert (status, json.loads(got)["error"]["type"]) == (502, "api_error")
-        assert [len(one.seen) for one in engines] == [1, 1]
+        assert [len(upstream.seen) for upstream in engines] == [1, 1]

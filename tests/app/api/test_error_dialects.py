@@ -96,7 +96,7 @@ async def answered(router: Replica, raw: bytes) -> tuple[int, dict[str, str], An
     async with asyncio.timeout(10):
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         line, *lines = head.rstrip().split("\r\n")
-        fields = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in lines)}
+        fields = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in lines)}
         said = await reader.readexactly(int(fields["content-length"]))
     writer.close()
     return int(line.split()[1]), fields, json.loads(said)
@@ -184,9 +184,9 @@ async def test_a_fleet_without_engines_and_a_bug_of_ours(
 
 def every_error() -> list[type[WarmfleetError]]:
     found: list[type[WarmfleetError]] = [WarmfleetError]
-    for one in found:
-        found += one.__subclasses__()
-    return [one for one in found if one.__module__ == errors.__name__]
+    for kind in found:
+        found += kind.__subclasses__()
+    return [kind for kind in found if kind.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize("kind", every_error())

@@ -88,8 +88,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(fleet_status, "identify_here", identified)
         model = SimpleNamespace(pools=pools, several=len(pools) > 1, order_for=order_for)
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
-        for one in pools:
-            one.view, one.name = view, "m"
+        for pool in pools:
+            pool.view, pool.name = view, "m"
         inquiry = Inquiry(cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0)
         return await explain(cast("Any", model), pools[0], inquiry)
 
@@ -102,10 +102,10 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
 async def test_the_pool_named_is_that_which_a_router_chooses(ask: Any) -> None:
     told = await ask([(1.0, 0), (1.004, 1), (0.1, 0)])
     assert told["model"] == "m#2", "within 5 ms the pool that holds more"
-    assert [one["pool"] for one in told["pools"]] == ["m#1", "m#2"]
+    assert [entry["pool"] for entry in told["pools"]] == ["m#1", "m#2"]
     assert told["passed_over"] == []
     told = await ask([(1.0, 0), (0.5, 0), (0.1, 0)], draining={2, 3})
-    assert (told["model"], [one["pool"] for one in told["pools"]]) == ("m#1", ["m#1"])
+    assert (told["model"], [entry["pool"] for entry in told["pools"]]) == ("m#1", ["m#1"])
     told = await ask([NoWorker("none"), (0.5, 0), (0.1, 0)], draining={2, 3})
     assert told["model"] == "m#2", "no other can serve"
 
@@ -116,7 +116,7 @@ async def test_a_home_pool_that_gives_no_answer_is_told(ask: Any) -> None:
     assert told["passed_over"] == [{"pool": "m#1", "why": "gone"}]
     told = await ask([(1.0, 0), (1.0, 0), (2.0, 0)], asks_redis={1}, usable={2})
     assert told["model"] == "m#3"
-    assert [one["why"] for one in told["passed_over"]] == ["its Redis is away", "it has no worker"]
+    assert [entry["why"] for entry in told["passed_over"]] == ["its Redis is away", "it has no worker"]
     told = await ask([FleetUnavailable("gone"), FleetUnavailable("gone"), (2.0, 0)])
     assert told["model"] == "m#3"
     with pytest.raises(FleetUnavailable):
@@ -134,7 +134,7 @@ async def test_where_no_worker_takes_requests_the_operator_reads_what_a_client_w
 
 async def test_a_pool_whose_queue_is_full_offers_nothing(ask: Any) -> None:
     told = await ask([(0.1, 90), (1.0, 0), (0.1, 0)], full={1})
-    assert (told["model"], [one["pool"] for one in told["pools"]]) == ("m#2", ["m#2"])
+    assert (told["model"], [entry["pool"] for entry in told["pools"]]) == ("m#2", ["m#2"])
     assert told["passed_over"] == [{"pool": "m#1", "why": "its queue is full"}]
     told = await ask([(0.1, 0), (1.0, 0), (2.0, 0)], full={1, 2})
     assert told["model"] == "m#3"

@@ -210,7 +210,7 @@ class Gateway:
 
     async def ejected(self) -> bool:
         workers = await self.router.fleet.workers.read()
-        return any(one.worker_id == self.bad and one.load.flags & Flag.EJECTED for one in workers)
+        return any(worker.worker_id == self.bad and worker.load.flags & Flag.EJECTED for worker in workers)
 
 
 @contextlib.asynccontextmanager

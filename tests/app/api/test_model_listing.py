@@ -60,11 +60,11 @@ async def told(valkey_url: str, model: str, *pages: Callable[[str], bytes]) -> d
             one._page = page  # type: ignore[method-assign,assignment]
             one.server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
             one.url = f"http://127.0.0.1:{one.server.sockets[0].getsockname()[1]}"
-        async with replica(valkey_url, model, *[one.url for one in engines]) as router:
+        async with replica(valkey_url, model, *[upstream.url for upstream in engines]) as router:
             return await listed(router)
     finally:
-        for one in engines:
-            await one.close()
+        for upstream in engines:
+            await upstream.close()
 
 
 async def test_a_static_engine_tells_its_context_and_its_start(valkey_url: str, model: str) -> None:
@@ -145,7 +145,7 @@ def test_an_adapter_takes_as_much_as_the_workers_that_have_it() -> None:
     workers = [worker("w1", short, {"sql": "/sql", "law": "/law"}), worker("w2", long, {"law": "/law"})]
     pools[0].show(view_of(workers, None, (), text=False))
     pools[1].show(view_of([worker("w3", {"max_model_len": 20_000}, {})], None, (), text=False))
-    found = {one["id"]: one for one in entries(Pools(pools), STARTED)}
+    found = {entry["id"]: entry for entry in entries(Pools(pools), STARTED)}
     assert {name: (one["parent"], one["max_model_len"], one["created"]) for name, one in found.items()} == {
         "alias": (None, 20_000, 7),
         "m": (None, 20_000, 7),

@@ -135,7 +135,7 @@ def test_recent_decisions_are_bounded_and_summed() -> None:
     for number in range(KEPT + 7):
         recent.note(f"id-{number}", "chat", "exact", "cost", decision(40), "away" if number % 2 else "")
     assert len(recent.newest()) == KEPT
-    assert [one.number for one in recent.newest()][:2] == [KEPT + 7, KEPT + 6]
+    assert [noted.number for noted in recent.newest()][:2] == [KEPT + 7, KEPT + 6]
     assert (recent.decided, recent.fallbacks) == (KEPT + 7, (KEPT + 7) // 2)
     assert recent.matched_tokens == 40 * (recent.decided - recent.fallbacks)
 
@@ -152,8 +152,8 @@ def test_a_decision_that_told_what_it_saw_stays_while_others_come() -> None:
         for _ in range(KEPT + 7):
             recent.note("other", "chat", "exact", "cost", decision())
     newest = recent.newest()
-    assert [one.request_id for one in newest] == ["other"] * KEPT + ["told"] * TOLD
-    assert [one.number for one in newest] == sorted({one.number for one in newest}, reverse=True)
+    assert [noted.request_id for noted in newest] == ["other"] * KEPT + ["told"] * TOLD
+    assert [noted.number for noted in newest] == sorted({noted.number for noted in newest}, reverse=True)
     recent.note("told", "chat", "exact", "cost", told())
     assert len(recent.newest()) == KEPT + TOLD - 1, "this one is among the last and the told ones, and comes once"
 
@@ -251,12 +251,14 @@ def test_what_decides_now(
 def test_words_about_a_worker() -> None:
     proven = WorkerView("w.0", {}, None, LoadRow(), 1.0, WorkerState.PROVEN, "proven", "http://w", [])
     drained = replace(proven, state=WorkerState.DRAINING)
-    told = [snapshot.worker_row(one, None, "m", known_last=last) for one in (proven, drained) for last in (False, True)]
-    assert [one["reason"] for one in told] == [
+    told = [
+        snapshot.worker_row(view, None, "m", known_last=last) for view in (proven, drained) for last in (False, True)
+    ]
+    assert [row["reason"] for row in told] == [
         *("takes requests; its blocks are matched", "took requests when last read"),
         *["nothing runs there any more: it can be stopped"] * 2,
     ]
-    assert [one["remedy"].partition(": ")[2] for one in told] == ["", "", *["warmfleet drain w.0 --model m --undo"] * 2]
+    assert [row["remedy"].partition(": ")[2] for row in told] == ["", "", *["warmfleet drain w.0 --model m --undo"] * 2]
 
 
 async def test_while_no_worker_takes_requests_the_page_tells_why(valkey_url: str, model: str) -> None:
@@ -300,11 +302,11 @@ async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: st
         for _ in range(3):
             await router.post({"model": model, "prompt": PROMPT})
         told = (await data(router))["models"][0]["decisions"]
-        assert [one["candidates"] for one in told] == [None] * 3
+        assert [row["candidates"] for row in told] == [None] * 3
         for _ in range(3):  # in one reading a single one of these decisions is sampled
             await router.post({"model": model, "prompt": PROMPT})
         pool: Pool = _pool(router)
-        assert [one.decision.seen is not None for one in pool.recent.newest()] == [False, False, True] + [False] * 3
+        assert [noted.decision.seen is not None for noted in pool.recent.newest()] == [False, False, True] + [False] * 3
 
 
 async def test_every_decision_without_redis_has_a_sentence(

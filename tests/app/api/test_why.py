@@ -535,7 +535,7 @@ def test_the_slow_and_the_failed_outlive_the_others_and_all_are_bounded() -> Non
             last.ended(record)
     kept = last.all()
     assert len(kept) <= KEPT + FAILED + SLOWEST * MINUTES
-    slow = [one for one in last.slowest() if one.request_id == "id-7"]
+    slow = [request for request in last.slowest() if request.request_id == "id-7"]
     assert len(slow) == MINUTES
     assert last.slowest()[: len(slow)] == slow
     assert len(last.failed()) == FAILED
@@ -589,7 +589,7 @@ def test_every_id_that_somebody_may_have_is_found(asked: str, request_id: str, f
     for number in (1, 12):
         last.begun(record := ended(number))
         record.begin_try("wf-0" + "a" * 21 + "TAGOFCLIENT" if number == 12 else "wf-0" + "c" * 21)
-    assert [one.request_id for one in last.found(asked, request_id)] == found
+    assert [request.request_id for request in last.found(asked, request_id)] == found
 
 
 def test_what_a_request_pays(capsys: pytest.CaptureFixture[str]) -> None:

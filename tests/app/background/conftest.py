@@ -21,6 +21,6 @@ async def replica(valkey_url: str, model: str) -> AsyncIterator[Callable[..., Ch
         return made[-1]
 
     yield make
-    for one in made:
-        await one.client.close()
-        await one.fleet.close()
+    for checks in made:
+        await checks.client.close()
+        await checks.fleet.close()

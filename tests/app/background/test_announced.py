@@ -21,13 +21,13 @@ def worker(name: str, facts: dict[str, Any], sha256: str = "aa") -> WorkerView:
 
 
 def grouped(*workers: WorkerView) -> list[list[str]]:
-    return [[one.worker_id for one in group] for group in Grouping().by_identity(workers).values()]
+    return [[member.worker_id for member in group] for group in Grouping().by_identity(workers).values()]
 
 
 def test_a_worker_that_announces_fewer_facts_belongs_to_those_that_it_does_not_contradict() -> None:
     """Workers that announce all facts come first, because the identity is built of these facts."""
     bridged = [worker(f"bridged-{number}.0", {"special_tokens": ALL["special_tokens"]}) for number in range(3)]
-    assert grouped(*bridged, worker("plugin.0", ALL)) == [["plugin.0", *(one.worker_id for one in bridged)]]
+    assert grouped(*bridged, worker("plugin.0", ALL)) == [["plugin.0", *(member.worker_id for member in bridged)]]
 
 
 def test_a_worker_that_contradicts_or_has_other_files_does_not() -> None:

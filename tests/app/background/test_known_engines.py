@@ -260,9 +260,7 @@ async def test_another_spelling_takes_over_where_the_first_ends(replica: Callabl
             await checks.round()
         assert set(await b.workers()) == {f"{front}/gpu1"}
         (name,) = (worker.worker_id for worker in (await b.workers()).values())
-        await b.fleet.redis.zadd(
-            b.fleet.keys.alive, {name: (time.time() - 11) * 1000}
-        )  # the other replica is gone
+        await b.fleet.redis.zadd(b.fleet.keys.alive, {name: (time.time() - 11) * 1000})  # the other replica is gone
         await b.round()
         assert one.url in {url for url, worker in (await b.workers()).items() if worker.routable}
 

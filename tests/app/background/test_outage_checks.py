@@ -44,7 +44,7 @@ async def test_a_dead_worker_is_found_without_heartbeats(
     async with AsyncExitStack() as stack:
         url = stack.enter_context(server(valkey_binary()))
         engines = [await stack.enter_async_context(engine(model)) for _ in range(3)]
-        urls = [one.url for one in engines]
+        urls = [upstream.url for upstream in engines]
         router = await stack.enter_async_context(replica(url, model, *urls, policy="round_robin"))
         await router.routable(3)
         async with redis.asyncio.Redis.from_url(url) as client:

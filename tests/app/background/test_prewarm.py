@@ -36,7 +36,7 @@ LONG = pytest.mark.long(
 
 
 async def view(router: Replica, server: str) -> WorkerView | None:
-    return next((one for one in await router.fleet.workers.read() if one.record["server_id"] == server), None)
+    return next((worker for worker in await router.fleet.workers.read() if worker.record["server_id"] == server), None)
 
 
 async def proven(router: Replica, server: str, seconds: float = 20.0) -> None:
@@ -51,9 +51,9 @@ async def proven(router: Replica, server: str, seconds: float = 20.0) -> None:
 async def known(router: Replica, server: str) -> bool:
     _, body = await router.get("/workers")
     workers = json.loads(body)["models"][0]["workers"]
-    proven = [one for one in workers if one["proof"] == "proven" and one["routable"]]
+    proven = [entry for entry in workers if entry["proof"] == "proven" and entry["routable"]]
     states = await router.metric('warmfleet_workers{state="proven"}')
-    return any(one["worker_id"] == f"{server}.0" for one in proven) and states == len(proven)
+    return any(entry["worker_id"] == f"{server}.0" for entry in proven) and states == len(proven)
 
 
 async def ask(router: Replica, model: str, prompt: str = HOT, **headers: str) -> dict[str, Any]:
@@ -101,10 +101,10 @@ async def busy(valkey_url: str, model: str, replicas: int = 1, **settings: Any) 
             await stack.enter_async_context(replica(valkey_url, model, **({"warm_prefixes": 3} | settings)))
             for _ in range(replicas)
         ]
-        for one in made:
-            await proven(one, "old")
-            await one.exact()
-            await make_hot(one, model, **headers)
+        for router in made:
+            await proven(router, "old")
+            await router.exact()
+            await make_hot(router, model, **headers)
         yield Busy(made, old)
 
 
@@ -170,21 +170,21 @@ async def test_of_two_replicas_one_warms_and_none_routes_there_meanwhile(valkey_
             ears = Ears(engine, held=asyncio.Event())
 
             async def warming_is_shown() -> bool:
-                shown = [await one.metric('warmfleet_workers{state="warming"}') for one in routers]
+                shown = [await router.metric('warmfleet_workers{state="warming"}') for router in routers]
                 return shown == [1, 1]
 
             await poll(warming_is_shown, 10, "both replicas show it")
             _, body = await routers[0].get("/workers")
             shown = json.loads(body)["models"][0]["workers"]
-            states = {one["worker_id"]: (one["proof"], one["routable"]) for one in shown}
+            states = {row["worker_id"]: (row["proof"], row["routable"]) for row in shown}
             assert states == {"old.0": ("proven", True), "new.0": ("warming", False)}
             told = [await ask(one, model, f"{number} {HOT}") for number, one in enumerate(routers * 4)]
-            assert {one["worker"] for one in told} == {"old.0"}
+            assert {answer["worker"] for answer in told} == {"old.0"}
             ears.held.set()
-            for one in routers:
-                await proven(one, "new")
+            for router in routers:
+                await proven(router, "new")
             assert len(ears.warmed) == 1
-        done = [await one.metric('warmfleet_warmings_total{result="done"}') for one in routers]
+        done = [await router.metric('warmfleet_warmings_total{result="done"}') for router in routers]
         assert sorted(done) == [0, 1]
 
 

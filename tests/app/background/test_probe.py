@@ -128,7 +128,11 @@ async def test_a_wrong_tokenizer_in_the_settings_is_found_out(
             # About one text in a hundred has equally many tokens with both tokenizers; then only the chat differs.
             assert view.record["cause"] in ("text", "chat")
             assert "in use here does" in view.record["reason"]
-            assert [one for one in caplog.records if one.levelname == "WARNING" and "in use here" in one.getMessage()]
+            assert [
+                record
+                for record in caplog.records
+                if record.levelname == "WARNING" and "in use here" in record.getMessage()
+            ]
 
 
 async def test_all_workers_are_probed_again_once_in_a_while(valkey_url: str, model: str) -> None:
@@ -165,9 +169,7 @@ async def test_a_probe_that_learns_nothing_changes_nothing(
             worker.become("seed")
 
         async def nothing_learned() -> bool:
-            if (
-                trouble == "an index that lacks blocks"
-            ):  # set each time: the worker's heartbeats mend the index
+            if trouble == "an index that lacks blocks":  # set each time: the worker's heartbeats mend the index
                 (view,) = await router.fleet.workers.read()
                 await flag(router, view, view.load.flags | Flag.PARTIAL)
             return await router.metric('warmfleet_probes_total{result="none"}') >= 3

@@ -78,9 +78,7 @@ async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: s
             await router.routable(2)
             for length, workers in (10, {"a.0", "b.0"}), (100, {"b.0"}), (1_000, {"a.0", "b.0"}):
                 asked = [{"model": model, "prompt": ids, "max_tokens": 1} for ids in prompts_of(length)]
-                answers = await asyncio.gather(
-                    *map(router.post, asked)
-                )  # simultaneous: load spreads them
+                answers = await asyncio.gather(*map(router.post, asked))  # simultaneous: load spreads them
                 assert {headers["x-warmfleet-worker"] for _, headers, _ in answers} == workers, length
             assert await router.metric('warmfleet_load_only_requests_total{reason="too_long"}') == len(prompts_of(1))
             assert await router.metric('warmfleet_identified_requests_total{kind="exact"}') == 2 * len(prompts_of(1))

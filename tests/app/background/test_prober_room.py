@@ -84,11 +84,11 @@ async def test_workers_that_join_again_and_again_wait_behind_a_new_one(fakes: li
         prober.released.set()
         await settle(prober)
         prober.released.clear()
-        workers[:] = [joined(one.worker_id, f"n{nonce}") for one in workers]
+        workers[:] = [joined(worker.worker_id, f"n{nonce}") for worker in workers]
     await settle(prober)
     assert len(set(prober.begun)) == 200
     begun = len(prober.begun)
-    workers[:] = [joined(one.worker_id, "again") for one in workers]
+    workers[:] = [joined(worker.worker_id, "again") for worker in workers]
     await settle(prober)
     assert len(prober.begun) - begun <= AT_ONCE / 2
     workers.append(joined("honest"))

@@ -314,7 +314,7 @@ async def test_a_request_that_waits_goes_to_the_engine_that_serves_its_name_then
             for page in pages:
                 page.at["/metrics"] = RUNS.format(8, 0, 150)
             assert (await request)[0] == 200
-            assert [len(one.seen) for one in (has, gets)][goes:] == [1, 1][goes:]
+            assert [len(upstream.seen) for upstream in (has, gets)][goes:] == [1, 1][goes:]
 
 
 async def _waits(router: Replica) -> bool:
@@ -323,7 +323,7 @@ async def _waits(router: Replica) -> bool:
 
 async def _serve_alias(router: Replica, count: int) -> bool:
     (told,) = json.loads((await router.get("/workers"))[1])["models"]
-    return sum("alias" in one["models"] for one in told["workers"]) == count
+    return sum("alias" in row["models"] for row in told["workers"]) == count
 
 
 def test_a_page_is_read_as_it_stands() -> None:

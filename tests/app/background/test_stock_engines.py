@@ -335,25 +335,27 @@ async def test_an_engine_that_moves_to_another_pool_takes_no_more_requests_in_th
     async with engines(model, 1) as (engine,):
         checks = [replica(engine.url), replica(engine.url)]
         fleets = {tag: Fleet(connect(valkey_url, timeout_s=5), tag) for tag in (f"{model}#1", f"{model}#2")}
-        for one in checks:
-            one.engines._pools = Pools([Pool(tag, fleet, DegradedMode(1.0)) for tag, fleet in fleets.items()])
+        for check in checks:
+            check.engines._pools = Pools([Pool(tag, fleet, DegradedMode(1.0)) for tag, fleet in fleets.items()])
 
         async def routable() -> list[str]:
-            return [tag for tag, fleet in fleets.items() if any(one.routable for one in await fleet.workers.read())]
+            return [
+                tag for tag, fleet in fleets.items() if any(worker.routable for worker in await fleet.workers.read())
+            ]
 
-        for one in checks:
-            await one.round()
+        for check in checks:
+            await check.round()
         (before,) = await routable()
         (after,) = fleets.keys() - {before}
         ask = asked(b"word " * 400)
         assert (await fleets[before].bookings.decide(ask)).url == engine.url
-        for one in checks:
-            one.engines._pools.served[model].drain(frozenset({before}))
+        for check in checks:
+            check.engines._pools.served[model].drain(frozenset({before}))
         await checks[0].round()
         await checks[1].round()
         assert await routable() == [after]
         await fleets[before].bookings.settle(ask.reservation, "finished")
-        assert [one.load.in_flight for one in await fleets[before].workers.read()] == [0], (
+        assert [worker.load.in_flight for worker in await fleets[before].workers.read()] == [0], (
             "what it had begun is given back"
         )
         for fleet in fleets.values():

@@ -57,7 +57,7 @@ class Quiet:
         await self.vouching.round()
         found = await self.fleet.workers.read()
         self.pool.show(view_of(found, None, (), text=True))
-        return {one.worker_id: one.state.value for one in found}
+        return {view.worker_id: view.state.value for view in found}
 
     def count(self, metric: str, result: str) -> float:
         return self.metrics.registry.get_sample_value(f"warmfleet_{metric}_total", {"result": result}) or 0.0
@@ -176,4 +176,4 @@ async def test_heartbeats_end_it(quiet: Quiet, caplog: pytest.LogCaptureFixture)
 
 async def _heard(quiet: Quiet) -> bool:
     await quiet.fleet.upkeep.tick()
-    return [one.state.value for one in await quiet.fleet.workers.read()] == ["proven"]
+    return [worker.state.value for worker in await quiet.fleet.workers.read()] == ["proven"]

@@ -37,8 +37,8 @@ def test_what_a_model_waits_for(caplog: pytest.LogCaptureFixture) -> None:
         pool("proven", "proven"),
         pool("silent", "silent"),
     )
-    for one in seen:
-        pools.all = (one,)
+    for shown in seen:
+        pools.all = (shown,)
         waiting.look()
         waiting.look()
     pools.leaving = pools.all = (pool(),)  # the pool is removed, so no model waits for it
@@ -66,9 +66,9 @@ def test_what_a_pool_waits_for_beside_others(caplog: pytest.LogCaptureFixture) -
     moved: dict[str, str] = {}
     pools: Any = SimpleNamespace(leaving=(other,), named=lambda _name: pools.all, moved=lambda *_: moved)
     waiting = Waiting(pools)
-    for one in (pool(), pool("proven", "proven"), pool("silent", "silent")):
-        pools.all = (one, other)
-        moved = {worker.worker_id: "demo#1" for worker in one.view.workers}
+    for state in (pool(), pool("proven", "proven"), pool("silent", "silent")):
+        pools.all = (state, other)
+        moved = {worker.worker_id: "demo#1" for worker in state.view.workers}
         waiting.look()
     told = [(record.levelname, record.getMessage().split(":")[0]) for record in caplog.records]
     assert told == [

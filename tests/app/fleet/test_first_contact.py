@@ -143,8 +143,8 @@ async def test_a_replica_says_it_once_and_goes_on_when_redis_comes(
             await poll(lambda: "cannot be reached" in caplog.text, 30, "it is said")
             assert (await router.get("/readyz"))[0] == 503
             await asyncio.sleep(1)
-            told = [one for one in caplog.records if one.levelno >= logging.WARNING]
-            assert len(told) == 1, [one.getMessage() for one in told]
+            told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+            assert len(told) == 1, [record.getMessage() for record in told]
             await door.open()
 
             async def read() -> bool:

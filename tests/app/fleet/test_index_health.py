@@ -88,7 +88,7 @@ async def rejoin(reporter: ReportingWorker) -> None:
 
 
 CASES: dict[str, Callable[[ReportingWorker], Awaitable[None]]] = {
-    one.__name__: one for one in (digest, gap, audit, interleaved, spoilt, overflow, partial, rejoin)
+    case.__name__: case for case in (digest, gap, audit, interleaved, spoilt, overflow, partial, rejoin)
 }
 
 

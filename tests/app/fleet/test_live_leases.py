@@ -83,12 +83,12 @@ class Living:
         self.number = 0
         clock = Clock()
         self.tasks = [asyncio.create_task(supervise("apply", 0.02, self._step, self.replicas[0].metrics, clock))]
-        for one in self.replicas:
-            renew = partial(upkeep.renew, one.pools, one.metrics)
-            outcomes, clear = partial(upkeep.tell_again, one.pools), partial(upkeep.clear, one.pools)
+        for replica in self.replicas:
+            renew = partial(upkeep.renew, replica.pools, replica.metrics)
+            outcomes, clear = partial(upkeep.tell_again, replica.pools), partial(upkeep.clear, replica.pools)
             rounds = ("renew", size.renewal_s, renew), ("outcomes", 1.0, outcomes), ("clear", 1.0, clear)
             for name, seconds, work in rounds:
-                self.tasks.append(asyncio.create_task(supervise(name, seconds, work, one.metrics, clock)))
+                self.tasks.append(asyncio.create_task(supervise(name, seconds, work, replica.metrics, clock)))
         self.load = asyncio.create_task(asyncio.sleep(0))
 
     async def _step(self) -> None:
@@ -118,28 +118,28 @@ class Living:
                 await one.start(number)
 
         await asyncio.gather(*map(share, self.replicas))
-        assert len({len(one.pool.reservations) for one in self.replicas}) == 1
+        assert len({len(replica.pool.reservations) for replica in self.replicas}) == 1
 
     def begin(self) -> None:
         """Let other requests begin and end from now on."""
-        assert sum(len(one.pool.reservations) for one in self.replicas) == self.size.leases
+        assert sum(len(replica.pool.reservations) for replica in self.replicas) == self.size.leases
         self.load = asyncio.create_task(self._requests())
 
     async def _requests(self) -> None:
         while True:
             await asyncio.sleep(0.002)  # without the store no other call waits
-            for one in self.replicas:
-                held = len(one.attempts)
-                await self.ask(one)
-                if len(one.attempts) > held:
-                    await one.end(held, "finished")
+            for replica in self.replicas:
+                held = len(replica.attempts)
+                await self.ask(replica)
+                if len(replica.attempts) > held:
+                    await replica.end(held, "finished")
 
     async def equal(self) -> bool:
         """Whether the sums of the load rows equal those of the live leases, to the token."""
-        renewals = [renewal for one in self.replicas for renewal in one.pool.reservations.renewals()]
+        renewals = [renewal for replica in self.replicas for renewal in replica.pool.reservations.renewals()]
         live = (
-            sum(one.prefill_tokens for one in renewals),
-            sum(one.decode_tokens for one in renewals),
+            sum(lease.prefill_tokens for lease in renewals),
+            sum(lease.decode_tokens for lease in renewals),
             len(renewals),
         )
         with suppress(FleetUnavailable):
@@ -150,23 +150,23 @@ class Living:
 
     async def counted(self, result: str) -> int:
         found = [
-            one.metrics.registry.get_sample_value("warmfleet_renewed_reservations_total", {"result": result})
-            for one in self.replicas
+            replica.metrics.registry.get_sample_value("warmfleet_renewed_reservations_total", {"result": result})
+            for replica in self.replicas
         ]
         return int(sum(value or 0 for value in found))
 
     async def over(self) -> None:
         """End all requests, and assert that nothing is booked."""
-        for one in self.replicas:
-            while one.attempts:
-                await one.end(0, "finished")
-        assert sum(len(one.pool.reservations) for one in self.replicas) == 0
+        for replica in self.replicas:
+            while replica.attempts:
+                await replica.end(0, "finished")
+        assert sum(len(replica.pool.reservations) for replica in self.replicas) == 0
         await poll(self.equal, 10, "nothing is booked")
 
     async def close(self) -> None:
         await stop([*self.tasks, self.load])
-        for one in self.replicas:
-            await one.fleet.close()
+        for replica in self.replicas:
+            await replica.fleet.close()
         await self.fleet.close()
 
 

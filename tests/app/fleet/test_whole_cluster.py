@@ -63,7 +63,7 @@ async def lines_of(node: Node) -> set[str]:
     """The connections on which scripts were called; of each, CLIENT LIST shows only the last command."""
     found: set[str] = set()
     for _ in range(50):
-        found |= {one["id"] for one in node.client().client_list() if one["cmd"] == "evalsha"}
+        found |= {client["id"] for client in node.client().client_list() if client["cmd"] == "evalsha"}
         await asyncio.sleep(0.01)
     return found
 

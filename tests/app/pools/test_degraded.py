@@ -106,7 +106,7 @@ async def test_a_worker_that_said_goodbye_is_not_remembered(fleet: Fleet, now: f
     server_left = replace(worker("b"), state=WorkerState.JOINING, server={}, server_age_s=None)
     server_unheard = replace(server_left, worker_id="c", server_age_s=30.0)
     known.show(View((core_left, server_left, server_unheard), read_at=now - 1))
-    assert [one.worker_id for one in known.workers] == ["c"]
+    assert [view.worker_id for view in known.workers] == ["c"]
 
 
 async def test_a_paused_worker_is_not_remembered(fleet: Fleet, now: float) -> None:
@@ -115,9 +115,9 @@ async def test_a_paused_worker_is_not_remembered(fleet: Fleet, now: float) -> No
     known.show(View((worker("a"), worker("b")), read_at=now - 2))
     paused = replace(worker("a"), state=WorkerState.PAUSED, load=LoadRow(flags=Flag.PAUSED))
     known.show(View((paused,), read_at=now - 1))
-    assert [one.worker_id for one in known.workers] == ["b"]
+    assert [view.worker_id for view in known.workers] == ["b"]
     known.show(View((worker("a"),), read_at=now))
-    assert [one.worker_id for one in known.workers] == ["a"], "it goes on"
+    assert [view.worker_id for view in known.workers] == ["a"], "it goes on"
 
 
 async def test_no_worker_is_forgotten_while_nothing_is_read(fleet: Fleet, now: float) -> None:
@@ -138,21 +138,21 @@ async def test_workers_that_redis_has_lost_stay_in_use_while_they_answer(fleet: 
     gone = (silent, left, worker("new", routable=False))
     for age in (LAST_KNOWN_S - 1, 3.0, 0.0):
         known.show(View(gone, read_at=now - age))
-    assert [one.worker_id for one in known.missing] == ["absent", "silent"]
+    assert [view.worker_id for view in known.missing] == ["absent", "silent"]
     known._none_since = now - 2 * LAST_KNOWN_S
     assert (list(known.workers), list(known.missing)) == (list(gone), []), "nobody has asked them"
     known.answered()
-    assert [one.worker_id for one in known.workers] == ["absent", "silent"], "not one that has nothing proved now"
-    assert all(one.routable for one in known.workers)
+    assert [view.worker_id for view in known.workers] == ["absent", "silent"], "not one that has nothing proved now"
+    assert all(view.routable for view in known.workers)
 
 
 def test_redis_is_asked_again_after_a_while() -> None:
     fallback = DegradedMode(0.0)
     patient = DegradedMode(60.0)
-    for one in (fallback, patient):
-        one.failed("slow")
-        assert one.asks_redis
-        one.failed("slow")
+    for mode in (fallback, patient):
+        mode.failed("slow")
+        assert mode.asks_redis
+        mode.failed("slow")
     assert fallback.asks_redis
     assert not patient.asks_redis
     patient.succeeded()
@@ -275,12 +275,12 @@ async def test_a_look_takes_nothing_newer_away_and_never_raises(fleet: Fleet, mo
 
     monkeypatch.setattr(Workers, "read", slow)
     await asyncio.gather(known.look(), known.look())
-    assert [one.worker_id for one in known.workers] == ["new"]
+    assert [view.worker_id for view in known.workers] == ["new"]
     assert len(answers) == 1, "one reading for both"
     monkeypatch.setattr(fallback_module, "LOOK_S", 0.0)
     await known.look()
     assert not answers
-    assert [one.worker_id for one in known.workers] == ["new"]
+    assert [view.worker_id for view in known.workers] == ["new"]
 
 
 async def read_once(router: Replica) -> bool:

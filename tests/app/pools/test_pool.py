@@ -148,16 +148,16 @@ def test_a_pool_that_has_no_worker_yet_keeps_no_replica_waiting() -> None:
     assert fleet.unready() == ""
 
     nothing = Pools([Pool(tag, fleet.all[0].fleet, DegradedMode(1.0)) for tag in ("m#1", "m#2")])
-    for one in nothing.all:
-        one.show(View((), read_at=now))
+    for pool in nothing.all:
+        pool.show(View((), read_at=now))
     assert nothing.unready().endswith(": m#1, m#2"), "no pool can serve: Redis may have come back empty"
 
 
 def test_every_model_counts() -> None:
     fleet = Pools([*pools().all, *pools().all])
-    for one in fleet.all:
+    for pool in fleet.all:
         assert fleet.unready()
-        one.show(View((worker(True),), text=True, read_at=time.monotonic()))
+        pool.show(View((worker(True),), text=True, read_at=time.monotonic()))
     assert fleet.unready() == ""
 
 

@@ -47,7 +47,14 @@ def test_every_term_of_a_cost_has_its_words() -> None:
 
 def candidate(name: str, matched: int, **terms: float) -> list[object]:
     told = [terms.get(field.name, 0.0) for field in fields(Terms)]
-    return [name.encode(), matched, 0, LoadRow().pack(name), b"%f" % sum(told), b",".join(b"%f" % one for one in told)]
+    return [
+        name.encode(),
+        matched,
+        0,
+        LoadRow().pack(name),
+        b"%f" % sum(told),
+        b",".join(b"%f" % part for part in told),
+    ]
 
 
 def test_a_session_that_moves_is_told_why() -> None:

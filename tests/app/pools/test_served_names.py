@@ -110,7 +110,7 @@ async def fleet_of(
 
 
 async def known(router: Replica, count: int) -> bool:
-    states = [one.state for one in await router.fleet.workers.read()]
+    states = [view.state for view in await router.fleet.workers.read()]
     return len(states) == count and not {WorkerState.PENDING, WorkerState.JOINING, WorkerState.WARMING} & {*states}
 
 
@@ -156,16 +156,16 @@ async def row(router: Replica, known_as: str) -> dict[str, Any]:
 async def test_a_name_goes_to_the_engines_that_serve_it(
     valkey_url: str, model: str, way: str, first: list[str], second: list[str], name: str, serve: set[int]
 ) -> None:
-    names = [[one.replace("POOL", model) for one in served] for served in (first, second)]
-    fitting = [any(one.strip("/") == model for one in served) for served in names]
+    names = [[served_name.replace("POOL", model) for served_name in served] for served in (first, second)]
+    fitting = [any(served_name.strip("/") == model for served_name in served) for served in names]
     async with fleet_of(valkey_url, model, way, *names, routable=sum(fitting)) as (router, engines):
         asked_for = name.replace("POOL", model)
         for _ in range(2):
             statuses, workers = await asked(router, asked_for)
             assert (statuses, workers) == ({200: 24}, {engines[number].known_as for number in serve})
-        assert [one.refused for one in engines] == [0, 0]
+        assert [upstream.refused for upstream in engines] == [0, 0]
         here = [served for served, fits in zip(names, fitting, strict=True) if fits]
-        assert await listed(router) == {one for served in here for one in served}
+        assert await listed(router) == {served_name for served in here for served_name in served}
         assert (await asked(router, "nobody's", 3))[0] == {404: 3}
 
 
@@ -195,15 +195,15 @@ async def test_clients_of_a_fleet_whose_engines_all_have_another_name_are_told_w
         assert f"it serves x, not {model}: --served-model-name {model}" in json.loads(answer)["error"]["message"]
         status, _, answer = await router.post({"model": model, "prompt": "x"}, "/explain")
         assert f"--served-model-name {model}" in json.loads(answer)["error"]["message"]
-        assert not any(one.engine.seen for one in engines if way == "url")
+        assert not any(upstream.engine.seen for upstream in engines if way == "url")
 
 
 async def test_names_that_nobody_serves_any_more_are_listed_no_more(valkey_url: str, model: str) -> None:
     """When all engines have another name, the model is listed by its own name, as a model without workers."""
     async with fleet_of(valkey_url, model, "url", *[[model, "alias"]] * 2, routable=2) as (router, engines):
         assert await listed(router) == {model, "alias"}
-        for one in engines:
-            one.serve("other")
+        for upstream in engines:
+            upstream.serve("other")
         await poll(lambda: _misnamed(router, 2), 30, "the replica knows both")
         assert await listed(router) == {model}
 
@@ -225,7 +225,7 @@ async def test_clients_learn_no_worker_and_no_name_that_is_not_theirs(
         for name in (model, "/models/theirs"):
             said = await told("wf-any", name)
             assert "it serves /models/theirs" in said
-            assert not any(one.known_as in said for one in engines)
+            assert not any(upstream.known_as in said for upstream in engines)
         assert "theirs" not in await told("wf-one", model)
 
 
@@ -258,7 +258,9 @@ async def test_a_gateway_is_sent_to_an_engine_that_serves_the_name(valkey_url: s
                 _, _, placed = await router.post(body, "/route?endpoint=/v1/completions")
                 places.add(json.loads(placed)["worker"])
                 _, _, told = await router.post(body, "/explain")
-                explained |= {one["worker_id"] for one in json.loads(told)["candidates"] if one["chosen"]}
+                explained |= {
+                    candidate["worker_id"] for candidate in json.loads(told)["candidates"] if candidate["chosen"]
+                }
             able = {engines[number].known_as for number in wanted}
             assert places | explained <= able
 
@@ -357,11 +359,11 @@ async def test_a_request_finds_the_one_engine_that_still_serves_its_name(
 ) -> None:
     """No announcement has told yet that the other engines lost the name, so the request tries some of them first."""
     async with fleet_of(valkey_url, model, way, *[[model, "alias"]] * 8, routable=8) as (router, engines):
-        for one in engines[1:]:
-            one.engine.names = [model]
+        for upstream in engines[1:]:
+            upstream.engine.names = [model]
         for _ in range(8):
             assert (await asked(router, "alias", 1, stream=stream))[0] == {200: 1}
-        assert sum(one.refused for one in engines) >= 1
+        assert sum(upstream.refused for upstream in engines) >= 1
 
 
 # ---------------------------------------------------------------- an answer of 404
@@ -421,7 +423,7 @@ async def test_a_404_for_a_name_that_others_serve_is_tried_there_and_counts_agai
 
         async def ejected() -> bool:
             await asked(router, model, 4)
-            return "ejected" in {one.state for one in await router.fleet.workers.read()}
+            return "ejected" in {view.state for view in await router.fleet.workers.read()}
 
         await poll(ejected, 30, "it is ejected")
 
@@ -455,7 +457,7 @@ async def test_an_engine_whose_model_no_pool_has_stays_where_it_was(valkey_url: 
             second.names = ["none of them"]
 
             async def misnamed() -> bool:
-                return [one.state.value for one in await router.fleet.workers.read()].count("misnamed") == 1
+                return [view.state.value for view in await router.fleet.workers.read()].count("misnamed") == 1
 
             await poll(misnamed, 15, "it serves none of the models")
             assert (await asked(router, model))[0] == {200: 24}

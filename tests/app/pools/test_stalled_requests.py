@@ -211,7 +211,7 @@ async def test_a_request_that_froze_one_worker_is_sent_to_one_more_at_most(
         async with asyncio.timeout(10):
             status, _, answer = await request
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
-        assert len({one.url for one in asked}) == 2
+        assert len({upstream.url for upstream in asked}) == 2
         assert await router.metric("warmfleet_given_up_requests_total") == (1 if second == "dies" else 2)
         await router.unloaded()
 
@@ -271,11 +271,11 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
         while not (moves and stays):
             one = await stack.enter_async_context(engine(model, slow))
             (moves if weight(second, one.url) > weight(first, one.url) else stays).append(one)
-        engines = [one.url for one in (*moves, *stays)]
+        engines = [upstream.url for upstream in (*moves, *stays)]
         settings: dict[str, Any] = {"models": (first,), "policy": "round_robin", "pools_interval_s": 0.1}
         router = await stack.enter_async_context(impatient(valkey_url, model, *engines, **settings))
         asked = [asyncio.create_task(router.post({"model": model, "prompt": "x", "stream": False})) for _ in engines]
-        await poll(lambda: all(one.seen for one in (*moves, *stays)), 20, "each has a request")
+        await poll(lambda: all(upstream.seen for upstream in (*moves, *stays)), 20, "each has a request")
         await registry.write([PoolEntry(second)])
         fleets = [Fleet(connect(valkey_url, timeout_s=5), tag) for tag in (first, second)]
         for fleet in fleets:
@@ -285,13 +285,13 @@ async def test_stock_engines_that_move_to_a_new_pool_end_their_plain_requests(
             return len(await fleets[1].workers.read()) == len(moves)
 
         await poll(moved, 20, "the new pool has its engines")
-        for one in moves:
-            await let_expire(fleets[0], one)
+        for upstream in moves:
+            await let_expire(fleets[0], upstream)
         await poll(lambda: seen_lost and seen_lost[-1] - seen_lost[0] > 1.0, 20, "they are silent in the first pool")
         answer_now.set()
         assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * len(engines)
         assert await router.metric("warmfleet_given_up_requests_total") == 0
-        assert sum(len(one.seen) for one in (*moves, *stays)) == len(engines)
+        assert sum(len(upstream.seen) for upstream in (*moves, *stays)) == len(engines)
     await registry.close()
 
 

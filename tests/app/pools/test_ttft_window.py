@@ -78,7 +78,7 @@ def test_waits_older_than_the_window_are_forgotten() -> None:
 
 def test_its_size_does_not_grow() -> None:
     def size() -> int:
-        return sum(sys.getsizeof(one) for one in (found._total, *found._slices)) + len(vars(found))
+        return sum(sys.getsizeof(part) for part in (found._total, *found._slices)) + len(vars(found))
 
     clock = Clock()
     found = TtftWindow(clock=clock)

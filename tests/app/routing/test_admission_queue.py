@@ -98,19 +98,19 @@ async def test_requests_wait_are_refused_or_hang_up(valkey_url: str, model: str,
     async with crowded(valkey_url, model) as router:
         async with no_room(router):
             sent = [asyncio.create_task(router.post(body(number))) for number in range(12)]
-            await poll(lambda: sum(one.done() for one in sent) >= 6, 30, "the others are refused")
+            await poll(lambda: sum(request.done() for request in sent) >= 6, 30, "the others are refused")
             await some_wait(router, 6)
-            refused = [one.result() for one in sent if one.done()]
+            refused = [request.result() for request in sent if request.done()]
             assert len(refused) == 6
             for status, headers, answer in refused:
                 error = json.loads(answer)["error"]
                 assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "overloaded")
                 assert int(headers["retry-after"]) >= 1
             assert await router.metric('warmfleet_queue_rejections_total{reason="full"}') == len(refused)
-            *stay, leaves = [one for one in sent if not one.done()]
+            *stay, leaves = [request for request in sent if not request.done()]
             leaves.cancel()
             await some_wait(router, 5)  # the ticket of a client that hung up is given back at once
-        assert [(await one)[0] for one in stay] == [200] * 5
+        assert [(await request)[0] for request in stay] == [200] * 5
         assert await router.metric("warmfleet_queue_seconds_count") >= 6
         await poll(lambda: nothing_waits(router), 30, "nobody waits")
         await nothing_left(router)
@@ -399,7 +399,7 @@ async def test_a_replica_asks_when_an_engine_has_room_and_has_old_tickets_decide
     monkeypatch.setattr(pool.fleet.queue, "poll", foretold)
     polls = TicketPolls(pool)
     waits = [polls.wait(name, elsewhere=elsewhere) for name in ("wf-first", "wf-second")]
-    first, second = [asyncio.create_task(one) for one in waits]
+    first, second = [asyncio.create_task(wait_s) for wait_s in waits]
     assert await first is Standing.WAITS, "it is decided again"
     assert not second.done(), "one at a time"
     assert len(asked) >= 2, "not only after 30 s"
@@ -456,7 +456,7 @@ async def test_a_long_line_is_named_by_and_by_and_every_turn_is_told(
     waits = [asyncio.create_task(polls.wait(name)) for name in names]
     assert await waits[-1] is Standing.TURN, "though it was not named"
     assert names[-1] not in asked[0]
-    assert {await one for one in waits} == {Standing.TURN}
+    assert {await wait_s for wait_s in waits} == {Standing.TURN}
     assert set(names[:-1]) == {name for poll_of in asked for name in poll_of} - {names[-1]}
     assert max(map(len, asked)) <= 300 / 8
     await client.aclose()
@@ -490,7 +490,7 @@ async def test_waiting_requests_are_served_when_a_replica_stops(valkey_url: str,
             url = router.url + "/v1/completions"
             sent = [asyncio.create_task(post(url, number)) for number in range(4)]
             await some_wait(router, 4)
-        assert [await one for one in sent] == [200] * 4
+        assert [await request for request in sent] == [200] * 4
 
 
 @pytest.mark.parametrize("value", [b"", b"-1", b"0", b"1.5", b"soon", b"1" * 13])

@@ -29,7 +29,8 @@ class Cache:
 
     def cached(self, ids: list[int]) -> int:
         shared = [
-            next((n for n, (a, b) in enumerate(zip(ids, one, strict=False)) if a != b), len(one)) for one in self.known
+            next((n for n, (a, b) in enumerate(zip(ids, known, strict=False)) if a != b), len(known))
+            for known in self.known
         ]
         return min(max(shared, default=0), len(ids) - 1) // self.page_tokens * self.page_tokens
 

@@ -41,8 +41,8 @@ async def replicas(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch)
 
     def make(count: int) -> list[Fixture]:
         made = [Fixture() for _ in range(count)]
-        for one in made:
-            for tag, store in one.stores.items():
+        for fixture in made:
+            for tag, store in fixture.stores.items():
                 fleet = Fleet(connect(valkey_url, timeout_s=2), f"{model}#{tag[-1]}", timeouts=PATIENT)
                 fleets.append(fleet)
                 store.clients = fleet.clients
@@ -60,7 +60,8 @@ async def keys(url: str, model: str) -> dict[str, list[str]]:
         pattern = f"wf:{{{model.replace('/', '~')}#*}}:client:*"
         found = [key async for key in redis.scan_iter(match=pattern, count=1_000)]
         return {
-            key.decode().partition("#")[2][0]: [str(one) for one in await redis.zrange(key, 0, -1)] for key in found
+            key.decode().partition("#")[2][0]: [str(request) for request in await redis.zrange(key, 0, -1)]
+            for key in found
         }
     finally:
         await redis.aclose()
@@ -78,9 +79,9 @@ async def begin(replica: Fixture, limits: ClientLimits = LIMITS) -> tuple[Attemp
 
 
 async def quiet(*made: Fixture) -> None:
-    for one in made:
-        await one.counting.drained()
-        await one.nothing_left()
+    for fixture in made:
+        await fixture.counting.drained()
+        await fixture.nothing_left()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -187,8 +188,8 @@ async def test_a_refused_client_costs_no_decision_until_it_may_come_again(replic
     attempt, decision = await begin(replica)
     assert decision.use is not None
     assert decision.use.in_flight == 3
-    for one in (attempt, *(one for one, _ in held)):
-        one.release("finished")
+    for counted in (attempt, *(counted for counted, _ in held)):
+        counted.release("finished")
     await quiet(replica)
 
 
@@ -315,7 +316,7 @@ async def test_while_a_pool_is_away_the_next_one_counts_whoever_else_asks_it(
         monkeypatch.setattr(late_pools, "LATE_S", 0.2)
     (replica,) = replicas(1)
     pool = loses(replica, answers=answers)
-    homes = (*(one for one in replica.pools if one is not pool), pool)
+    homes = (*(home for home in replica.pools if home is not pool), pool)
     held = await as_many_as_pass(replica, homes)
     assert len(held) == LIMITS.concurrency
     assert not pool.degraded.asks_redis
@@ -468,7 +469,7 @@ async def test_a_refused_request_counts_nowhere_and_has_no_end(replicas: Any, va
         home.decide_in_turn = decides
     refused = asyncio.create_task(begin(replica))
     await asked.wait()
-    await poll(lambda: all(one.answered for one in replica.counting.open.values()), what="the limit refuses it")
+    await poll(lambda: all(count.answered for count in replica.counting.open.values()), what="the limit refuses it")
     await replica.counting.keep()
     assert [len(names) for names in (await keys(valkey_url, model)).values()] == [LIMITS.concurrency]
     refused.cancel()
@@ -562,7 +563,10 @@ async def test_where_all_pools_are_slow_a_refused_client_passes_no_limit(
 
 async def test_no_pool_waits_for_the_renewal_of_another(replicas: Any) -> None:
     (replica,) = replicas(1)
-    tags = {replica.counting.pool_of("m", one.tag): one for one in map(ClientLimits, "abcdefghijklmnop", [3] * 16)}
+    tags = {
+        replica.counting.pool_of("m", limited.tag): limited
+        for limited in map(ClientLimits, "abcdefghijklmnop", [3] * 16)
+    }
     held = [await begin(replica, limits) for limits in tags.values()]
     together = asyncio.Barrier(len(held))
     assert len(held) > 1

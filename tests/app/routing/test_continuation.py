@@ -88,7 +88,7 @@ class Talker:
             return
         self.plan.asked.append(body)
         if self.plan.router is not None:
-            self.plan.booked.append(sum(one.load.in_flight for one in await self.plan.router.fleet.workers.read()))
+            self.plan.booked.append(sum(row.load.in_flight for row in await self.plan.router.fleet.workers.read()))
         given = sent_ids(body)
         text = "".join(f"<{message['role']}>{message['content']}" for message in body.get("messages", ()))
         ids = given or Tokenizer.from_str(SMALL.decode()).encode(body.get("prompt") or text).ids
@@ -213,16 +213,16 @@ class Heard:
     def text(self) -> str:
         return "".join(
             choice.get("text") or choice.get("delta", {}).get("content") or ""
-            for one in self.chunks
-            for choice in one.get("choices", ())
+            for part in self.chunks
+            for choice in part.get("choices", ())
         )
 
     @property
     def error(self) -> str:
-        return next((str(one["error"]["code"]) for one in self.chunks if "error" in one), "")
+        return next((str(part["error"]["code"]) for part in self.chunks if "error" in part), "")
 
     def of(self, name: str) -> list[Any]:
-        return [choice[name] for one in self.chunks for choice in one.get("choices", ()) if choice.get(name)]
+        return [choice[name] for part in self.chunks for choice in part.get("choices", ()) if choice.get(name)]
 
 
 async def hear(router: Replica, path: str, headers: Mapping[str, str] = ASKS, **more: Any) -> Heard:
@@ -273,9 +273,9 @@ async def test_the_text_is_that_of_a_stream_that_did_not_break(
 def check_form(heard: Heard, path: str) -> None:
     """Assert that the events are those of one answer to a client that did not ask for token ids."""
     assert len(heard.of("finish_reason")) == heard.done == 1
-    assert len({json.dumps([one[key] for key in ("id", "created", "model")]) for one in heard.chunks}) == 1
+    assert len({json.dumps([part[key] for key in ("id", "created", "model")]) for part in heard.chunks}) == 1
     assert heard.of("token_ids") == heard.of("prompt_token_ids") == []
-    assert not any(one.get("prompt_token_ids") for one in heard.chunks)
+    assert not any(part.get("prompt_token_ids") for part in heard.chunks)
     assert len([delta for delta in heard.of("delta") if "role" in delta]) == (path == CHAT)
 
 
@@ -525,10 +525,10 @@ def test_the_kept_ids_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(followed_stream, "MAX_KEPT_BYTES", 50)
     kept = KeptIds()
     both = [FollowedStream(Client(), kept, "key") for _ in range(2)]
-    for one in both:
-        one.pass_on(stream())
-    assert [one.known for one in both] == [True, False]  # each has seven ids of four bytes
+    for reader in both:
+        reader.pass_on(stream())
+    assert [reader.known for reader in both] == [True, False]  # each has seven ids of four bytes
     assert kept.bytes == 28
-    for one in both:
-        one.close()
+    for reader in both:
+        reader.close()
     assert kept.bytes == 0

@@ -107,15 +107,15 @@ def write(path: Path, records: list[dict[str, Any]]) -> str:
     """Write the records with the log's own code, and return the path for reading."""
     log = DecisionLog(str(path), Metrics())
     log.open()
-    for one in records:
-        log.note(one)
+    for entry in records:
+        log.note(entry)
     log.close()
     return str(path)
 
 
 async def check(url: str, records: list[dict[str, Any]]) -> None:
     again = await choices(url, records)
-    told = [(one["worker_id"], one["why"], one["cost_s"]) for one in records]
+    told = [(entry["worker_id"], entry["why"], entry["cost_s"]) for entry in records]
     assert told == [(new.worker_id, new.why, new.cost_s) for new in again]
 
 
@@ -130,21 +130,21 @@ async def choices(url: str, records: list[dict[str, Any]]) -> list[Choice]:
 async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: Keyspace, redis_url: str) -> None:
     records = await logged(keyspace, 200, seed=3)
     await check(redis_url, records)
-    for one in records:
-        assert one["costs"][one["worker_id"]]["cost"] == float(one["cost_s"])
-        for told in one["costs"].values():
+    for entry in records:
+        assert entry["costs"][entry["worker_id"]]["cost"] == float(entry["cost_s"])
+        for told in entry["costs"].values():
             assert sum(told.values()) == pytest.approx(2 * told["cost"], abs=1e-5)
-    assert len({one["why"] for one in records}) >= 9
-    assert sum(one["why"] == "room" for one in records) >= 3
-    assert len({one["worker_id"] for one in records}) == WORKERS
+    assert len({entry["why"] for entry in records}) >= 9
+    assert sum(entry["why"] == "room" for entry in records) >= 3
+    assert len({entry["worker_id"] for entry in records}) == WORKERS
     for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price"):
         changed = json.loads(json.dumps(records))
-        for one in changed:
-            one["weights"][weight] *= 1.01
+        for entry in changed:
+            entry["weights"][weight] *= 1.01
         with pytest.raises(AssertionError):
             await check(redis_url, changed)
     with pytest.raises(AssertionError):  # the record contains the time that a prefill has had
-        await check(redis_url, [one | {"now_ms": (one["now_ms"] + 300) % 2**32} for one in records])
+        await check(redis_url, [entry | {"now_ms": (entry["now_ms"] + 300) % 2**32} for entry in records])
 
 
 @pytest.mark.long(minutes=1, shows="4,000 random decisions are logged and replayed with the same result")
@@ -179,7 +179,7 @@ async def test_damaged_lines_of_a_log_are_left_out_and_counted(
     keyspace: Keyspace, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = await logged(keyspace, 4, seed=3)
-    whole = [json.dumps(one) for one in records]
+    whole = [json.dumps(entry) for entry in records]
     lacking = {name: value for name, value in records[0].items() if name != "now_ms"}
     wrong: list[Any] = [lacking, {**records[0], "prompt_tokens": "9"}, {**records[0], "seed": None}]
     wrong += [{**records[0], "weights": {**records[0]["weights"], "kappa": True}}, {**records[0], "policy": 1}, [], 1]

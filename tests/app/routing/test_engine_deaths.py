@@ -90,7 +90,7 @@ async def test_a_request_that_kills_the_engines_that_read_it_is_stopped(
     async with fleet_of(valkey_url, model, tmp_path, case) as (router, engines):
         status, _, answer = await under_deaths(router, engines, model, case)
         assert (status, json.loads(answer)["error"]["code"]) == (502, "upstream_gone")
-        assert sum(one.alive and one.got == 0 for one in engines) == count - deaths
+        assert sum(upstream.alive and upstream.got == 0 for upstream in engines) == count - deaths
 
 
 async def test_all_that_is_under_way_at_half_of_a_fleet_is_served_elsewhere(
@@ -108,10 +108,10 @@ async def test_all_that_is_under_way_at_half_of_a_fleet_is_served_elsewhere(
                     return answer.status
 
             asked = [asyncio.create_task(ask()) for _ in range(4 * int(BUDGET_MOST))]
-            await poll(lambda: sum(one.got for one in engines) == len(asked), 60, "all are under way")
-            assert sum(one.got for one in engines[:2]) > 1.2 * BUDGET_MOST
-            for one in engines[:2]:
-                one.kill()
+            await poll(lambda: sum(upstream.got for upstream in engines) == len(asked), 60, "all are under way")
+            assert sum(upstream.got for upstream in engines[:2]) > 1.2 * BUDGET_MOST
+            for upstream in engines[:2]:
+                upstream.kill()
             engines.answer()
             assert Counter(await asyncio.gather(*asked)) == {200: len(asked)}
 
@@ -121,8 +121,8 @@ async def test_a_prompt_too_long_for_every_engine_passes_over_dead_ones(
 ) -> None:
     monkeypatch.setattr(view, "MAX_MODEL_LEN", 1_000)
     async with fleet_of(valkey_url, model, tmp_path, Case("", ())) as (router, engines):
-        for one in engines[1:]:
-            one.kill()
+        for upstream in engines[1:]:
+            upstream.kill()
         status, _, _ = await router.post({"model": model, "prompt": "x" * (1_000 * TOKEN_BYTES + 1)})
         assert status == 200
 
@@ -134,18 +134,20 @@ async def under_deaths(
     left = list[EngineProcess]()
     while case.kept and len(left) < len(engines):
         assert (await router.post({"model": model, "prompt": PROMPT}))[0] == 200
-        left += [one for one in engines if one.got and one not in left]  # in the order of round_robin
+        left += [
+            upstream for upstream in engines if upstream.got and upstream not in left
+        ]  # in the order of round_robin
     left = left or [*engines]
     engines.hold()
-    before = {one: one.got for one in engines}
+    before = {upstream: upstream.got for upstream in engines}
     body = {"model": model, "prompt": PROMPT, "stream": case.stream, "temperature": 0}
-    for one in left[: case.deaths.count("refuses")]:
-        one.kill()
-        left.remove(one)
+    for upstream in left[: case.deaths.count("refuses")]:
+        upstream.kill()
+        left.remove(upstream)
     deaths = [death for death in case.deaths if death != "refuses"]
-    frozen = [one for one in left if deaths[:1] == ["unread"]]
-    for one in frozen:
-        one.freeze()
+    frozen = [upstream for upstream in left if deaths[:1] == ["unread"]]
+    for upstream in frozen:
+        upstream.freeze()
     asked = asyncio.create_task(router.post(body))
     for number, death in enumerate(deaths):
         victim = await has_request(left, before, unread=death == "unread")
@@ -153,12 +155,12 @@ async def under_deaths(
         if death != "unread":
             await asyncio.sleep(case.apart_s)
         if deaths[number + 1 : number + 2] == ["unread"]:
-            for one in left:
-                one.freeze()
+            for upstream in left:
+                upstream.freeze()
         victim.kill_core() if death == "core" else victim.kill()
         if deaths[number + 1 : number + 2] != ["unread"]:
-            for one in left:
-                one.go_on()
+            for upstream in left:
+                upstream.go_on()
     engines.answer()
     return await asked
 
@@ -168,7 +170,9 @@ async def has_request(engines: list[EngineProcess], before: dict[EngineProcess, 
     found: list[EngineProcess] = []
 
     def has() -> bool:
-        found[:] = [one for one in engines if (one.unread if unread else one.got > before[one])]
+        found[:] = [
+            upstream for upstream in engines if (upstream.unread if unread else upstream.got > before[upstream])
+        ]
         return bool(found)
 
     await poll(has, 20, "an engine has the request")
@@ -185,6 +189,8 @@ async def fleet_of(
             valkey_url = store.enter_context(server(valkey_binary()))
         engines = await stack.enter_async_context(engine_processes(model, folder, case.engines, case.way))
         settings = {"policy": "round_robin", "health_interval_s": 60.0, **dict(case.settings)}
-        router = await stack.enter_async_context(replica(valkey_url, model, *(one.url for one in engines), **settings))
+        router = await stack.enter_async_context(
+            replica(valkey_url, model, *(upstream.url for upstream in engines), **settings)
+        )
         await store.aclose()
         yield router, engines

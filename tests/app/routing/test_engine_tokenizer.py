@@ -126,7 +126,7 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
             assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0"), wrong
             assert await router.metric('warmfleet_load_only_requests_total{reason="no_identity"}') == count
             counted[answer[2]] += 1
-            assert {one: await asked(router, one) for one in counted} == counted, f"nobody rests after {wrong}"
+            assert {result: await asked(router, result) for result in counted} == counted, f"nobody rests after {wrong}"
         answer, pause = (
             (200, '{"token_ids": [' + "100000," * 160_000 + "7]}", ""),
             0.3,
@@ -135,7 +135,9 @@ async def test_after_any_failure_load_decides(valkey_url: str, model: str, monke
         await router.post(body | {"messages": long}, CHAT)
         assert await asked(router, "answered") == 1
         await router.post(body | {"user": "x" * 600_000}, CHAT)
-        assert sum([await asked(router, one) for one in ("answered", *counted)]) == len(ANSWERS) + 1, "too long to ask"
+        assert sum([await asked(router, result) for result in ("answered", *counted)]) == len(ANSWERS) + 1, (
+            "too long to ask"
+        )
         for _ in range(3):
             assert (await router.post(body, CHAT))[0] == 200
         assert await asked(router, "failed") == counted["failed"] + 2, "slow: each is asked once more, then left alone"

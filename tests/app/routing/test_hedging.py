@@ -73,7 +73,7 @@ class Plan:
     @property
     def hung_up(self) -> int:
         """The number of requests that the router has given up."""
-        return sum(reader.at_eof() for one in self.engines for reader in one.readers)
+        return sum(reader.at_eof() for upstream in self.engines for reader in upstream.readers)
 
 
 @asynccontextmanager
@@ -82,7 +82,7 @@ async def pair(url: str, model: str, *does: str, **settings: Any) -> AsyncIterat
     plan = Plan([*does])
     async with AsyncExitStack() as stack:
         plan.engines = [await stack.enter_async_context(engine(model, plan)) for _ in range(2)]
-        urls = [one.url for one in plan.engines]
+        urls = [upstream.url for upstream in plan.engines]
         chosen = {"hedge_after_s": 0.1} | settings
         yield await stack.enter_async_context(replica(url, model, *urls, **chosen)), plan
 
@@ -101,14 +101,14 @@ async def test_the_second_worker_answers_and_the_first_is_given_up_at_once(valke
         await poll(lambda: plan.hung_up == 1, 20, "the first engine is left while the second one answers")
 
         async def one_is_left() -> bool:
-            return sum(one.load.in_flight for one in await router.fleet.workers.read()) == 1
+            return sum(worker.load.in_flight for worker in await router.fleet.workers.read()) == 1
 
         await poll(one_is_left, 20, "the load of the request that was given up is given back")
         assert await router.metric('warmfleet_settled_reservations_total{outcome="cancelled"}') == 1
         plan.go.set()
         status, headers, said = await asked
         assert (status, said) == (200, b"data: {}\n\ndata: [DONE]\n\n")
-        served = {one.url: one.worker_id for one in await router.fleet.workers.read()}
+        served = {worker.url: worker.worker_id for worker in await router.fleet.workers.read()}
         assert headers["x-warmfleet-worker"] == served[plan.asked[1]]
         assert await results(router) == {"won": 1}
         await router.unloaded()
@@ -191,7 +191,7 @@ async def test_other_requests_avoid_a_worker_that_died(
     async with pair(valkey_url, model, *does) as (router, plan):
         asked = asyncio.create_task(router.post(STREAM | {"model": model}))
         await plan.both_asked()
-        ids = {one.url: one.worker_id for one in await router.fleet.workers.read()}
+        ids = {view.url: view.worker_id for view in await router.fleet.workers.read()}
         await poll(lambda: len(found) == len(avoided), 20, "it is avoided")
         plan.go.set()
         assert (await asked)[0] == 200
@@ -217,7 +217,7 @@ async def test_a_first_worker_that_fails_meanwhile_is_replaced_by_the_second(val
     async with pair(valkey_url, model, "dies", "waits") as (router, plan):
         asked = asyncio.create_task(router.post(STREAM))
         await plan.both_asked()
-        for writer in plan.engines[[one.url for one in plan.engines].index(plan.asked[0])].writers:
+        for writer in plan.engines[[upstream.url for upstream in plan.engines].index(plan.asked[0])].writers:
             reset(writer)
         await asyncio.sleep(0.05)
         plan.go.set()
@@ -279,7 +279,7 @@ async def test_a_client_that_hangs_up_ends_both(valkey_url: str, model: str) -> 
 
 async def test_without_a_second_worker_the_first_is_waited_for(valkey_url: str, model: str) -> None:
     async with pair(valkey_url, model, "waits") as (router, plan):
-        other = next(one for one in plan.engines)
+        other = next(upstream for upstream in plan.engines)
         await other.die()
         await router.routable(1)
         asked = asyncio.create_task(router.post(STREAM))

@@ -75,7 +75,9 @@ async def test_two_zones_are_filtered_and_preferred(valkey_url: str, model: str,
         replays = Replays(connect(valkey_url, timeout_s=5))
         again = await replays.choices(records)
         await replays.close()
-        assert [(one.worker_id, one.cost_s) for one in again] == [(one["worker_id"], one["cost_s"]) for one in records]
+        assert [(candidate.worker_id, candidate.cost_s) for candidate in again] == [
+            (candidate["worker_id"], candidate["cost_s"]) for candidate in records
+        ]
 
 
 @pytest.mark.parametrize("labels", [None, ["zone"], {"zone": 1}, {"zo ne": "a"}, {str(n): "a" for n in range(9)}])

@@ -47,7 +47,7 @@ pytestmark = [
 
 
 class Fleet:
-    """Two replicas and the engines of three pools, one on each master. ``clients``: names by their counting pool's master."""
+    """Two replicas and the engines of three pools, one on each master. ``clients``: one for each master that counts."""
 
     def __init__(self, cluster: WholeCluster, model: str) -> None:
         self.cluster, self.model = cluster, model
@@ -123,7 +123,7 @@ async def full(fleet: Fleet, clients: Sequence[str]) -> None:
 async def test_limits_hold_over_pools_on_different_masters(model: str, valkey_url: str, tmp_path: Path) -> None:
     async with fleet_of(model, valkey_url, tmp_path) as fleet:
         hit, *others = clients = [fleet.clients[number] for number in (0, 1, 2)]
-        running = [asyncio.create_task(fleet.press(one, number)) for one in clients for number in range(AT_ONCE)]
+        running = [asyncio.create_task(fleet.press(team, number)) for team in clients for number in range(AT_ONCE)]
         await full(fleet, clients)
         await asyncio.sleep(STEADY_S)
         before = fleet.most.copy()

@@ -521,7 +521,9 @@ async def test_a_request_that_waits_counts_in_the_pool_that_has_its_ticket() -> 
     assert tag == "m#2"
     assert [value.get() for value in waiting.values()] == [0, 0, 0, 0]
     [waits] = fixture.metrics.queue_seconds.collect()
-    assert {one.labels["model"] for one in waits.samples if one.name.endswith("_count") and one.value} == {"m#2"}
+    assert {sample.labels["model"] for sample in waits.samples if sample.name.endswith("_count") and sample.value} == {
+        "m#2"
+    }
 
 
 def is_away(pool: Pool) -> None:
@@ -747,7 +749,7 @@ def test_what_a_model_knows_of_beginnings_outlives_a_change_of_its_pools(served:
     learned = [homes(pools.served["m"], seed) for seed in range(100, 140)]
     pools.change(ServedModel("m", served.pools))
     assert [homes(pools.served["m"], seed) for seed in range(100, 140)] == learned
-    assert len({one[0] for one in learned}) == len(TAGS)
+    assert len({entry[0] for entry in learned}) == len(TAGS)
 
 
 def test_a_pool_that_joins_moves_only_what_it_gets() -> None:
@@ -854,9 +856,9 @@ class TwoPools:
         asked = {"model": self.model, "prompt": self.prompts[0]}
         _, told, _ = await self.router.post(asked | {"max_tokens": 1}, **{"X-Warmfleet-Explain": "1"})
         explained = json.loads(told["x-warmfleet-explain"])
-        assert (explained["pool"] in self.tags, {one["pool"] for one in explained["pools"]}) == (True, {*self.tags})
+        assert (explained["pool"] in self.tags, {row["pool"] for row in explained["pools"]}) == (True, {*self.tags})
         whole = json.loads((await self.router.post(asked, "/explain"))[2])
-        assert (whole["model"] in self.tags, {one["pool"] for one in whole["pools"]}) == (True, {*self.tags})
+        assert (whole["model"] in self.tags, {row["pool"] for row in whole["pools"]}) == (True, {*self.tags})
         assert min(whole["pools"], key=lambda one: float(one["price_s"]))["worker_id"] == whole["chosen"]
 
     async def a_key_keeps_its_reservation(self) -> None:
@@ -897,7 +899,7 @@ class TwoPools:
 
         async def gone() -> bool:
             listed = json.loads((await self.router.get("/workers"))[1])["models"]
-            return [one["model"] for one in listed] == [self.tags[1]]
+            return [row["model"] for row in listed] == [self.tags[1]]
 
         await poll(gone, 10, "the first pool ends")
         assert await self.router.metric(f'warmfleet_workers{{model="{self.tags[0]}"') == 0
