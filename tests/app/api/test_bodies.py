@@ -42,7 +42,7 @@ FORMS_OF_VALUES: dict[str, tuple[str, ...]] = {
     RESPONSE: ('"max_output_tokens":100.0', '"max_output_tokens":"1e2x"', '"stream":0', '"priority":"2"'),
     EMBED: ('"dimensions":8.0', '"priority":"0"', '"stream":"maybe"', '"n":"x"', '"max_tokens":[]'),
 }
-#: One text in several JSON spellings and encodings.
+#: Bodies with the same text in several JSON spellings and encodings.
 SPELLINGS: dict[str, Any] = {
     "a mark before it": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "UTF-16": lambda text: text.encode("utf-16"),

@@ -88,8 +88,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(fleet_status, "identify_here", identified)
         model = SimpleNamespace(pools=pools, several=len(pools) > 1, order_for=order_for)
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
-        for pool in pools:
-            pool.view, pool.name = view, "m"
+        for home in pools:
+            home.view, home.name = view, "m"
         inquiry = Inquiry(cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0)
         return await explain(cast("Any", model), pools[0], inquiry)
 

@@ -1,4 +1,4 @@
-"""One engine is one worker, whatever URLs lead to it and however else it has joined; two engines are two."""
+"""An engine is a single worker whatever URLs lead to it and however it has joined; two engines are two workers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ KEPT = ("workers", "servers", "load", "alive", "alive_servers", "cursor", "batch
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
-    """One of the two Redis servers is enough, because readings do not depend on the server."""
+    """A single kind of Redis server is enough, because readings do not depend on the server."""
     return valkey_url
 
 

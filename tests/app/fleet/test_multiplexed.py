@@ -1,4 +1,4 @@
-"""One connection carries many calls: each call is answered once, whatever fails, and the waiting calls are bounded."""
+"""A connection carries many calls: each call is answered once, whatever fails, and the waiting calls are bounded."""
 
 from __future__ import annotations
 

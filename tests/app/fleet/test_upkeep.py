@@ -1,4 +1,4 @@
-"""One or several replicas run upkeep step by step, as a router does."""
+"""Replicas, alone or together, run upkeep step by step, as a router does."""
 
 from __future__ import annotations
 

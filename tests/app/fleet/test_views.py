@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def redis_url(valkey_url: str) -> str:
-    """One of the two Redis servers is enough, because these tests read without scripts."""
+    """A single kind of Redis server is enough, because the tests of this file read without scripts."""
     return valkey_url
 
 

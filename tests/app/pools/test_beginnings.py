@@ -77,7 +77,7 @@ def test_a_conversation_of_many_turns_keeps_its_key() -> None:
 
 
 def test_a_document_that_some_have_stays_a_key() -> None:
-    """One prompt in twenty is less than half of an eighth, so the document is not too common for a key."""
+    """A document in a twentieth of the prompts is not too common for a key: the limit is half of an eighth."""
     beginnings, document = Beginnings(), blocks(200)
     for number in range(2_000):
         text = document + blocks(10) if number % 20 == 0 else blocks(100)

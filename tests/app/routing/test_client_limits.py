@@ -1,4 +1,4 @@
-"""One of several pools counts a client's requests, and its limits hold for any order of requests and failures."""
+"""A single one of several pools counts a client's requests, so limits hold for any order of requests and failures."""
 
 from __future__ import annotations
 

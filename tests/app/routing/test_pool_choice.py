@@ -1,4 +1,4 @@
-"""One model over several pools: two home pools are asked at once, the cheaper one serves, nothing is left in any."""
+"""A model has several pools: two home pools are asked at once, the cheaper one serves, and the other keeps nothing."""
 
 from __future__ import annotations
 
@@ -859,7 +859,7 @@ class TwoPools:
         assert (explained["pool"] in self.tags, {row["pool"] for row in explained["pools"]}) == (True, {*self.tags})
         whole = json.loads((await self.router.post(asked, "/explain"))[2])
         assert (whole["model"] in self.tags, {row["pool"] for row in whole["pools"]}) == (True, {*self.tags})
-        assert min(whole["pools"], key=lambda one: float(one["price_s"]))["worker_id"] == whole["chosen"]
+        assert min(whole["pools"], key=lambda row: float(row["price_s"]))["worker_id"] == whole["chosen"]
 
     async def a_key_keeps_its_reservation(self) -> None:
         """Assert that a key keeps its reservation even if another pool would get the request now."""
