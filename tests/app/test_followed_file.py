@@ -1,4 +1,4 @@
-"""A file that is read again when it has changed."""
+"""A followed file is read again when it has changed."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ async def test_the_same_key_books_once(replica_and_engine: tuple[Replica, Engine
     assert other["reservation"] != first["reservation"]
     early = {"model": model, "reservation": other["reservation"], "outcome": "cancelled"}
     assert await told(router, "/settle", early) == {"result": "settled"}
-    assert await told(router, "/settle", early) == {"result": "unknown"}  # as if it came before the booking
+    assert await told(router, "/settle", early) == {"result": "unknown"}  # as if the outcome came before the booking
     assert await error(router, ROUTE, body, **{"Idempotency-Key": "b"}) == (409, "cancelled", None)
     assert await router.metric("warmfleet_fallback_requests_total") == 0, "a cancelled key says nothing against Redis"
     assert await router.load() == load

@@ -87,7 +87,7 @@ async def test_a_certificate_is_renewed_under_open_connections(valkey_url: str, 
         ends = ServerTls(Settings(**files(used)), Metrics())._expires._value.get()
         assert 29 < (ends - time.time()) / 86_400 < 31
         async with connected(router.url, trusts_both) as kept:
-            used.certificate.write_bytes(renewed.certificate.read_bytes())  # whose key comes later
+            used.certificate.write_bytes(renewed.certificate.read_bytes())  # the certificate's key is written later
             await asyncio.sleep(1.5)
             assert await served(router.url, trusts_both), "the last good pair stays in use"
             used.replace(renewed)

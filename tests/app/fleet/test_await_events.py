@@ -125,7 +125,7 @@ async def test_a_round_applies_waits_and_applies(store: aioredis.Redis, fleet: F
 
 
 async def test_a_replica_at_rest_asks_redis_little(store: aioredis.Redis, redis_url: str, model: str) -> None:
-    """Commands are counted, not time: what a call costs differs between machines."""
+    """The test counts commands instead of time, because a call's time differs between machines."""
     fleet = Fleet(store, model, timeouts=PATIENT)
     cores = [ReportingWorker(store, fleet, f"w{number}") for number in range(WORKERS)]
     for reporter in cores:

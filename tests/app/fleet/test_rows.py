@@ -1,4 +1,4 @@
-"""The packed records: Python and the scripts read the same bytes."""
+"""Python and the scripts read the same bytes of packed records."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ async def test_the_limits_of_its_client_do_not_end_a_stream_that_goes_on(
 ) -> None:
     """The continued request was already admitted: it counts once and is not refused although its prompt has grown."""
     prompt = len(BODIES[COMPLETIONS]["prompt"])  # a token is a byte
-    rate = 2 * prompt + TOKENS + 3  # both prompts and the first answer: the first tokens of the second one are over it
+    rate = 2 * prompt + TOKENS + 3  # enough for both prompts and the first answer, but not for the second answer
     settings = limited(tmp_path, concurrency=1, tokens_per_minute=rate)
     async with pair(valkey_url, model, **settings) as (router, plan):
         whole = await hear(router, COMPLETIONS, ASKS | KEY)

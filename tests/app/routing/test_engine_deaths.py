@@ -48,7 +48,7 @@ class Case(NamedTuple):
     way: Way = "silent"
     stream: bool = True
     settings: tuple[tuple[str, Any], ...] = ()
-    redis: bool = True  # False: Redis is away
+    redis: bool = True  # False: Redis is unreachable
 
 
 SERVED = [
