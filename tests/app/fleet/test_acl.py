@@ -358,7 +358,7 @@ async def _requests(fleet: Fleet, block: bytes) -> None:
     assert await fleet.bookings.renew([renewal]) == (1, 0, 0)
     assert await fleet.bookings.settle(ask.reservation, "started") == "STARTED"
     assert await fleet.bookings.settle(ask.reservation, "finished") == "SETTLED"
-    await fleet.redis.zadd(fleet.keys.leases, {ask.reservation: 1})  # the files have expired
+    await fleet.redis.zadd(fleet.keys.leases, {ask.reservation: 1})  # the lease is past its end
     assert await fleet.bookings.reap() >= 1
 
 

@@ -181,7 +181,7 @@ async def test_the_lag_of_many_streams(store: aioredis.Redis, fleet: Fleet) -> N
         await store.delete(stream)
         await store.xadd(stream, fields, id=f"{at}-0")
         await reporter.heartbeat()
-    await store.set(cores[1].stream, "no stream")  # entries that `apply` must judge
+    await store.set(cores[1].stream, "no stream")  # `apply` finds no stream here
     found = (await fleet.index.truth(await fleet.workers.read())).workers
     for number, reporter in enumerate(cores):
         one = found[reporter.worker_id]

@@ -61,7 +61,7 @@ def test_an_adapter_belongs_to_the_workers_that_serve_it() -> None:
     assert (names.lacking("one"), names.lacking("two")) == (("c",), ("b", "c"))
     assert names.lacking("m") == names.lacking("nobody's") == ()
     stock = WorkerState.APPROXIMATE
-    other = WorkerView("d", {}, None, LoadRow(), 0.0, stock, "approximate", "http://d", ["m", "two"])  # it says so
+    other = WorkerView("d", {}, None, LoadRow(), 0.0, stock, "approximate", "http://d", ["m", "two"])  # announces "two"
     assert ServedNames([*workers, other]).lacking("two") == ("b", "c")
     alike = ServedNames([serving("a", None), serving("b", {"m": "/base"}), worker(True)])
     assert (alike.paths, alike.differ) == ({}, False)
