@@ -109,16 +109,16 @@ class UnknownPath:
         return "The status page is /status." if "/status" in self._paths else ""
 
 
-def _likeness(one: str, other: str) -> float:
+def _likeness(text: str, other: str) -> float:
     """The share of the longer text that both have in common at their beginning and their end, 0 to 1."""
-    longest, shortest = max(len(one), len(other)), min(len(one), len(other))
+    longest, shortest = max(len(text), len(other)), min(len(text), len(other))
     if longest > MAX_PATH or not shortest:
         return 0.0
-    begin = _alike(one, other)
-    return (begin + _alike(one[begin:][::-1], other[begin:][::-1])) / longest
+    begin = _alike(text, other)
+    return (begin + _alike(text[begin:][::-1], other[begin:][::-1])) / longest
 
 
-def _alike(one: str, other: str) -> int:
+def _alike(text: str, other: str) -> int:
     """How many characters both have in common at their beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))
+    pairs = zip(text, other, strict=False)
+    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(text), len(other)))

@@ -23,7 +23,7 @@ class ListedPool:
         self._view = pool.view
         self.names = frozenset(pool.view.names.routable)
         workers = [worker for worker in pool.view.workers if worker.routable]
-        self._limits = {one.worker_id: limit for one in workers if (limit := one.record.get("max_model_len"))}
+        self._limits = {worker.worker_id: limit for worker in workers if (limit := worker.record.get("max_model_len"))}
         self._longest = max(self._limits.values(), default=None)
         self._parents = dict[str, str]()
         for worker in workers:
@@ -42,7 +42,7 @@ class ListedPool:
         served = self._view.names
         if name not in served.paths:
             return self._parents.get(name)
-        names = [one for one in served.routable if one not in served.paths]
+        names = [name for name in served.routable if name not in served.paths]
         return self._name if self._name in names or not names else names[0]
 
 

@@ -149,7 +149,7 @@ class ServiceRoutes:
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
         known = KNOWN.get(path) if isinstance(path, str) else None
         if known is None or known.form in ("unknown", "none"):
-            read = ", ".join(one.path for one in KNOWN.values() if one.form not in ("unknown", "none"))
+            read = ", ".join(path.path for path in KNOWN.values() if path.form not in ("unknown", "none"))
             raise BadRequest(f"endpoint must be one of {read}.", "endpoint")
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         requests.note_inexact(asked, data, body)

@@ -66,7 +66,7 @@ class Agreement:
     def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
         """Take the workers of one pool that do not serve its name, each with the reason."""
         before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
-        for worker, reason in islice((one for one in reasons.items() if one not in before.items()), NAMED):
+        for worker, reason in islice((item for item in reasons.items() if item not in before.items()), NAMED):
             logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)
 
 

@@ -99,7 +99,7 @@ class PoolChanges:
         self._since = {tag: at for tag, at in self._since.items() if tag not in tags}
         now = asyncio.get_running_loop().time()
         self._since |= {tag: now for tag in before if tag not in tags}
-        added, gone = (", ".join(sorted(some)) or "none" for some in ({*tags} - {*before}, {*before} - {*tags}))
+        added, gone = (", ".join(sorted(changed)) or "none" for changed in ({*tags} - {*before}, {*before} - {*tags}))
         logger.info("%s: pools that were added: %s, removed: %s", name, added, gone)
 
     def _tags(self, name: str, entries: Sequence[PoolEntry], known: Mapping[str, Pool]) -> tuple[str, ...]:

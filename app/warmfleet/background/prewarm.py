@@ -126,11 +126,11 @@ class Prewarmer:
 
 def _others(pool: Pool, worker: WorkerView) -> bool:
     """Whether another worker can take the model's requests during the warming."""
-    return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
+    return any(other.routable and other.worker_id != worker.worker_id for other in pool.view.workers)
 
 
 def _drained(pool: Pool, worker: WorkerView) -> bool:
-    return any(one.worker_id == worker.worker_id and one.draining for one in pool.view.workers)
+    return any(other.worker_id == worker.worker_id and other.draining for other in pool.view.workers)
 
 
 def _empty(worker: WorkerView) -> bool:

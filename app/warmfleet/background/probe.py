@@ -143,7 +143,7 @@ class Probe:
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
             known = await identify_here(request, pool)
-            chain = next((one for one in known.chains if one.scheme_id == worker.load.scheme), None)
+            chain = next((chain for chain in known.chains if chain.scheme_id == worker.load.scheme), None)
             if known.kind != "exact" or chain is None:
                 return None
             if known.prompt_tokens < limit:
@@ -284,7 +284,9 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
     Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
-    questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
+    questions = [
+        replace(question, hashes=tuple(block for block in question.hashes if not next(held))) for question in questions
+    ]
     # While Redis is short of memory, no block is indexed and Redis may refuse this write.
     if not pool.fleet.upkeep.last_tick.short:
         await pool.fleet.probes.await_blocks(worker.worker_id, probe, _hashes(questions))

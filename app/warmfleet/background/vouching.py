@@ -58,8 +58,8 @@ class Vouching:
                 continue  # Redis is away: no worker expires, and ``OutageChecks`` asks the engines
             due += [(pool, worker) for worker in pool.view.workers if _due(worker)]
         self._asked_at = {name: at for name, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
-        due = [one for one in due if _name(*one) not in self._asked_at]
-        self._asked_at |= {_name(*one): now for one in due}
+        due = [pair for pair in due if _name(*pair) not in self._asked_at]
+        self._asked_at |= {_name(*pair): now for pair in due}
         gate = asyncio.Semaphore(CHECKS_AT_ONCE)
         await asyncio.gather(*(self._ask(gate, pool, worker) for pool, worker in due))
 

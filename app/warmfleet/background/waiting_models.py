@@ -64,7 +64,7 @@ class Waiting:
 
     def _beside(self, pool: Pool) -> bool:
         """Whether a pool of its model has a worker that takes requests."""
-        return any(worker.routable for one in self._pools.named(pool.name) for worker in one.view.workers)
+        return any(worker.routable for other in self._pools.named(pool.name) for worker in other.view.workers)
 
 
 def _text(pool: Pool) -> str:

@@ -57,7 +57,11 @@ class LastKnown:
             self._none_since = view.read_at
         # Workers are remembered over an outage. But a drain is an order, a paused engine lets requests wait, one with
         # another name would refuse them, and a server that ends may still be up.
-        left = {one.worker_id for one in view.workers if one.draining or one.paused or one.misnamed or one.said_goodbye}
+        left = {
+            worker.worker_id
+            for worker in view.workers
+            if worker.draining or worker.paused or worker.misnamed or worker.said_goodbye
+        }
         if left:
             others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in left)
             self._with_routable = replace(self._with_routable, workers=others)
@@ -81,8 +85,10 @@ class LastKnown:
 
     def _lost(self) -> Sequence[WorkerView]:
         """A worker that said goodbye, or that is heard and not routable, is not lost."""
-        here = {one.worker_id for one in self._last.workers if one.state.alive or one.heartbeat_age_s is None}
-        return [one for one in self._with_routable.workers if one.worker_id not in here]
+        here = {
+            worker.worker_id for worker in self._last.workers if worker.state.alive or worker.heartbeat_age_s is None
+        }
+        return [worker for worker in self._with_routable.workers if worker.worker_id not in here]
 
     def answered(self) -> None:
         """A missing worker answers over HTTP: only Redis does not know of it. The last known workers stay in use."""

@@ -155,9 +155,9 @@ def view_of(
             for worker in workers
             if worker.server and _has_several_cores(worker.server, cores[str(worker.record.get("server_id", ""))])
         },
-        unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
-        sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
-        speeds={one.worker_id: one.load.speed_tps for one in workers},
+        unreported=frozenset(worker.worker_id for worker in workers if _facts(worker).get("reports_prefills") is False),
+        sorting={worker.worker_id: worker.load.speed_tps for worker in workers if _facts(worker).get("takes_priority")},
+        speeds={worker.worker_id: worker.load.speed_tps for worker in workers},
         labels={worker.worker_id: worker.labels for worker in workers if worker.record.get("labels")},
         names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),

@@ -96,7 +96,7 @@ def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object
     adapter = request.model if request.model in adapters else ""
     text = ""
     if request.messages:
-        users = (one for one in request.messages if one.get("role") == "user")
+        users = (message for message in request.messages if message.get("role") == "user")
         text = _text(next(users, {}).get("content"))
     elif request.prompts:
         first = request.prompts[0]
@@ -106,6 +106,6 @@ def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object
 
 def _text(content: object) -> str:
     if isinstance(content, list):
-        parts = (one.get("text") for one in content if isinstance(one, dict))
+        parts = (part.get("text") for part in content if isinstance(part, dict))
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""

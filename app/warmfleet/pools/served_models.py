@@ -142,7 +142,7 @@ class Pools:
 
     def forget(self, pool: Pool) -> None:
         """Nothing of this replica is left in a leaving pool."""
-        self.leaving = tuple(one for one in self.leaving if one is not pool)
+        self.leaving = tuple(other for other in self.leaving if other is not pool)
         self._count()
 
     def _count(self) -> None:
@@ -165,7 +165,7 @@ class Pools:
         An engine known by its URL may be heard in a pool of another model. Any other worker there is a namesake.
         """
         silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
-        others = [one for one in self.all if one is not pool] if silent else []
+        others = [other for other in self.all if other is not pool] if silent else []
         return {
             worker.worker_id: other.tag
             for other in others
@@ -304,7 +304,7 @@ async def as_answered(
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for answer in (one for one in asked if one in done):
+            for answer in [answer for answer in asked if answer in done]:
                 try:
                     await take(asked[answer], answer.result())
                 except Exception as error:  # noqa: BLE001  raised below

@@ -87,7 +87,7 @@ class ServedNames:
 
     def told(self, worker_id: str) -> object:
         """The names that the worker has told, to be compared; None for a worker that is not known."""
-        return next(((one.models, one.loras) for one in self._groups if worker_id in one.ids), None)
+        return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:
         """These names, of an earlier reading: no routable worker serves them now."""

@@ -97,8 +97,8 @@ class TtftWindow:
 def quantiles(counts: Iterable[Mapping[int, int]]) -> dict[str, float]:
     """P50, P90 and P99 in seconds of all these ``counts`` together, by the names of ``figures``; 0 without waits."""
     total = Counter[int]()
-    for one in counts:
-        total.update(one)
+    for window in counts:
+        total.update(window)
     of_all = sorted(total.items())
     return {f"p{round(100 * share)}_s": _quantile(of_all, total.total(), share) for share in SHOWN}
 

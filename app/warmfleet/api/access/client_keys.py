@@ -144,7 +144,7 @@ def _entry(line: bytes) -> tuple[bytes, ClientKey]:
         raise ValueError("name must be 1 to 128 letters, digits and ._@-")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError("sha256 must be 64 hex digits, in lower case")
-    if "models" in entry and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+    if "models" in entry and not (isinstance(models, list) and models and all(isinstance(m, str) for m in models)):
         raise ValueError("models must be a list of names; without this field the key is for all models")
     allowed = None if models is None else frozenset(models)
     expires_at = _expiry(entry) if "expires" in entry else None

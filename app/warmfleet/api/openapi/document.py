@@ -84,7 +84,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
             "paths": paths,
             "components": {
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-                "parameters": {one["name"]: one for one in PARAMETERS},
+                "parameters": {parameter["name"]: parameter for parameter in PARAMETERS},
                 "responses": {f"engine-{status}": answer for status, answer in answers.items()},
             },
         }
@@ -162,10 +162,10 @@ def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
         by_status.setdefault(str(fault.status), []).append(fault)
     found: Json = {}
     for status, classes in sorted(by_status.items()):
-        codes = sorted({one.code for one in classes})
+        codes = sorted({error.code for error in classes})
         schema = ERROR if engines else _error(codes)
         found[status] = {"description": f"Of the router: {', '.join(codes)}", "content": _json(schema)}
-        if any(one.retry_after_s for one in classes):
+        if any(error.retry_after_s for error in classes):
             found[status]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "required": not engines}}
         if errors.MethodNotAllowed in classes:
             found[status]["headers"] = {"Allow": {"schema": TEXT, "required": True}}

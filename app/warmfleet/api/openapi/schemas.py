@@ -138,7 +138,7 @@ PARAMETERS = [
         "ended: the conversation ends with this request, so an engine may evict its blocks first",
     ),
 ]
-HINTS = [{"$ref": f"#/components/parameters/{one['name']}"} for one in PARAMETERS]
+HINTS = [{"$ref": f"#/components/parameters/{parameter['name']}"} for parameter in PARAMETERS]
 READ_PATHS = [path.path for path in KNOWN.values() if path.form not in ("unknown", "none")]
 PLACED: Json = {"type": "object", "description": "The body of the request that is to be placed"}
 BOOKED: Json = {"reservation": TEXT | {"pattern": f"^{RESERVATION}$"}, "model": {"type": ["string", "null"]}}

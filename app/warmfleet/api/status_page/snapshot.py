@@ -60,7 +60,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
     away = _away(pool, reached=found.reached)
     workers = shown_workers(pool, rung, away=away)
     others = any(
-        one.routable for other in pools.named(pool.name) if other is not pool for one in other.last_known.workers
+        worker.routable for other in pools.named(pool.name) if other is not pool for worker in other.last_known.workers
     )
     avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
     line, memory = found.line, found.memory
@@ -108,19 +108,19 @@ def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
     if away:
         return pool.last_known.workers
     here = {worker.worker_id for worker in pool.view.workers}
-    return [*pool.view.workers, *(one for one in pool.last_known.workers if one.worker_id not in here)]
+    return [*pool.view.workers, *(worker for worker in pool.last_known.workers if worker.worker_id not in here)]
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
     """The last minute of all replicas that are heard, together: in the words of a replica's own figures."""
     minutes = [view.told.minute for view in replicas if view.heard]
-    prompt, matched = (sum(getattr(one, name) for one in minutes) for name in ("prompt_tokens", "matched_tokens"))
+    prompt, matched = (sum(getattr(minute, name) for minute in minutes) for name in ("prompt_tokens", "matched_tokens"))
     return {
         "replicas": len(minutes),
-        "decisions_per_s": round(sum(one.decided for one in minutes) / WINDOW_S, 2),
-        "fallbacks_per_s": round(sum(one.fallbacks for one in minutes) / WINDOW_S, 2),
+        "decisions_per_s": round(sum(minute.decided for minute in minutes) / WINDOW_S, 2),
+        "fallbacks_per_s": round(sum(minute.fallbacks for minute in minutes) / WINDOW_S, 2),
         "hit_ratio": matched / prompt if prompt else None,
-        **quantiles(one.waits for one in minutes),
+        **quantiles(minute.waits for minute in minutes),
     }
 
 
