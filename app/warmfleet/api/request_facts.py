@@ -1,4 +1,4 @@
-"""The facts of one request as values for JSON: for the access log, ``/why`` and the status page alike."""
+"""The facts of a request as values for JSON: for the access log, ``/why`` and the status page alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOCK_OFFSET_S = time.time() - time.perf_counter()
 
 
 def ms(seconds: float) -> float:
-    """Milliseconds with one decimal. ``round`` takes five times as long."""
+    """Milliseconds with one decimal, rounded down: ``round`` takes five times as long."""
     return 10_000 * seconds // 1 / 10
 
 
@@ -82,7 +82,7 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
 
 
 def queue_s(record: RequestRecord, ended_at: float) -> float:
-    """Seconds in the queue, in all tries. ended_at: until when a try waits that was never decided."""
+    """Seconds in the queue, in all tries. ended_at: the end of the wait of a try without a decision."""
     return sum(
         (attempt.decided_at or attempt.ended_at or ended_at) - attempt.queued_at
         for attempt in record.tries
@@ -91,21 +91,20 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 
 def predicted_s(attempt: TryRecord) -> float | None:
-    """Seconds until the first token, by the engine's measured speed, once it has the request: what was ahead of it, and
-    what the engine lacks of the prompt. None without a decision of Redis, and while no speed is known.
-    """
+    """Seconds from the engine's receipt of the request until the first token: the prefill ahead, and the uncached part of
+    the prompt, at the engine's measured speed. None without a decision of Redis, and while no speed is known."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
     return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:
-    """Tokens of the prompt that the engine had in its cache, as its plugin or its answer told; None if neither did."""
+    """Tokens of the prompt that the engine had in its cache, by its plugin or its answer; None if neither reports it."""
     return attempt.cached_tokens if attempt.cached_tokens is not None else _number(_CACHED.search(attempt.usage))
 
 
 def output_tokens(attempt: TryRecord) -> int | None:
-    """Tokens of the answer, by the engine's own count; None if it told none."""
+    """Tokens of the answer, by the engine's own count; None if it reported none."""
     return _number(_OUTPUT.search(attempt.usage))
 
 

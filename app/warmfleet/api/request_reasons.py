@@ -1,4 +1,4 @@
-"""Why a request took its time, in sentences for people: the largest part of its time first, and what helps."""
+"""Explains the time of a request in sentences: the largest part first, and a remedy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # of the time in all: a smaller part is told in the facts only
-MUCH_S, MUCH_TIMES = 0.1, 1.5  # that a first byte took longer than predicted: a smaller difference is none
-FEW_TOKENS = 64  # fewer cached tokens than believed: a smaller difference is none
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # of the whole time: a smaller part gets no sentence
+MUCH_S, MUCH_TIMES = 0.1, 1.5  # excess of a first byte over its prediction: a smaller excess is ignored
+FEW_TOKENS = 64  # cached tokens short of the expected ones: a smaller lack is ignored
 SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # a shorter time needs no remedy, and a shorter decision no reason
-SILENCE_S = 1.0  # in the middle of an answer: a shorter one is told in the facts only
+SILENCE_S = 1.0  # in the middle of an answer: a shorter silence gets no sentence
 SO_FAR = " so far"
-FAILED_BY_FLEET = 500  # from this status on; an error below is the client's own
+FAILED_BY_FLEET = 500  # from this status on the fleet is at fault, below it the client
 
 BUSY = "`warmfleet workers` shows how busy each engine is: more engines shorten the queue"
 SLOWER = "`warmfleet workers` tells the state of {0}, and its own log what it did; `warmfleet doctor` asks it"
@@ -43,7 +43,7 @@ PRESSED = "the log of {0} tells what it did then: a long prompt of another reque
 
 
 class Part(NamedTuple):
-    """A part of the time that a request took. remedy: what helps if this is the largest part."""
+    """A part of the time that a request took. remedy: for the case that this is the largest part."""
 
     seconds: float
     text: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def told(record: RequestRecord, now: float) -> dict[str, Any]:
-    """Everything about one request: its facts, its tries, the sentences and what helps. now: ``time.perf_counter``."""
+    """Everything about a request: its facts, its tries, sentences and remedy. now: by ``time.perf_counter``."""
     found = parts(record, now)
     return facts(record, now) | {
         "request_id": record.request_id,
@@ -132,7 +132,7 @@ def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:
 
 
 def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator[Part]:
-    """The parts of one try. until: when the first byte of the answer came, else the end, else now."""
+    """The parts of a try. until: when the first byte of the answer came, else the end, else now."""
     ended_at = min(attempt.ended_at or until, until)
     if attempt.queued_at:
         seconds = max(0.0, (attempt.decided_at or ended_at) - attempt.queued_at)
@@ -227,7 +227,7 @@ def _after(record: RequestRecord, now: float) -> Iterator[str]:
 
 
 def shown(seconds: float) -> str:
-    """A time for people."""
+    """A time in words."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1_000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1_000 * seconds:.1f} ms"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.agreement")
 
 Matter = Literal["identity", "scheme"]
-NAMED = 8  # at most so many workers of a group are named in a log line
+NAMED = 8  # workers of a group that a log line names at most
 CONSEQUENCE = {
     "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
     "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
@@ -50,7 +50,7 @@ class Agreement:
             logger.info("%s: its workers agree on their %s again", tag, matter)
 
     def forget(self, tag: str) -> None:
-        """The pool has ended: its workers count no longer."""
+        """Drop the workers of a pool that has ended."""
         self._last = {key: groups for key, groups in self._last.items() if key[0] != tag}
         self._unhashed.pop(tag, None)
         self._misnamed.pop(tag, None)

@@ -1,6 +1,6 @@
 """Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
 
-No request has a timer: all of them are looked at in rounds. There are three grounds to end one.
+No request has a timer: all requests are looked at in rounds. A request is ended on three grounds.
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
@@ -38,7 +38,7 @@ STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from 
 
 
 class Try:
-    """One request at one worker, from the moment at which it is sent until its answer has ended."""
+    """A request at one worker, from the moment at which it is sent until its answer has ended."""
 
     __slots__ = ("_bytes", "_bytes_at", "received_at", "response", "worker_id")
 
@@ -68,7 +68,7 @@ class Tries:
         self._looked_at = self._steady_since = float("-inf")
 
     def begin(self, reservation: str, begun: Try) -> None:
-        """A request is sent to a worker. Whatever becomes of it, call ``end`` with the same reservation."""
+        """Follow a request that is sent to a worker. However it ends, call ``end`` with the same reservation."""
         self._open[reservation] = begun
 
     def end(self, reservation: str) -> None:
@@ -110,7 +110,7 @@ class Tries:
         return ended
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
-        """The workers that keep a request waiting for its first byte for at least so long."""
+        """The workers that keep a request waiting for its first byte for at least so many seconds."""
         return {
             request.worker_id
             for request in self._open.values()
@@ -118,7 +118,7 @@ class Tries:
         }
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
-        """Whether this worker has sent a byte to some request within so long, or has got a request within so long."""
+        """Whether this worker sent a byte to some request, or got a request, within so many seconds."""
         return any(request.worker_id == worker_id and request.quiet_s(now) < seconds for request in self._open.values())
 
     def standing_still(self, now: float) -> set[str]:
