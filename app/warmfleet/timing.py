@@ -68,7 +68,7 @@ class Timing:
     #: Added to ``grace_s`` for a worker that may move to another pool: meanwhile it is alive in neither pool, for
     #: ``ASK_SECONDS`` of the plugin's seat at most.
     parted_s: float = 15.0
-    quiet_s: float = 3.0  # without a byte, until a lost worker's request is given up: it may lack Redis only
+    quiet_s: float = 3.0  # without a byte, until a request at a lost worker is given up
     identity_wait_s: float = 5.0  # a new worker's probe waits so long for its tokenizer, then tests the scheme only
     redis_retry_s: float = 1.0  # without a question to Redis after two failures in a row
     leave_s: float = 30.0  # a removed pool is kept so long: the life of a lease, in which a gateway may settle

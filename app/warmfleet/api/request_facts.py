@@ -91,15 +91,15 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 
 def predicted_s(attempt: TryRecord) -> float | None:
-    """Seconds from the engine's receipt of the request until the first token: the prefill ahead, and the uncached part of
-    the prompt, at the engine's measured speed. None without a decision of Redis, and while no speed is known."""
+    """Seconds from the engine's receipt of the request until the first token: the prefill ahead, and the uncached part
+    of the prompt, at the engine's measured speed. None without a decision of Redis, and while no speed is known."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
     return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:
-    """Tokens of the prompt that the engine had in its cache, by its plugin or its answer; None if neither reports it."""
+    """Tokens of the prompt that the engine had in its cache, by its plugin or answer; None if neither reports it."""
     return attempt.cached_tokens if attempt.cached_tokens is not None else _number(_CACHED.search(attempt.usage))
 
 

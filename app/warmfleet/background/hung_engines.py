@@ -71,7 +71,7 @@ class HungEngines:
         return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
 
     async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
-        """Whether the worker's API server says that it is well. A worker that left the view is not asked."""
+        """Whether the worker's API server answers that it is healthy. A worker that left the view is not asked."""
         url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
         if not url:
             return True

@@ -80,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a probe, with the token count and the block hashes that the router expects of it."""
+    """A prompt of a probe, with the token count and the block hashes that the router expects of it."""
 
     part: Part
     body: dict[str, Any]
@@ -283,9 +283,7 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
     Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
-    questions = [
-        replace(question, hashes=tuple(block for block in question.hashes if not next(held))) for question in questions
-    ]
+    questions = [replace(sent, hashes=tuple(block for block in sent.hashes if not next(held))) for sent in questions]
     # While Redis is short of memory, no block is indexed and Redis may refuse this write.
     if not pool.fleet.upkeep.last_tick.short:
         await pool.fleet.probes.await_blocks(worker.worker_id, probe, _hashes(questions))

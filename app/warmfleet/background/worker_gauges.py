@@ -1,4 +1,4 @@
-"""The metrics of each worker, set anew for each call of /metrics, so that no worker that left the fleet stays."""
+"""The metrics of each worker, set for each call of /metrics, so that no worker that left the fleet stays."""
 
 from __future__ import annotations
 

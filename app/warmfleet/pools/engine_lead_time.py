@@ -1,4 +1,4 @@
-"""How much prefill engines are given ahead: enough that they never idle, and that their steps are worth their time.
+"""How much prefill engines are given ahead: enough that they never idle, and that their steps are not too small.
 
 An engine idles if it has computed all its prompts while the next prompt is still on its way. The way is a decision,
 HTTP, and the engine's own work before it begins to compute. A request to an engine with nothing to do measures the

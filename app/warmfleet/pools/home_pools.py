@@ -66,7 +66,7 @@ class Beginnings:
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
         """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
 
-        depth_tokens: where a key is looked for first. counted: False if the prompt is only asked about.
+        depth_tokens: where a key is looked for first. counted: False for a prompt that is only explained.
         """
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:

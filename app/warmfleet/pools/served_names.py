@@ -1,4 +1,4 @@
-"""The names that the workers of one model serve: served names, aliases and LoRA adapters, as they are told now. Pure.
+"""The names that the workers of one model serve: served names, aliases and LoRA adapters, as last announced. Pure.
 
 A worker serves the names that its API server announces or lists. A request goes only to a worker that serves its name.
 """
