@@ -41,7 +41,7 @@ async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer
             unread = False
             await request.decode(request)
             return {"type": "http.request", "body": request.body, "more_body": False}
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # never done: no message comes
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # no message comes
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":

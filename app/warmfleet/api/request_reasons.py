@@ -136,11 +136,8 @@ def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator
     ended_at = min(attempt.ended_at or until, until)
     if attempt.queued_at:
         seconds = max(0.0, (attempt.decided_at or ended_at) - attempt.queued_at)
-        line = (
-            f" ({attempt.waiting} waited then, with {attempt.work_s:.1f} s of work for the fleet)"
-            if attempt.waiting > 1
-            else ""
-        )
+        several = attempt.waiting > 1
+        line = f" ({attempt.waiting} waited then, with {attempt.work_s:.1f} s of work for the fleet)" if several else ""
         so_far = "" if attempt.decided_at or attempt.ended_at else SO_FAR
         yield Part(seconds, f"{shown(seconds)} in the queue{so_far}: the engines that suit it were busy{line}", BUSY)
     if attempt.fallback or (attempt.decided_at and attempt.asked_at):

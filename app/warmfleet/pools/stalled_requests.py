@@ -111,10 +111,9 @@ class Tries:
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
         """The workers that keep a request waiting for its first byte for at least so many seconds."""
+        tries = self._open.values()
         return {
-            request.worker_id
-            for request in self._open.values()
-            if not request.response.began and request.quiet_s(now) >= seconds
+            request.worker_id for request in tries if not request.response.began and request.quiet_s(now) >= seconds
         }
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
@@ -129,10 +128,8 @@ class Tries:
 
     def give_up(self, hung: Collection[str], now: float) -> int:
         """Give up the requests that wait at hung workers for their first byte; returns how many they were."""
-        waiting = [
-            request for request in self._open.values() if request.worker_id in hung and not request.response.began
-        ]
-        return self._give_up(waiting, now)
+        waiting = [request for request in self._open.values() if request.worker_id in hung]
+        return self._give_up([request for request in waiting if not request.response.began], now)
 
     def _give_up(self, requests: Sequence[Try], now: float) -> int:
         quiet = [request for request in requests if request.quiet_s(now) >= self._timing.quiet_s]
