@@ -111,10 +111,8 @@ class Tries:
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
         """The workers that keep a request waiting for its first byte for at least so many seconds."""
-        tries = self._open.values()
-        return {
-            request.worker_id for request in tries if not request.response.began and request.quiet_s(now) >= seconds
-        }
+        waiting = [request for request in self._open.values() if not request.response.began]
+        return {request.worker_id for request in waiting if request.quiet_s(now) >= seconds}
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
         """Whether this worker sent a byte to some request, or got a request, within so many seconds."""
