@@ -28,7 +28,7 @@ of the worker's package, which is not installed here: {INSTALL_BRIDGE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status. An error that the user can mend is one line on stderr, and 2."""
+    """Run one subcommand and return its exit status. An error that the user can mend is a line on stderr, and 2."""
     parser = build_parser()
     complete(parser)
     options, rest = parser.parse_known_args(arguments)

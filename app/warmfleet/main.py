@@ -97,19 +97,19 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
-ALARM_GAP_S = 0.1  # between two probes that suspicions start ahead of the next round
+ALARM_GAP_S = 0.1  # least gap between probes of suspected workers that begin before the next round
 MEMORY_INTERVAL_S = 1.0
-AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors in 5 s
+AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors within 5 s
 AUDIT_LOOK_S = 10.0  # between two looks whether a worker's audit is due
 TOKENIZER_THREADS = 2
-#: Middle collections of Python's garbage collector before a full one. A full one stands still for 0.3 s with 5,000
-#: streams, and finds next to nothing: requests and connections leave no cycles (``tests/app/test_garbage.py``).
+#: Collections of the middle generation before a full collection. A full collection stops the process for 0.3 s with
+#: 5,000 streams, and finds next to nothing: requests and connections leave no cycles (``tests/app/test_garbage.py``).
 FULL_COLLECTION_AFTER = 1_000
 
 
 @dataclass(frozen=True)
 class _Replica:
-    """What a replica consists of. ``_running`` makes what exists only while it runs."""
+    """The parts of a replica that exist before it runs; ``_running`` makes the others."""
 
     settings: Settings
     timing: Timing
@@ -139,10 +139,9 @@ def create_app(
     place: ReplicaPlace | None = None,
     timing: Timing = Timing(),
 ) -> Doors:
-    """All paths of one replica, with everything behind them; the lifespan of the clients' runs the background tasks.
+    """All paths of a replica, with their handlers; the lifespan of the clients' application runs the background tasks.
 
-    log: has the access log; the lines that it drops are counted. place: where the replica is; by default its host and a
-    port of the settings.
+    log: takes the access log; dropped lines are counted. place: by default the host and a port of the settings.
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
@@ -155,7 +154,7 @@ def create_app(
 
 
 def _replica_of(settings: Settings, timing: Timing, place: ReplicaPlace) -> _Replica:
-    """Raises BadArgument."""
+    """Build the replica. Raises BadArgument."""
     metrics, health = Metrics(settings.models), Health()
     tracing = tracing_of(os.environ, timing, metrics)
     certificates = ServerTls(settings, metrics) if settings.tls_cert else None
@@ -264,7 +263,7 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
 def _starlette(
     routes: list[Route], passed_on: Iterable[str] = (), lifespan: Lifespan[Starlette] | None = None
 ) -> Starlette:
-    """passed_on: paths of engines that the port serves besides the routes."""
+    """An application of these routes. passed_on: paths of engines that the port serves besides."""
     unknown = UnknownPath((*(route.path for route in routes), *passed_on))
     handlers = {WarmfleetError: error_response, HTTPException: unknown.handle, Exception: internal_error}
     starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -273,7 +272,7 @@ def _starlette(
 
 
 def _check_models(settings: Settings) -> None:
-    """Raises BadArgument."""
+    """Raise BadArgument if the settings name no models, or contradict each other about models."""
     if not settings.models:
         raise BadArgument("WARMFLEET_MODELS is empty: name the models to serve")
     if settings.tokenizer.startswith(("/", ".")) and not Path(settings.tokenizer).exists():
@@ -286,7 +285,7 @@ def _check_models(settings: Settings) -> None:
 
 
 def log_output(settings: Settings, replica: str = "") -> LogOutput:
-    """Where the log of this process goes, from ``with`` on. replica: which of several on one port it is."""
+    """The output of this process' log, which begins with ``with``. replica: its number among several on a port."""
     return LogOutput(settings.log_level, settings.log_format, replica)
 
 
@@ -303,7 +302,7 @@ async def serve(settings: Settings, sockets: Sockets, log: LogOutput | None = No
 
 
 def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
-    """Who this is, where it listens, and which Redis it needs next; the rest is told when Redis has answered."""
+    """Log the version, the addresses and the Redis of this replica, before Redis has answered."""
     redis = in_words(parse(settings.redis_url), settings.redis_url)
     models, process = ", ".join(settings.models), os.getpid()
     text = "warmfleet %s, process %d, routes for %s by policy %s. It needs %s first"
@@ -326,7 +325,7 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
 
 
 def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, timing: Timing = Timing()) -> Server:
-    """A server with the settings' limits, not yet running. log: drops lines that are counted. Raises BadArgument."""
+    """A server with the settings' limits, not yet running. log: as in ``create_app``. Raises BadArgument."""
     doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None, timing)
     config = uvicorn.Config(
         doors.application,
@@ -336,7 +335,7 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, t
         lifespan="on",
         access_log=False,
         log_config=None,
-        proxy_headers=False,  # it would wrap the application
+        proxy_headers=False,  # uvicorn would wrap the application
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
     )
     return Server(config, doors, settings.drain_s, sockets)
@@ -435,7 +434,7 @@ async def _background(replica: _Replica, identities: Identities, clock: Clock) -
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
         until_beat = partial(clock.until, upkeep.REST_STEP_S, share)
-        apply = partial(upkeep.apply, pool, metrics, until_beat, timing)  # a step of it waits by itself
+        apply = partial(upkeep.apply, pool, metrics, until_beat, timing)  # a step of ``apply`` waits by itself
         alarm = partial(_alarm, pool, reader, prober)
         of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))
         return [_task(name, seconds, call, metrics, clock, contact, pool.tag) for name, seconds, call in of_all]
@@ -480,7 +479,7 @@ def _task(
 
 
 async def _meet(pools: Pools, url: str, contact: asyncio.Event) -> None:
-    """Wait for Redis before any round begins: else each of them would tell that it is away, every one in its words."""
+    """Wait for Redis before any round begins; else every task would log the same outage in its own words."""
     try:
         await first_contact([pool.fleet.redis for pool in pools.all], url)
     finally:
@@ -495,7 +494,7 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
 
 
 async def _check(static: StockEngines, reader: ViewReader, prober: Prober, changes: PoolChanges) -> None:
-    """Check engines without the plugin. One that was found takes requests at once, and not after the next reading."""
+    """Check engines without the plugin. A newly found engine takes requests at once, not after the next reading."""
     await changes.known()
     if await static.round():
         await _look(reader.refresh, prober)
@@ -504,7 +503,7 @@ async def _check(static: StockEngines, reader: ViewReader, prober: Prober, chang
 async def _look(read: Callable[[], Awaitable[bool | None]], prober: Prober, waiting: Waiting | None = None) -> None:
     """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round.
 
-    read: returns False if nothing was read, as all is at rest.
+    read: returns False if every pool is at rest, so that nothing was read.
     """
     anything: bool | None = True
     try:

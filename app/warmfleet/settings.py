@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
-LIKE = 0.85  # likeness from which on a name is probably a setting's with a slip in it; they share the prefix
-NUMBERS = {"int": "whole number", "float": "number"}  # by type, as messages name them
+LIKE = 0.85  # least likeness of a mistyped name to a setting's name; both contain the prefix
+NUMBERS = {"int": "whole number", "float": "number"}  # words of messages, by type
 #: The placement policies by name. lua/parts/decide implements them; lua/README.md says where each comes from.
 POLICIES = (
     *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),
@@ -35,12 +35,12 @@ POLICIES = (
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 MIN_SECRET_CHARACTERS = 16
-MAX_SECRET_BYTES = 65_536  # a larger file is not the one that was meant
+MAX_SECRET_BYTES = 65_536  # a larger file cannot be the secret
 MAX_PORT = 65_535
-MAX_TICKETS = 2**32 - 1  # scripts are given the number in 32 bits
-#: A reservation lives 30 s. A decision that takes longer than a third of that would book a lease about to expire.
+MAX_TICKETS = 2**32 - 1  # scripts get the number in 32 bits
+#: A reservation lives 30 s. A decision that takes more than a third of it would book a lease about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
-MAX_PREFER_S = 3_600.0  # a worker without a preferred label that shall serve nothing is filtered, not priced
+MAX_PREFER_S = 3_600.0  # a label that a worker must have is a filter, not a price
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
@@ -80,7 +80,7 @@ class PerModel(Generic[Value]):
         return self.default
 
     def strangers(self, tags: Sequence[str]) -> list[str]:
-        """The names that belong to none of these model tags, most likely typing errors."""
+        """The names that belong to none of these model tags: most likely typing errors."""
         return sorted(self.named.keys() - {*tags, *(tag.partition("#")[0] for tag in tags)})
 
     def values(self) -> list[Value]:
@@ -88,7 +88,7 @@ class PerModel(Generic[Value]):
         return [self.default, *self.named.values()]
 
     def read(self, text: str, cast: Callable[[str], Value]) -> PerModel[Value]:
-        """This value with what ``text`` says on top. Raises ValueError, also from ``cast``."""
+        """This value, changed by the entries of ``text``. Raises ValueError, also from ``cast``."""
         default, named, seen = self.default, dict(self.named), set[str]()
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, value = map(str.strip, part.rpartition("="))
@@ -102,7 +102,7 @@ class PerModel(Generic[Value]):
         return PerModel(default, named)
 
     def __str__(self) -> str:
-        """The text that the environment would have."""
+        """The text that an environment variable would have for this value."""
         return ",".join([str(self.default), *(f"{name}={value}" for name, value in self.named.items())])
 
 
@@ -110,12 +110,12 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def without_userinfo(url: str) -> str:
-    """An engine's URL, or what was given as one, without user and password: for logs and messages."""
+    """A URL, even a wrong one, without user and password: for logs and messages."""
     return re.sub(r"^(\s*[\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 def engine_url(text: str) -> str:
-    """The base URL of an engine, which is the part before ``/v1``, in the one spelling that all its spellings have.
+    """The base URL of an engine, which is the part before ``/v1``; all spellings of a URL give the same text.
 
     Scheme and host are in small letters, the port of the scheme and a dot behind the host are left out, and an address
     is written as briefly as it can be. Raises BadArgument.
@@ -125,7 +125,7 @@ def engine_url(text: str) -> str:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").removesuffix("."), parts.port
         usable = parts.scheme in ("http", "https") and host and port != 0
-        host.encode("idna")  # as every look-up does: no label is empty or above 63 characters
+        host.encode("idna")  # fails as every look-up would, for a label that is empty or above 63 characters
     except ValueError:
         usable = False
     if not usable or parts.query or parts.fragment:
@@ -136,7 +136,7 @@ def engine_url(text: str) -> str:
 
 
 def _brief(host: str) -> str:
-    """The host as it stands in a URL; one of IPv4 that is written as IPv6 as what it is."""
+    """The host as it stands in a URL; an IPv4 address written as IPv6 becomes IPv4."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -147,11 +147,11 @@ def _brief(host: str) -> str:
 
 
 class EngineSource(NamedTuple):
-    """One entry of ``WARMFLEET_STATIC_WORKERS``: where engines without the plugin are found.
+    """An entry of ``WARMFLEET_STATIC_WORKERS``: where engines without the plugin are found.
 
     kind: ``url`` (where: of one engine), ``dns`` (where: a URL, and every address behind its host is an engine) or
     ``file`` (where: the path of a file with one engine per line). cache_tokens: of each engine; 0: as it announces.
-    labels: of each, as ``read_labels`` takes them.
+    labels: of each engine, as ``read_labels`` takes them.
     """
 
     kind: Literal["url", "dns", "file"]
@@ -214,7 +214,7 @@ def _policy(name: str) -> str:
 
 
 def _setting(default: Any, why: str, group: str = "") -> Any:
-    """group: the heading in the table of settings under which this one and the next ones stand."""
+    """A setting. group: the heading of this setting and the next ones in the table of settings."""
     return field(default=default, metadata={"why": why, "group": group})
 
 
@@ -224,13 +224,13 @@ def _secret(default: Any, why: str, group: str = "") -> Any:
 
 
 ADMIN_PORT = 9090  # where operators reach a replica if they choose no port
-#: Every address of a private network: nobody listed a worker.
+#: The address ranges of private networks, where workers may be if the operator lists no range.
 ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Read with ``Settings.from_environment()``. Lists are separated by commas."""
+    """The settings of a replica, read by ``Settings.from_environment()``. Lists are separated by commas."""
 
     redis_url: str = _secret(
         "redis://127.0.0.1:6379/0", "address of the Redis in which the fleet meets", group="Redis, models and engines"
@@ -425,15 +425,15 @@ class Settings:
 
     @property
     def lists_workers(self) -> bool:
-        """Whether the operator listed the addresses of workers: these may get requests and keys without a proof."""
+        """Whether the operator listed the addresses of workers, which then get requests and keys without a proof."""
         return self.worker_addresses != ANY_PRIVATE
 
     @property
     def explain_key(self) -> str | None:
-        """The key that a request needs to be told of its decision.
+        """The key that a request needs to get an explanation of its decision.
 
-        Empty: none is needed. None: nobody is told, because clients must not know of workers and no operator's key is
-        set.
+        Empty: no key is needed. None: no request gets one, because clients must not know of workers and no operator's
+        key is set.
         """
         hidden = self.answer_headers == "request_id" or self.tenant_key or self.client_keys_file
         return None if hidden and not self.admin_key else self.admin_key
@@ -499,7 +499,7 @@ class Settings:
                 yield f"WORKER_ADDRESSES: {text[:80]!r} is not an address range such as 10.0.0.0/8"
 
     def _contradictions(self) -> Iterator[str]:
-        """A message for each value that contradicts another setting, or a time by which the fleet goes."""
+        """A message for each value that contradicts another setting, or a fixed time of the fleet."""
         for name, value in ("CLIENT_KEYS_FILE", self.client_keys_file), ("TENANT_KEY", self.tenant_key):
             if value and not self.admin_key and not self.admin_port:
                 why = "/metrics, /workers and /explain would tell every client about the others"
@@ -516,7 +516,7 @@ class Settings:
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Why each variable with our prefix has no effect, by its name."""
+    """The variables with our prefix that have no effect: name -> why."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper() for item in fields(Settings)}
     known |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}

@@ -1,7 +1,7 @@
 """The access log: a line for each request that was answered, where the operator wants it.
 
-A line is made in the thread that writes the log; a request only hands itself over. It tells neither the query, headers
-and body of a request nor anything of an answer.
+The thread that writes the log makes the line of a request. No line has the query, the headers or the body of a request,
+nor anything of an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord
 
 LOGGER = "warmfleet.access"
-MAX_PATH = 200  # characters of a path that are told
+MAX_PATH = 200  # characters of a path that a line shows
 
 
 class AccessLog:
@@ -29,11 +29,11 @@ class AccessLog:
         self._later = output.later
 
     def engines(self, record: RequestRecord) -> None:
-        """A request that goes to engines has ended."""
+        """Note the end of a request to engines."""
         self._later(line_of, record)
 
     def own(self, request: HttpRequest, answer: ClientAnswer, request_id: str) -> None:
-        """A request was answered by this replica itself, or refused before its path was known."""
+        """Note a request that this replica answered itself, or refused before its path was known."""
         now = time.perf_counter()
         fields: dict[str, Any] = {
             "method": request.method.decode("ascii", "backslashreplace"),
@@ -53,13 +53,13 @@ def line_of(record: RequestRecord) -> Line:
 
 
 def line_of_own(answered: tuple[float, str, dict[str, Any]]) -> Line:
-    """The line of a request that this replica answered itself. answered: when, its id, its fields."""
+    """The line of a request that this replica answered itself. answered: time, id, fields."""
     at, request_id, told = answered
     return Line(at, "INFO", LOGGER, text_of(told), request_id, "", told)
 
 
 def text_of(told: dict[str, Any]) -> str:
-    """The fields of a line as text: what is not known, or is as usual, is left out."""
+    """The fields of a line as text, without unknown and usual values."""
     worker, tokens = told.get("worker"), told.get("prompt_tokens")
     text = f"{told['method']} {told['path']} {told['status']} in {told['ms']} ms"
     if not told["complete"]:

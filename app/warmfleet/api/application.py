@@ -27,7 +27,7 @@ logger = logging.getLogger("warmfleet.api")
 
 
 class ServiceApplication:
-    """The paths that a replica answers itself. access_log: notes them; None: there is no such log."""
+    """The paths that a replica answers itself. access_log: None: no access log is written."""
 
     def __init__(self, starlette: Starlette, access_log: AccessLog | None = None) -> None:
         self.starlette = starlette
@@ -40,9 +40,9 @@ class ServiceApplication:
     async def _logged(
         self, request: HttpRequest, answer: ClientAnswer, serve: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """serve: makes the coroutine that answers, here: a task cancelled before its first step never comes here.
+        """Answer and log the request. With an access log a request without an id gets an id, which its answer has.
 
-        With an access log a request without an id gets one, which its line and its answer tell.
+        serve: makes the coroutine that answers; a task that is cancelled before its first step makes none.
         """
         if self._access_log is None:
             await serve()
@@ -69,7 +69,7 @@ class ServiceApplication:
 
 
 class Application(ServiceApplication):
-    """All paths of a replica's clients. As an ASGI application it runs only the lifespan, which is Starlette's."""
+    """All paths of a replica's clients. Its ASGI call serves only the lifespan, which Starlette runs."""
 
     def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors, access_log: AccessLog | None = None) -> None:
         super().__init__(starlette, access_log)

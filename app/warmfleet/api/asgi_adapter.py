@@ -17,7 +17,7 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer) -> None:
-    """Let ``app`` answer. Its task is cancelled when the client hangs up, so it is never told of that by a message."""
+    """Let ``app`` answer. Its task is cancelled when the client hangs up, so no message has to report that."""
     path, raw_path, query = request.url()
     scope: Message = {
         "type": "http",
@@ -41,7 +41,7 @@ async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer
             unread = False
             await request.decode(request)
             return {"type": "http.request", "body": request.body, "more_body": False}
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # it never ends
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # no message comes
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":

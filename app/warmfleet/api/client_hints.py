@@ -1,4 +1,4 @@
-"""What a client may tell the router about its request, in headers."""
+"""Reads the headers by which a client gives the router hints about its request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
     """The hints in a request's headers. Raises BadRequest, Unauthorized.
 
     headers: the headers that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is
-    none. explain_key: the value that X-Warmfleet-Explain must have; "": any value will do; None: no client may ask.
+    none. explain_key: the value that X-Warmfleet-Explain must have; "": any value; None: no client may ask.
     """
     session = headers.get(SESSION) or session_id
     if not headers:

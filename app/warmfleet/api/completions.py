@@ -1,4 +1,4 @@
-"""The paths whose requests go to engines."""
+"""Serves the paths whose requests go to engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PASSED_ON = {
 
 
 class Noting(NamedTuple):
-    """Takes the records of requests: for people who ask, and, where the operator wants it, a collector and a log."""
+    """Takes the records of requests: for ``/why``, and, if the operator wants them, for a collector and a log."""
 
     last: LastRequests
     tracing: Tracing | None = None
@@ -111,7 +111,7 @@ class CompletionsProxy:
                 await self._refuse(answer, record, Stopping())
         except WarmfleetError as error:
             await self._refuse(answer, record, error)
-        except Exception:  # a bug of ours
+        except Exception:  # a bug
             logger.exception("request %s failed", request_id)
             await self._refuse(answer, record, WarmfleetError(OUR_BUG))
         finally:
@@ -119,8 +119,8 @@ class CompletionsProxy:
             self._end(record, answer)
 
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
-        """The request is over: let everybody know who keeps or tells what became of it."""
-        ended_by_error = record.failure is not None and record.first_byte_at > 0  # that is the end of the answer
+        """Pass the finished request's record to the metrics, the logs and the collector."""
+        ended_by_error = record.failure is not None and record.first_byte_at > 0  # then the error ends the answer
         record.end(answer.status, complete=answer.complete and not ended_by_error)
         self._last.ended(record)
         if self._access_log is not None:
@@ -129,7 +129,7 @@ class CompletionsProxy:
             self._tracing.end(record)
 
     def _record(self, request: HttpRequest, request_id: str, passed_on: dict[bytes, Field]) -> RequestRecord:
-        """Begin the record of a request. Of one that is sampled it is a span."""
+        """Begin the record of a request; a sampled request's record is a span."""
         method = self._methods.get(request.method) or request.method.decode("ascii", "replace")
         record: RequestRecord | None = None
         if self._tracing is not None:
@@ -144,13 +144,13 @@ class CompletionsProxy:
     def _span(
         self, tracing: Tracing, request: HttpRequest, request_id: str, method: str, passed_on: dict[bytes, Field]
     ) -> RequestSpan | None:
-        """Begin the span of a request that is sampled; the headers for the engine then lack the traceparent, since
-        each try has its own. The engine of any other request is told that it is not sampled, and asks nobody else.
+        """Begin the span of a sampled request; the headers for the engine then lack the traceparent, since each try has
+        its own. For any other request the headers tell the engine that the request is not sampled.
         """
         given = passed_on.pop(b"traceparent", NOTHING)[1]
         context = tracing.context(given, passed_on.get(b"tracestate", NOTHING)[1])
         if not context.parent_id:
-            passed_on.pop(b"tracestate", None)  # it belongs to a traceparent
+            passed_on.pop(b"tracestate", None)  # a tracestate belongs to a traceparent
         if not context.sampled:
             passed_on[b"traceparent"] = (b"traceparent", unsampled(context))
             return None
@@ -186,7 +186,7 @@ class CompletionsProxy:
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
-        """The headers for the engine as it will see them, and those for the router; of two with one name the last."""
+        """The headers for the engine, and those for the router; of two headers with one name the last counts."""
         passed_on, for_router = {b"content-type": JSON}, dict[bytes, bytes]()
         for name, value in raw:
             spelled = PASSED_ON.get(name)

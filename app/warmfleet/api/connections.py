@@ -1,4 +1,4 @@
-"""The state that all client connections of a replica share: limits, the memory for bodies, and how room is made."""
+"""The state that all client connections of a replica share: limits, the memory for bodies, and eviction."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.connections")
 
-BODIES = 32  # of the largest size that a replica holds in memory, 1 GiB by default
+BODIES = 32  # bodies of the largest size that fit into a replica's memory for bodies, 1 GiB by default
 RESERVED_CONNECTIONS = 64  # beyond the limit, for health checks and metrics while answers run on all the others
 
 
 class Connection(Protocol):
-    """A client's connection. ``body_bytes``: held of a body whose end has not come yet."""
+    """A client's connection. ``body_bytes``: bytes in memory of a body that is not complete."""
 
     body_bytes: int
 
@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """``health.draining``: every answer tells its client that the connection ends. ``open``: how many connections are.
+    """``health.draining``: every answer tells its client that the connection ends. ``open``: the number of open ones.
 
     ``body_bytes``: held in memory.
 
@@ -73,8 +73,8 @@ class Connections:
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; returns whether it may send requests to engines.
 
-        At the limit it takes the place of a connection without a whole request: of the one that has waited longest, or
-        else has uploaded longest. If there is none, it is one of the few that may ask for health and metrics only.
+        At the limit, a connection without a whole request is closed in its favour: the longest waiting, or else the
+        longest uploading. Without such a connection, the new one may ask for health and metrics only.
         """
         self.open += 1
         if self.open <= self._max_connections:
@@ -95,7 +95,7 @@ class Connections:
         self.uploading.pop(connection, None)
 
     def hold(self, size: int, held: int) -> None:
-        """Count ``size`` more bytes of a body that has ``held`` with these. Raises UploadsFull if it must be given up.
+        """Count ``size`` more bytes of a body that has ``held`` with these. Raises UploadsFull if it may not grow.
 
         Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
         """
@@ -107,6 +107,6 @@ class Connections:
             largest.refuse(UploadsFull("Too many large requests are being sent: ask again."), "uploads")
 
     def fault(self, reason: str, what: str, connection: Connection) -> None:
-        """Count a connection that ends for a fault or a limit, and tell of it in the log."""
+        """Count and log a connection that ends for a fault or a limit."""
         self._metrics.connections_closed.labels(reason).inc()
         logger.warning("closed the connection of a client at %s: %s", connection.peer(), what)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 OFFERED = "gzip, deflate, zstd"
 MAX_CODINGS = 2  # one after another on the same body
-MAX_MEMBERS = 1_024  # streams one behind the other in a body; without a bound, empty ones cost much and give nothing
-PIECE_BYTES = 1_048_576  # of the decoded body; the memory for bodies is asked for so much at a time
+MAX_MEMBERS = 1_024  # consecutive streams in a body; without a bound, empty streams would cost much time
+PIECE_BYTES = 1_048_576  # of the decoded body, for which memory is taken at a time
 INPUT_BYTES = 65_536
-WINDOW_LOG = 23  # 8 MiB, more than which RFC 9659 allows no sender of zstd
+WINDOW_LOG = 23  # 8 MiB, the largest window that RFC 9659 allows senders of zstd
 
 
 class Stream(Protocol):
@@ -46,7 +46,7 @@ def _gzip(_body: bytes) -> Stream:
 
 
 def _deflate(body: bytes) -> Stream:
-    """A stream of zlib, or a bare one, which some senders call so: the first two bytes tell them apart."""
+    """A stream of zlib, or a bare deflate stream, which some senders send; the first two bytes tell them apart."""
     framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
     return zlib.decompressobj(wbits=15 if framed else -15)
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
 
 
-MAX_PATH = 100  # characters; a longer path resembles none, and only so much of it is repeated
-LIKE = 0.7  # likeness from which on a path is probably a known one with a slip in it
+MAX_PATH = 100  # characters of a path that an answer repeats; a longer path resembles none
+LIKE = 0.7  # least likeness of a mistyped path to a known path
 OUR_BUG = "Something went wrong in the router; its log says what."
 
 
@@ -67,7 +67,7 @@ async def error_response(request: HTTPRequest, error: Exception) -> Response:
 
 
 async def internal_error(request: HTTPRequest, _error: Exception) -> Response:
-    """Starlette's handler for a bug of ours; Starlette raises the error again, and the log tells it."""
+    """Starlette's handler for a bug; Starlette raises the error again, which logs it."""
     return _response(request, WarmfleetError(OUR_BUG))
 
 
@@ -77,10 +77,10 @@ def _response(request: HTTPRequest, error: WarmfleetError) -> Response:
 
 
 class UnknownPath:
-    """Answers what no route of a port takes: 404 with the path that was probably meant, or 405 with the methods."""
+    """Answers requests that no route of a port takes: 404 with the most similar path, or 405 with the methods."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """paths: all that the port serves; of a pattern the part before its ``{``."""
+        """paths: all that the port serves; a pattern counts up to its ``{``."""
         self._paths = tuple(dict.fromkeys(path.partition("{")[0] for path in paths))
 
     async def handle(self, request: HTTPRequest, error: Exception) -> Response:
@@ -109,16 +109,16 @@ class UnknownPath:
         return "The status page is /status." if "/status" in self._paths else ""
 
 
-def _likeness(one: str, other: str) -> float:
-    """The share of the longer text that both have in common at their beginning and their end, 0 to 1."""
-    longest, shortest = max(len(one), len(other)), min(len(one), len(other))
+def _likeness(text: str, other: str) -> float:
+    """The share of the longer text that the common beginning and end of both make up, 0 to 1."""
+    longest, shortest = max(len(text), len(other)), min(len(text), len(other))
     if longest > MAX_PATH or not shortest:
         return 0.0
-    begin = _alike(one, other)
-    return (begin + _alike(one[begin:][::-1], other[begin:][::-1])) / longest
+    begin = _alike(text, other)
+    return (begin + _alike(text[begin:][::-1], other[begin:][::-1])) / longest
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters both have in common at their beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(one), len(other)))
+def _alike(text: str, other: str) -> int:
+    """The length of the common beginning of both texts."""
+    pairs = zip(text, other, strict=False)
+    return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(text), len(other)))

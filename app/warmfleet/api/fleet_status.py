@@ -1,4 +1,4 @@
-"""Answers about the fleet, as values for JSON: workers, and where a request would go and why."""
+"""Answers about the fleet, as values for JSON: its workers and replicas, and the worker that a request would get."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
 
-#: Of a replica, over its pools.
+#: The figures of a replica that are added up over its pools.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
 AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool was not asked
-#: Of an answer about a model with a single pool.
+#: The fields about pools in an answer about a model with a single pool.
 ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
 
 
 def versions(pools: Pools) -> dict[str, Any]:
-    """``version``: that of most routable engines, empty while none is known. ``engines``: how many have which."""
+    """``version``: the version of most routable engines, "" if none is known. ``engines``: number by version."""
     seen = [worker.record.get("version") for pool in pools.all for worker in pool.view.workers if worker.routable]
     counts = Counter(str(version).removeprefix("vllm-") for version in seen if version).most_common()
     return {"version": counts[0][0] if counts else "", "engines": dict(counts)}
@@ -94,9 +94,9 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
-    """tag: its pool's. truth: the state of its index; None for approximate workers, and while Redis is away.
+    """A worker. tag: its pool's. truth: the state of its index; None if approximate, and while Redis is away.
 
-    moved_to: the pool in which it is heard, if that is another one.
+    moved_to: another pool in which the worker is heard, if any.
     """
     return {
         "worker_id": worker.worker_id,
@@ -123,7 +123,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: s
 
 
 async def replicas(pools: Pools) -> dict[str, Any]:
-    """Every replica that has told of itself in Redis within ten minutes, over all models of this one.
+    """Every replica that announced itself in Redis within ten minutes, over all models of this replica.
 
     ``fresh`` is false if some pool's Redis does not answer.
     """
@@ -160,7 +160,7 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """A request that somebody asks about. flow, priority: of its place in the queue."""
+    """A request that ``/explain`` is called with. flow, priority: of its place in the queue."""
 
     request: Request
     hints: Hints
@@ -169,14 +169,14 @@ class Inquiry:
 
 
 async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """Where a request would go now, and the cost of every worker. Books nothing. Raises NoWorker.
+    """The worker that a request would get now, and the cost of every worker. Books nothing. Raises NoWorker.
 
     If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
     FleetUnavailable is raised.
 
-    pool: of the model, by which the prompt is identified. With several pools ``pools`` tells the offers of those that a
-    router would ask, ``passed_over`` why a home pool is not among them; everything else is about the best one.
+    pool: the pool of the model by which the prompt is identified. With several pools ``pools`` has the offers of those
+    that a router would ask, ``passed_over`` why a home pool is not among them; all else is about the best pool.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -247,7 +247,7 @@ async def _of_homes(
 
 
 def _refuses(explained: dict[str, Any]) -> bool:
-    """Whether the pool's queue is full, and the request would find no room besides."""
+    """Whether the pool refuses the request: its queue is full, and no worker has room."""
     return bool(explained["waits"] and not explained["waits_for"])
 
 
@@ -278,7 +278,7 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
 
 
 async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
-    """Where the request would go while Redis does not answer: routers then choose by a hash of the prompt's beginning.
+    """The worker of the request while Redis does not answer: routers then choose by a hash of the prompt's beginning.
 
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
@@ -328,7 +328,7 @@ def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str)
 
 
 async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """Where the request would go in this pool."""
+    """The answer about the worker that the request would get in this pool."""
     request, hints = inquiry.request, inquiry.hints
     prompt = await identify_here(request, pool)
     pool.idle.wake()

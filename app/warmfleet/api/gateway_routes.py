@@ -1,4 +1,4 @@
-"""The paths for gateways that forward requests by themselves: where to send one, and what became of it."""
+"""The paths for gateways that forward requests by themselves: they ask for a worker and report the outcome."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MAX_OUTPUT_TOKENS = 100_000_000  # more than any answer has
 MAX_EXCLUDED = 64  # ids of workers; a gateway excludes those that failed this request
 OUTCOMES = get_args(Outcome)
 _WORD = "[A-Za-z0-9_-]"
-RESERVATION = (  # its mark is the first
+RESERVATION = (  # its first field marks a reservation
     rf"{RESERVATION_PREFIX}{_WORD}{{{ID_CHARACTERS + 1}}}({_WORD}{{{CLIENT_TAG_LENGTH}}})?"
 )
 _RESERVATION = re.compile(RESERVATION)
 
 
 class GatewayRoutes:
-    """Handlers for Starlette. A gateway is the operator's."""
+    """Handlers for Starlette. Gateways have the rights of operators."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class GatewayRoutes:
         return JSONResponse((await self._place(call, handover, record))._asdict())
 
     async def _place(self, call: Call, handover: Handover, record: RequestRecord) -> Placement:
-        """The placement, with a record of it: what comes after is the gateway's to tell."""
+        """The placement, and its record, which the gateway's reports complete."""
         self._last.begun(record)
         record.placed = True
         try:
@@ -160,7 +160,7 @@ def _ending(data: dict[str, Any]) -> Ending:
     if outcome not in OUTCOMES:
         raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")
     status = data.get("status")
-    if type(status) is float and status.is_integer():  # for JSON 200.0 is a whole number
+    if type(status) is float and status.is_integer():  # JSON does not distinguish 200.0 from 200
         status = int(status)
     if status is not None and (type(status) is not int or not 100 <= status < 600):
         raise BadRequest("status must be the status of the engine's answer, 100 to 599.", "status")

@@ -27,13 +27,13 @@ logger = logging.getLogger("warmfleet.api.http")
 
 HEAD_MAX_BYTES = 65_536
 MAX_HEADERS = 100  # as many as haproxy and Apache take
-#: Chunk sizes, their extensions and trailers that come without any byte of the body between them.
+#: Most bytes of chunk sizes, extensions and trailers in a row, without a byte of the body between them.
 CHUNK_FRAMING_MAX_BYTES = 8_192
-CHUNK_LINE_BYTES = 24  # at most so many, with the line ends, tell a chunk without extensions
+CHUNK_LINE_BYTES = 24  # longest size line of a chunk without extensions, with its line ends
 MAX_TRAILERS = 16
-MAX_PIPELINED = 64  # requests that came in one read and wait for the answers before theirs
+MAX_PIPELINED = 64  # requests on a connection that wait for the answers to earlier ones
 BODY_LOOK_MIN_BYTES = 10_240  # of a body, between two looks: 1 kB/s, slower than any modem
-LINGER_S = 1.0  # a client may read its error for so long before what it goes on sending resets the connection
+LINGER_S = 1.0  # time for a client to read its error before further bytes of it reset the connection
 CANCEL_AGAIN_S = 0.2
 
 CHUNK_LINES_BELOW = 1_024  # bytes of a chunk; a token's event has about 250
@@ -86,7 +86,7 @@ class HttpConnection(asyncio.Protocol):
         self._pipelined: list[HttpRequest] = []
         self._unparsed: list[bytes] = []
         self._deaf = False  # nothing more is parsed on this connection
-        self._refusal: WarmfleetError | None = None  # is sent after the answers to earlier requests
+        self._refusal: WarmfleetError | None = None  # sent after the answers to earlier requests
         self._last = False  # no request is taken after those that were read
         self._engines = True  # requests to engines are taken
         # time limits
@@ -212,7 +212,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._deaf:
-            raise BadRequest("No request may follow the last one.")  # it only ends the parsing
+            raise BadRequest("No request may follow the last one.")  # raised only to end the parsing
         self._in_head = True
         self._head_bytes = 0
         self._target = b""
@@ -225,7 +225,7 @@ class HttpConnection(asyncio.Protocol):
         if self._in_head:
             self._headers.append((name.lower(), value))
             return
-        self._trailers += 1  # which nobody reads
+        self._trailers += 1  # trailers are not read
         self._trailer_bytes += len(name) + len(value)
         if self._trailers > MAX_TRAILERS or self._trailer_bytes > CHUNK_FRAMING_MAX_BYTES:
             raise HeadersTooLarge("The chunked body has too many trailers.")
@@ -274,7 +274,7 @@ class HttpConnection(asyncio.Protocol):
         pieces = self._pieces
         request.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
-        self.body_bytes = 0  # from here on the request holds them
+        self.body_bytes = 0  # the request holds the bytes from here on
         request.received_at = time.perf_counter()
         if not request.keeps_open:
             self._deaf = True
@@ -286,7 +286,7 @@ class HttpConnection(asyncio.Protocol):
             self._deaf = self._last = True
 
     def _check_head(self, size: int) -> None:
-        """After a read that ended in a head, or between two requests."""
+        """Check the size of the head, after a read that ended in a head or between two requests."""
         self._head_bytes += size
         if self._head_bytes > HEAD_MAX_BYTES:
             self.refuse(HeadersTooLarge(TOO_LARGE_HEAD), "head_size")
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """After a read within a body: framing_bytes of it were not the body's, and told so many chunks."""
+        """Check the framing after a read within a body. framing_bytes: read for so many chunks."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes
@@ -370,7 +370,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def answered(self, *, keep: bool) -> None:
-        """The answer is complete: go on to the next request. keep: its client may send one."""
+        """Go on to the next request after a complete answer. keep: the client may send another request."""
         self._state.total_requests += 1
         self._answer = self._task = self._serving = None
         if self.lost:
@@ -394,7 +394,7 @@ class HttpConnection(asyncio.Protocol):
             self._loop.call_soon(self._read_on)
 
     def _read_on(self) -> None:
-        """Parse what came while a request was served."""
+        """Parse the bytes that came while a request was served."""
         unparsed, self._unparsed = b"".join(self._unparsed), []
         if self._deaf or self._transport.is_closing():
             return
@@ -440,7 +440,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _close(self) -> None:
-        """Close once the client has taken what waits for it, within a time limit."""
+        """Close once the client has taken all waiting bytes, within a time limit."""
         self._deaf = True
         self._shared.waiting.pop(self, None)
         self._transport.close()
@@ -449,7 +449,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.write_timeout_s)
 
     def _expect(self, seconds: float) -> None:
-        """Set when the state must have changed. The timer is moved when it fires, not with every request."""
+        """Set the deadline of the current state. The timer is moved when it fires, not with every request."""
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
             if self._timer.when() <= self._deadline:
@@ -470,7 +470,7 @@ class HttpConnection(asyncio.Protocol):
     def _expired(self) -> None:
         unsent = self._transport.get_write_buffer_size()
         if self._lingering:
-            self._transport.abort()  # what the client goes on sending is not read
+            self._transport.abort()  # further bytes of the client are not read
         elif unsent:
             accepted = self._written - unsent
             if accepted > self._accepted:

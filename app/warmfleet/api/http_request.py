@@ -1,4 +1,4 @@
-"""One HTTP request as it came from its connection, and the checks of its head."""
+"""An HTTP request as it came from its connection, and the checks of its head."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MODELS_BELOW = b"/v1/models/"  # below it the path is the name of a model, which
 _ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 _MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM names a model by its folder unless told otherwise
 #: Spellings of a path that other servers read as another path than this one does: an empty segment, ``.`` and ``..``,
-#: a backslash, a fragment, a byte that is no character of a URL, and escapes of what needs none, of a slash, a
-#: backslash or a control character, or of nothing.
+#: a backslash, a fragment, a byte that is no character of a URL, and escapes of characters that need none, of a
+#: slash, a backslash or a control character, or of nothing.
 _AMBIGUOUS = re.compile(
     rb"//|/\.\.?(?:/|$)|[\\#\x00-\x20\x7f-\xff]|"
     rb"%(?:2[def]|3[0-9]|4[1-9a-f]|5[0-9acf]|6[1-9a-f]|7[0-9aef]|[01][0-9a-f]|(?![0-9a-f]{2}))",
@@ -31,7 +31,7 @@ _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"conten
 
 
 class Framing:
-    """How the body of a request is told. ``length`` in bytes, 0 if it is not known; ``chunked``; ``expects`` a 100.
+    """The framing of a request's body. ``length``: in bytes, 0: not known. ``expects``: the client awaits a 100.
 
     ``coding``: the values of Content-Encoding.
     """
@@ -52,7 +52,7 @@ async def as_it_is(_request: HttpRequest) -> None:
 class HttpRequest:
     """A whole request. Names of headers are lower case; ``received_at`` is by ``time.perf_counter``.
 
-    ``coding``: by which the body is still compressed; ``decode`` of the request then makes the body that was meant.
+    ``coding``: the compression of the body, which ``decode`` undoes.
     """
 
     __slots__ = ("body", "coding", "decode", "headers", "keeps_open", "method", "received_at", "target", "version")
@@ -72,7 +72,7 @@ class HttpRequest:
 
     def url(self) -> tuple[str, bytes, bytes]:
         """The path decoded, the path as it was sent, and the query string. Raises BadRequest."""
-        if self.target == b"*":  # of OPTIONS: it asks about the server as a whole
+        if self.target == b"*":  # OPTIONS * asks about the server as a whole
             return "*", b"*", b""
         try:
             parsed = httptools.parse_url(self.target)
@@ -89,7 +89,7 @@ class HttpRequest:
 
 
 def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
-    """How the body is told. Raises BadRequest where two readers of these headers might not agree on it.
+    """The framing by these headers. Raises BadRequest where two readers of the headers might not agree on it.
 
     The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
     line ends, folded lines, spaces before a colon, control characters.

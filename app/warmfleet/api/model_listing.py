@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class ListedPool:
     """The facts that the entries of one pool's models share, by its routable workers.
 
-    ``names``: that they serve. ``created``: when the first of them started, or joined, as Unix time; 0 if none tells.
+    ``names``: served names. ``created``: when the first worker started, or joined, as Unix time; 0: not known.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -23,7 +23,7 @@ class ListedPool:
         self._view = pool.view
         self.names = frozenset(pool.view.names.routable)
         workers = [worker for worker in pool.view.workers if worker.routable]
-        self._limits = {one.worker_id: limit for one in workers if (limit := one.record.get("max_model_len"))}
+        self._limits = {worker.worker_id: limit for worker in workers if (limit := worker.record.get("max_model_len"))}
         self._longest = max(self._limits.values(), default=None)
         self._parents = dict[str, str]()
         for worker in workers:
@@ -31,7 +31,7 @@ class ListedPool:
         self.created = min(filter(None, map(_since, workers)), default=0)
 
     def max_model_len(self, name: str) -> int | None:
-        """The longest context of a worker that serves this name, in tokens: longer requests go nowhere else."""
+        """The longest context of a worker that serves this name, in tokens."""
         lacking = frozenset(self._view.names.lacking(name))
         if not lacking or not self._view.limits:
             return self._longest
@@ -42,14 +42,14 @@ class ListedPool:
         served = self._view.names
         if name not in served.paths:
             return self._parents.get(name)
-        names = [one for one in served.routable if one not in served.paths]
+        names = [name for name in served.routable if name not in served.paths]
         return self._name if self._name in names or not names else names[0]
 
 
 def entries(pools: Pools, since: int) -> list[dict[str, Any]]:
     """An entry for every name that a routable worker serves; a model without workers has its own name.
 
-    since: the Unix time of entries for which no worker tells one.
+    since: the Unix time of entries whose workers report none.
     """
     listed: Mapping[str, list[ListedPool]] = {
         model.name: [ListedPool(pool) for pool in model.pools] for model in pools.served.values()

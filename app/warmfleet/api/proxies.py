@@ -1,4 +1,4 @@
-"""Which proxy serves a path whose requests go to engines."""
+"""Finds the proxy of a path whose requests go to engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """A proxy for each known path, made once, and one for each request to a path that only a pattern covers.
+    """A proxy for each known path, made once, and a new proxy per request to a path that only a pattern covers.
 
     ``by_target``: the proxies of known paths by the path as most clients send it.
     """

@@ -1,4 +1,4 @@
-"""The facts of one request as values for JSON: for the access log, ``/why`` and the status page alike."""
+"""The facts of a request as values for JSON: for the access log, ``/why`` and the status page alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOCK_OFFSET_S = time.time() - time.perf_counter()
 
 
 def ms(seconds: float) -> float:
-    """Milliseconds with one decimal. ``round`` takes five times as long."""
+    """Milliseconds with one decimal, rounded down: ``round`` takes five times as long."""
     return 10_000 * seconds // 1 / 10
 
 
@@ -30,7 +30,7 @@ def served_by(record: RequestRecord) -> TryRecord | None:
     tries = record.tries
     if len(tries) < 2:
         return tries[0] if tries else None
-    return next((one for one in tries if one.first_byte_at), tries[-1])
+    return next((attempt for attempt in tries if attempt.first_byte_at), tries[-1])
 
 
 def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
         "engine_ms": 10_000 * ((first_at or served.ended_at or ended_at) - sent_at) // 1 / 10 if sent_at else None,
         "first_ms": 10_000 * (first_at - began_at) // 1 / 10 if first_at else None,
         "tries": len(record.tries),
-        "chunks": sum([one.chunks for one in record.tries]) if several else served.chunks,
-        "gap_ms": 10_000 * (max([one.gap_s for one in record.tries]) if several else served.gap_s) // 1 / 10,
+        "chunks": sum([attempt.chunks for attempt in record.tries]) if several else served.chunks,
+        "gap_ms": 10_000 * (max([attempt.gap_s for attempt in record.tries]) if several else served.gap_s) // 1 / 10,
     }
     decision = served.decision
     if decision is not None:
@@ -82,27 +82,30 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
 
 
 def queue_s(record: RequestRecord, ended_at: float) -> float:
-    """Seconds in the queue, in all tries. ended_at: until when a try waits that was never decided."""
-    return sum((one.decided_at or one.ended_at or ended_at) - one.queued_at for one in record.tries if one.queued_at)
+    """Seconds in the queue, in all tries. ended_at: the end of the wait of a try without a decision."""
+    return sum(
+        (attempt.decided_at or attempt.ended_at or ended_at) - attempt.queued_at
+        for attempt in record.tries
+        if attempt.queued_at
+    )
 
 
-def predicted_s(one: TryRecord) -> float | None:
-    """Seconds until the first token, by the engine's measured speed, once it has the request: what was ahead of it, and
-    what the engine lacks of the prompt. None without a decision of Redis, and while no speed is known.
-    """
-    if one.decision is None or not one.policy or not one.token_s or one.decision.outcome == "known":
+def predicted_s(attempt: TryRecord) -> float | None:
+    """Seconds from the engine's receipt of the request until the first token: the prefill ahead, and the uncached part
+    of the prompt, at the engine's measured speed. None without a decision of Redis, and while no speed is known."""
+    if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
-    return one.token_s * (one.decision.wait_tokens + one.decision.prefill_tokens)
+    return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
 
 
-def cached_tokens(one: TryRecord) -> int | None:
-    """Tokens of the prompt that the engine had in its cache, as its plugin or its answer told; None if neither did."""
-    return one.cached_tokens if one.cached_tokens is not None else _number(_CACHED.search(one.usage))
+def cached_tokens(attempt: TryRecord) -> int | None:
+    """Tokens of the prompt that the engine had in its cache, by its plugin or answer; None if neither reports it."""
+    return attempt.cached_tokens if attempt.cached_tokens is not None else _number(_CACHED.search(attempt.usage))
 
 
-def output_tokens(one: TryRecord) -> int | None:
-    """Tokens of the answer, by the engine's own count; None if it told none."""
-    return _number(_OUTPUT.search(one.usage))
+def output_tokens(attempt: TryRecord) -> int | None:
+    """Tokens of the answer, by the engine's own count; None if it reported none."""
+    return _number(_OUTPUT.search(attempt.usage))
 
 
 def _number(found: re.Match[bytes] | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Why a request took its time, in sentences for people: the largest part of its time first, and what helps."""
+"""Explains the time of a request in sentences: the largest part first, and a remedy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # of the time in all: a smaller part is told in the facts only
-MUCH_S, MUCH_TIMES = 0.1, 1.5  # that a first byte took longer than predicted: a smaller difference is none
-FEW_TOKENS = 64  # fewer cached tokens than believed: a smaller difference is none
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # of the whole time: a smaller part gets no sentence
+MUCH_S, MUCH_TIMES = 0.1, 1.5  # excess of a first byte over its prediction: a smaller excess is ignored
+FEW_TOKENS = 64  # cached tokens short of the expected ones: a smaller lack is ignored
 SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # a shorter time needs no remedy, and a shorter decision no reason
-SILENCE_S = 1.0  # in the middle of an answer: a shorter one is told in the facts only
+SILENCE_S = 1.0  # in the middle of an answer: a shorter silence gets no sentence
 SO_FAR = " so far"
-FAILED_BY_FLEET = 500  # from this status on; an error below is the client's own
+FAILED_BY_FLEET = 500  # from this status on the fleet is at fault, below it the client
 
 BUSY = "`warmfleet workers` shows how busy each engine is: more engines shorten the queue"
 SLOWER = "`warmfleet workers` tells the state of {0}, and its own log what it did; `warmfleet doctor` asks it"
@@ -43,7 +43,7 @@ PRESSED = "the log of {0} tells what it did then: a long prompt of another reque
 
 
 class Part(NamedTuple):
-    """A part of the time that a request took. remedy: what helps if this is the largest part."""
+    """A part of the time that a request took. remedy: for the case that this is the largest part."""
 
     seconds: float
     text: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def told(record: RequestRecord, now: float) -> dict[str, Any]:
-    """Everything about one request: its facts, its tries, the sentences and what helps. now: ``time.perf_counter``."""
+    """Everything about a request: its facts, its tries, sentences and remedy. now: by ``time.perf_counter``."""
     found = parts(record, now)
     return facts(record, now) | {
         "request_id": record.request_id,
@@ -60,22 +60,22 @@ def told(record: RequestRecord, now: float) -> dict[str, Any]:
         "running": not record.ended_at,
         "because": in_words(record, found, now),
         "remedy": next((part.remedy for part in found if part.remedy and part.seconds >= SLOW_S), ""),
-        "attempts": [_attempt(one, record.ended_at or now) for one in record.tries],
+        "attempts": [_attempt(attempt, record.ended_at or now) for attempt in record.tries],
     }
 
 
-def _attempt(one: TryRecord, ended_at: float) -> dict[str, Any]:
-    decision = one.decision
-    until = one.first_byte_at or one.ended_at or ended_at
+def _attempt(attempt: TryRecord, ended_at: float) -> dict[str, Any]:
+    decision = attempt.decision
+    until = attempt.first_byte_at or attempt.ended_at or ended_at
     return {
-        "reservation": one.reservation,
-        "engine_request_id": one.engine_request_id,
+        "reservation": attempt.reservation,
+        "engine_request_id": attempt.engine_request_id,
         "worker": decision.worker_id if decision is not None else None,
-        "outcome": one.outcome,
-        "error": one.failure.message if one.failure is not None else None,
-        "cost_ms": ms(decision.cost_s) if decision is not None and one.policy else None,
-        "queue_ms": ms((one.decided_at or until) - one.queued_at) if one.queued_at else 0.0,
-        "engine_ms": ms(until - one.sent_at) if one.sent_at else None,
+        "outcome": attempt.outcome,
+        "error": attempt.failure.message if attempt.failure is not None else None,
+        "cost_ms": ms(decision.cost_s) if decision is not None and attempt.policy else None,
+        "queue_ms": ms((attempt.decided_at or until) - attempt.queued_at) if attempt.queued_at else 0.0,
+        "engine_ms": ms(until - attempt.sent_at) if attempt.sent_at else None,
     }
 
 
@@ -112,9 +112,9 @@ def parts(record: RequestRecord, now: float) -> list[Part]:
     until = record.first_byte_at or record.ended_at or now
     whole_s = until - record.began_at
     found = [*_identifying(record, until)]
-    for one in record.tries:
-        if one.began_at <= until:
-            found += _of_try(one, record, until)
+    for attempt in record.tries:
+        if attempt.began_at <= until:
+            found += _of_try(attempt, record, until)
     rest_s = whole_s - sum(part.seconds for part in found)
     if rest_s > max(MUCH_S, MATTERING_SHARE * whole_s):
         found.append(Part(rest_s, f"{shown(rest_s)} in this replica besides, between two tries or because it was busy"))
@@ -131,51 +131,52 @@ def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:
     yield Part(seconds, f"{shown(seconds)} to identify the prompt{how}", IDENTIFY)
 
 
-def _of_try(one: TryRecord, record: RequestRecord, until: float) -> Iterator[Part]:
-    """The parts of one try. until: when the first byte of the answer came, else the end, else now."""
-    ended_at = min(one.ended_at or until, until)
-    if one.queued_at:
-        seconds = max(0.0, (one.decided_at or ended_at) - one.queued_at)
-        line = f" ({one.waiting} waited then, with {one.work_s:.1f} s of work for the fleet)" if one.waiting > 1 else ""
-        so_far = "" if one.decided_at or one.ended_at else SO_FAR
+def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator[Part]:
+    """The parts of a try. until: when the first byte of the answer came, else the end, else now."""
+    ended_at = min(attempt.ended_at or until, until)
+    if attempt.queued_at:
+        seconds = max(0.0, (attempt.decided_at or ended_at) - attempt.queued_at)
+        several = attempt.waiting > 1
+        line = f" ({attempt.waiting} waited then, with {attempt.work_s:.1f} s of work for the fleet)" if several else ""
+        so_far = "" if attempt.decided_at or attempt.ended_at else SO_FAR
         yield Part(seconds, f"{shown(seconds)} in the queue{so_far}: the engines that suit it were busy{line}", BUSY)
-    if one.fallback or (one.decided_at and one.asked_at):
-        seconds = one.decided_at - (one.asked_at or one.began_at)
-        without = f": {fallback_in_words(one.fallback)}" if one.fallback else ""
+    if attempt.fallback or (attempt.decided_at and attempt.asked_at):
+        seconds = attempt.decided_at - (attempt.asked_at or attempt.began_at)
+        without = f": {fallback_in_words(attempt.fallback)}" if attempt.fallback else ""
         slow = ", as Redis or this replica was slow" if seconds > SLOW_DECISION_S and not without else ""
         yield Part(seconds, f"{shown(seconds)} to choose a worker{slow}{without}", REDIS if slow or without else "")
-    if one.sent_at and one.decision is not None:
-        yield _at_engine(one, record, until)
+    if attempt.sent_at and attempt.decision is not None:
+        yield _at_engine(attempt, record, until)
 
 
-def _at_engine(one: TryRecord, record: RequestRecord, until: float) -> Part:
+def _at_engine(attempt: TryRecord, record: RequestRecord, until: float) -> Part:
     """The time at the engine until its first byte, or until it failed."""
-    decision = one.decision
+    decision = attempt.decision
     worker = decision.worker_id if decision is not None else ""
-    answered = 0 < one.first_byte_at <= until
-    seconds = max(0.0, min(one.first_byte_at or one.ended_at or until, until) - one.sent_at)
+    answered = 0 < attempt.first_byte_at <= until
+    seconds = max(0.0, min(attempt.first_byte_at or attempt.ended_at or until, until) - attempt.sent_at)
     at = f"{shown(seconds)} at {worker}"
-    if one.failure is not None and not answered:
-        return Part(seconds, f"{at}, which failed: {one.failure.message.rstrip('.')}", FAILED.format(worker))
+    if attempt.failure is not None and not answered:
+        return Part(seconds, f"{at}, which failed: {attempt.failure.message.rstrip('.')}", FAILED.format(worker))
     if record.first_byte_at and not answered:
         return Part(0.0, f"{at}, which was asked, too, and was later")
-    predicted = predicted_s(one)
+    predicted = predicted_s(attempt)
     if not answered:
         expected = "" if predicted is None else f"; predicted {shown(predicted)} to the first token"
         silent = f"{at} without a byte{'' if record.ended_at else SO_FAR}{expected}"
         late = predicted is None or seconds > MUCH_TIMES * predicted + MUCH_S
         return Part(seconds, silent, NO_ANSWER.format(worker) if late else "")
-    text, remedy = _compared(one, record, seconds, predicted)
+    text, remedy = _compared(attempt, record, seconds, predicted)
     return Part(seconds, f"{at} {text}", remedy.format(worker))
 
 
-def _compared(one: TryRecord, record: RequestRecord, seconds: float, predicted: float | None) -> tuple[str, str]:
+def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predicted: float | None) -> tuple[str, str]:
     """Compares an engine's time with the predicted one; returns the words and the remedy."""
-    decision, to = one.decision, "to its first byte" if record.streams else "to its whole answer"
+    decision, to = attempt.decision, "to its first byte" if record.streams else "to its whole answer"
     if decision is None or predicted is None:
-        why = "it was chosen without Redis" if one.fallback else "its speed is not known yet"
+        why = "it was chosen without Redis" if attempt.fallback else "its speed is not known yet"
         return f"{to} (nothing was predicted: {why})", SLOWER
-    held = cached_tokens(one)
+    held = cached_tokens(attempt)
     lost = 0 if held is None else decision.matched_tokens - held
     token = f"predicted {shown(predicted)} to the first token"
     if lost > FEW_TOKENS:
@@ -186,7 +187,7 @@ def _compared(one: TryRecord, record: RequestRecord, seconds: float, predicted: 
     if seconds > MUCH_TIMES * predicted + MUCH_S:
         why = "it was slower than its measured speed, or had work that no router knew of"
         return f"{to}, {token}: {why}", SLOWER
-    ahead_s, own_s = one.token_s * decision.wait_tokens, one.token_s * decision.prefill_tokens
+    ahead_s, own_s = attempt.token_s * decision.wait_tokens, attempt.token_s * decision.prefill_tokens
     ahead = f"{shown(ahead_s)} for {decision.wait_tokens:,} tokens ahead of it"
     own = f"{shown(own_s)} for {decision.prefill_tokens:,} of its own"
     return f"{to}, {token} ({ahead}, {own})", AHEAD if ahead_s > own_s else LONG
@@ -202,28 +203,28 @@ def _after(record: RequestRecord, now: float) -> Iterator[str]:
         return
     took_s = (record.ended_at or now) - first_at
     tokens = output_tokens(record.tries[-1])
-    chunks = sum(one.chunks for one in record.tries)
+    chunks = sum(attempt.chunks for attempt in record.tries)
     if record.streams and took_s > MATTERS_S:
         count = f"{tokens} tokens" if tokens is not None else f"{chunks} chunks" if chunks else "the answer"
         so_far = "" if record.ended_at else SO_FAR
         yield f"Then {shown(took_s)} for {count}{so_far}."
-    worst = max(record.tries, key=lambda one: one.gap_s)
+    worst = max(record.tries, key=lambda attempt: attempt.gap_s)
     if record.streams and worst.gap_s >= SILENCE_S and worst.decision is not None:
         worker = worst.decision.worker_id
         yield f"In its middle {worker} sent nothing for {shown(worst.gap_s)}: {PRESSED.format(worker)}."
-    client_s = sum(one.client_s for one in record.tries)
+    client_s = sum(attempt.client_s for attempt in record.tries)
     if client_s >= SILENCE_S:
         yield f"For {shown(client_s)} the client read nothing: {CLIENT}."
-    for place, one in enumerate(record.tries):
-        if one.failure is not None and one.first_byte_at and one.decision is not None:
-            cut = f"The answer of {one.decision.worker_id} broke off ({one.failure.message.rstrip('.')})"
+    for place, attempt in enumerate(record.tries):
+        if attempt.failure is not None and attempt.first_byte_at and attempt.decision is not None:
+            cut = f"The answer of {attempt.decision.worker_id} broke off ({attempt.failure.message.rstrip('.')})"
             yield f"{cut}; {'another worker was asked to go on' if record.tries[place + 1 :] else 'nobody went on'}."
     if record.failure is not None and record.failure.word != HUNG_UP:
         yield f"The answer ended with an error: {record.failure.word}."
 
 
 def shown(seconds: float) -> str:
-    """A time for people."""
+    """A time in words."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1_000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1_000 * seconds:.1f} ms"

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Health:
-    """Whether this replica wants new requests; a stop signal sets ``draining``."""
+    """Whether this replica drains: a stop signal sets ``draining``."""
 
     draining = False
 
 
 class ServiceRoutes:
-    """Handlers for Starlette. ``operators`` says who may ask those that tell about other clients' requests."""
+    """Handlers for Starlette. ``operators`` guards the paths that tell about requests of all clients."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ServiceRoutes:
         ]
 
     async def models(self, request: HTTPRequest) -> Response:
-        """Everything that this client may name as its model, as OpenAI's API lists it."""
+        """All models that this client may use, in the form of OpenAI's API."""
         return JSONResponse({"object": "list", "data": self._models(request)})
 
     async def model(self, request: HTTPRequest) -> Response:
@@ -98,7 +98,7 @@ class ServiceRoutes:
         return [entry for entry in entries(self._pools, self._since) if client.may_use(entry["id"])]
 
     async def version(self, _request: HTTPRequest) -> Response:
-        """The version of most engines, where vLLM's own server has its version, and how many have which."""
+        """The version of most engines, in vLLM's own field for it, and the number of engines by version."""
         return JSONResponse(fleet_status.versions(self._pools))
 
     async def livez(self, _request: HTTPRequest) -> Response:
@@ -129,12 +129,12 @@ class ServiceRoutes:
         return JSONResponse({"models": models})
 
     async def replicas(self, request: HTTPRequest) -> Response:
-        """Every replica of the fleet, as each tells of itself in Redis."""
+        """Every replica of the fleet, by its announcement in Redis."""
         self._operators.may_read_sums(request)
         return JSONResponse(await fleet_status.replicas(self._pools))
 
     async def explain(self, request: HTTPRequest) -> Response:
-        """Where a request would go now, and why.
+        """The worker that a request would get now, and why.
 
         The body is the request. It may have two more fields: ``endpoint``, the path that the request would be sent to
         (by default the path that its ``messages`` or ``prompt`` belong to), and ``tenant``, a value of the tenant
@@ -149,7 +149,7 @@ class ServiceRoutes:
         path = data.pop("endpoint", PATHS["chat" if "messages" in data else "completions"])
         known = KNOWN.get(path) if isinstance(path, str) else None
         if known is None or known.form in ("unknown", "none"):
-            read = ", ".join(one.path for one in KNOWN.values() if one.form not in ("unknown", "none"))
+            read = ", ".join(path.path for path in KNOWN.values() if path.form not in ("unknown", "none"))
             raise BadRequest(f"endpoint must be one of {read}.", "endpoint")
         asked = bodies.from_dict(known, data, self._settings.allowed_fields, len(body))
         requests.note_inexact(asked, data, body)
@@ -166,5 +166,5 @@ class ServiceRoutes:
         return JSONResponse(await fleet_status.explain(model, pool, inquiry))
 
     async def favicon(self, _request: HTTPRequest) -> Response:
-        """Nothing, so that browsers cause no 404."""
+        """An empty answer, so that browsers cause no 404."""
         return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""The path that tells why requests were slow, from the records of this replica."""
+"""The path ``/why``, which explains slow requests by the records of this replica."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 ORDERS = ("slowest", "last", "failed")
 USUAL_COUNT, MOST = 10, 100
-MAX_ID = 512  # characters of an id that is looked for: a client's, with what routers and engines put around it
+MAX_ID = 512  # characters of an id to look for: a client's id, with the additions of routers and engines
 
 
 class WhyRoutes:
     """Handlers for Starlette."""
 
     def __init__(self, last: LastRequests, replica: str, operators: Operators) -> None:
-        """replica: the name of this one, as the fleet lists it."""
+        """replica: the name of this replica in the fleet."""
         self._last = last
         self._replica = replica
         self._operators = operators

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.agreement")
 
 Matter = Literal["identity", "scheme"]
-NAMED = 8  # at most so many workers of a group are named in a log line
+NAMED = 8  # workers of a group that a log line names at most
 CONSEQUENCE = {
     "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
     "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
@@ -50,7 +50,7 @@ class Agreement:
             logger.info("%s: its workers agree on their %s again", tag, matter)
 
     def forget(self, tag: str) -> None:
-        """The pool has ended: its workers count no longer."""
+        """Drop the workers of a pool that has ended."""
         self._last = {key: groups for key, groups in self._last.items() if key[0] != tag}
         self._unhashed.pop(tag, None)
         self._misnamed.pop(tag, None)
@@ -66,7 +66,7 @@ class Agreement:
     def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
         """Take the workers of one pool that do not serve its name, each with the reason."""
         before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
-        for worker, reason in islice((one for one in reasons.items() if one not in before.items()), NAMED):
+        for worker, reason in islice((item for item in reasons.items() if item not in before.items()), NAMED):
             logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)
 
 

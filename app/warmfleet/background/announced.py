@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-MAX_SERVERS = 8  # API servers that are asked in turn for the same files
+MAX_SERVERS = 8  # API servers whose copies of the same files are tried in turn
 NAMED = 3  # differing facts that a sentence names: two engines of different models differ in nearly all of them
 #: The files that an identity is built of. Other files that a worker brings are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
@@ -41,16 +41,15 @@ class Grouping:
     """Groups the workers of one model at each reading. The record of a server that did not change is digested once."""
 
     def __init__(self) -> None:
-        #: By the object that a record is: its reader keeps the object while the text in Redis is the same.
+        #: By ``id`` of the record: its reader keeps the object while the text in Redis is the same.
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
         """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the
         key of the first worker.
 
-        A worker that brought no files is in no group. One that announces fewer facts than a group, and contradicts none
-        of them, is in that group, behind those that announce all: a bridge cannot know them all, and its workers are
-        probed with texts like any others.
+        A worker that brought no files is in no group. A worker that announces fewer facts than a group, and contradicts
+        none of them, comes last in that group: a bridge cannot know all facts, and a probe tests its workers anyway.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -69,7 +68,7 @@ class Grouping:
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """The names of the files and facts in which the two differ. Adapters do not count: each has hashes of its own."""
+    """The names of the files and facts in which the two differ. Adapters do not count: each has its own hashes."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 

@@ -1,15 +1,14 @@
 """The moments at which the tasks of a replica wake.
 
-To wake costs a process more than the work that it wakes for: caches are cold, and on some virtual machines the host has
-to map its memory again. So tasks that wait for the same period wake at the same moment, also if they began at different
-ones.
+To wake a process often costs more than the work after it: caches are cold, and on some virtual machines the host has
+to map its memory again. So tasks that wait for the same period wake at the same moment, whenever they began.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-#: A timer may fire a little early: a beat that is due within this part of its period, and so many seconds, has come.
+#: A timer may fire a little early: a beat counts as come if it is due within this part of its period and these seconds.
 EARLY, EARLY_S = 1 / 16, 0.01
 
 
@@ -25,7 +24,7 @@ class Clock:
     def until(self, period_s: float, share: float = 0.0) -> float:
         """Seconds until the next beat of a period.
 
-        share: by which part of the period these beats come after the others of the same period, from 0 to below 1.
+        share: the part of the period by which these beats come later than those with share 0, below 1.
         """
         wait_s = period_s - (self._loop.time() - self._began - share * period_s) % period_s
         return wait_s if wait_s > min(period_s * EARLY, EARLY_S) else wait_s + period_s

@@ -1,8 +1,8 @@
 """Ends requests that an engine does not answer although its heartbeats go on, and those over a time limit.
 
-A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (They end where
+A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (They stop if
 the engine's core has work and makes no step for half a minute: then its worker is lost, ``pools/stalled_requests``.) An
-engine that keeps a request waiting for ``hung_after_s`` is asked for ``/health``. If it does not answer
+engine that keeps a request waiting for ``hung_after_s`` is asked for ``/health``. If the engine does not answer
 UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then the requests that wait there for
 their first byte are tried at another worker. Decisions avoid the worker until it answers again.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.timing import Timing
 
 ASKED_AT_ONCE = 32
-UNANSWERED = 2  # a busy API server may miss one
+UNANSWERED = 2  # questions in a row; a busy API server may miss a single one
 
 
 class HungEngines:
@@ -71,7 +71,7 @@ class HungEngines:
         return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
 
     async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
-        """Whether the worker's API server says that it is well. A worker that the view has no more is not asked."""
+        """Whether the worker's API server answers that it is healthy. A worker that left the view is not asked."""
         url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
         if not url:
             return True

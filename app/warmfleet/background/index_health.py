@@ -1,6 +1,6 @@
 """Copies the figures of the index (entries, lag, divergences, snapshots) from Redis into the gauges of /metrics.
 
-Every replica does so in each background round, for all models together.
+Every replica copies them in each background round, for all models together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IndexHealthWatch:
             counts.update(truth.counts)
         metrics.index_entries.set(sum(truth.entries for truth in truths))
         metrics.retired_slots.set(sum(truth.retired_slots for truth in truths))
-        metrics.resyncs.clear()  # if Redis came back empty, some counters are gone
+        metrics.resyncs.clear()  # counters that vanished with an emptied Redis must not stay
         metrics.index_events.clear()
         for name, count in counts.items():
             if name.startswith(RESYNC):
@@ -71,7 +71,7 @@ class IndexHealthWatch:
         metrics.diverged_workers.set(sum(worker.diverged for worker in alive))
 
     def _set_each(self) -> None:
-        """Set the lag of each worker, where it is another one than at the last look: mostly it is 0."""
+        """Set the lag of each worker if it changed since the last look: most lags stay 0."""
         batches, seconds = self._metrics.worker_lag_batches, self._metrics.worker_lag_seconds
         before, self._told = (
             self._told,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32  # more if there are so many servers that they would not all be checked in TURNS
-TURNS = 2  # of checks in a round, if no server answers
+CHECKS_AT_ONCE = 32  # more if so many servers could not all be checked in TURNS
+TURNS = 2  # of checks at most in a round, even if no server answers
 
 
 class OutageChecks:
@@ -87,7 +87,7 @@ def _unheard(pool: Pool) -> Sequence[WorkerView]:
 
 
 def _by_url(workers: Sequence[WorkerView]) -> dict[str, list[str]]:
-    """The names of the routable ones, by the URL of their server."""
+    """The names of the routable workers, by the URL of their server."""
     names: dict[str, list[str]] = {}
     for worker in workers:
         if worker.routable:

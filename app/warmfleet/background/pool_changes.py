@@ -42,8 +42,8 @@ class PoolChanges:
         metrics: Metrics,
         leave_s: float,
     ) -> None:
-        """registries: of every served model. make: a pool of this tag. begin: the tasks of a pool. waits_in: whether a
-        request waits in the queue of this pool.
+        """registries: one of every served model. make: makes the pool of a tag. begin: begins the tasks of a pool.
+        waits_in: whether a request waits in the queue of a pool.
         """
         self._pools = pools
         self._registries = registries
@@ -54,13 +54,13 @@ class PoolChanges:
         self._leave_s = leave_s
         self._named = {name: tuple(pool.tag for pool in model.pools) for name, model in pools.served.items()}
         self._tasks = {pool.tag: begin(pool) for pool in pools.all}
-        self._since: dict[str, float] = {}  # when a pool that leaves did so
+        self._since: dict[str, float] = {}  # tag -> when the pool began to leave
         self._registered: set[str] = set()  # tags that a registry named at some time
         self._unregistered: frozenset[str] = frozenset()  # tags that are served though no registry ever named them
         self._first_reading = asyncio.Event()
 
     async def round(self) -> None:
-        """Look for changes once. Raises FleetUnavailable if a registry cannot be read; others are looked at first."""
+        """Look for changes once. Raises FleetUnavailable if a registry cannot be read; the others come first."""
 
         async def follow(registry: PoolRegistry, found: Mapping[bytes, bytes]) -> None:
             self._change(registry.name, await registry.told(found))
@@ -74,7 +74,7 @@ class PoolChanges:
     async def known(self) -> None:
         """Return when every registry was read once; while one cannot be read, FIRST_READING_S after the first call.
 
-        Workers that are registered earlier may get into a pool of the settings that the registry does not have.
+        Before that, a pool of the settings may get workers although the registry does not name the pool.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READING_S):
@@ -82,7 +82,7 @@ class PoolChanges:
         self._first_reading.set()
 
     def _change(self, name: str, entries: Sequence[PoolEntry]) -> None:
-        """entries: of the registry; none: the model has the pools that the settings name."""
+        """Give the model the pools of its registry, or those of the settings if the registry has no entries."""
         model = self._pools.served[name]
         before = {pool.tag: pool for pool in model.pools}
         known = before | {pool.tag: pool for pool in self._pools.leaving}
@@ -99,14 +99,14 @@ class PoolChanges:
         self._since = {tag: at for tag, at in self._since.items() if tag not in tags}
         now = asyncio.get_running_loop().time()
         self._since |= {tag: now for tag in before if tag not in tags}
-        added, gone = (", ".join(sorted(some)) or "none" for some in ({*tags} - {*before}, {*before} - {*tags}))
+        added, gone = (", ".join(sorted(changed)) or "none" for changed in ({*tags} - {*before}, {*before} - {*tags}))
         logger.info("%s: pools that were added: %s, removed: %s", name, added, gone)
 
     def _tags(self, name: str, entries: Sequence[PoolEntry], known: Mapping[str, Pool]) -> tuple[str, ...]:
         """The pools that the model has now.
 
-        A first `warmfleet pools add` may forget pools that only the settings name. Such a pool is served on while it
-        has workers: as removed it would lose them, and its keys.
+        A first `warmfleet pools add` may leave out pools that only the settings name. Such a pool is served while it
+        has workers: if it were removed, its workers and its keys in Redis would be lost.
         """
         tags = tuple(entry.tag for entry in entries)
         if not tags:
@@ -126,7 +126,7 @@ class PoolChanges:
         return pool
 
     async def _let_go(self) -> None:
-        """End the pools that have left, if nothing of this replica is in them any more."""
+        """End the leaving pools in which nothing of this replica is left."""
         now = asyncio.get_running_loop().time()
         for pool in self._pools.leaving:
             held = pool.reservations or pool.reservations.outcomes() or pool.degraded.in_flight or self._waits_in(pool)
@@ -146,7 +146,7 @@ class PoolChanges:
 
 
 async def _clear(pool: Pool) -> None:
-    """Delete what Redis holds of a pool that was removed: the last replica that lets go of it leaves nothing."""
+    """Delete the keys of a removed pool in Redis; the last replica that ends the pool leaves none."""
     try:
         await clear(pool.fleet, shared=pool.tag == pool.name)
     except WarmfleetError as error:

@@ -2,8 +2,8 @@
 
 The replica whose probe of the worker passed does this before it records that result; a claim in the worker's record
 keeps other replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only
-requests with that salt and adapter find its blocks. If anything fails, the worker takes requests with a cold cache
-soon.
+requests with that salt and adapter find its blocks. After any failure the worker
+soon takes requests with a cold cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("warmfleet.background.prewarm")
 
 AT_ONCE = 8  # workers that one replica warms at a time; further ones start cold
 PROMPT_S = 8.0  # longest wait for the answer to one prefix
-CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix: the worker waits no longer if the replica dies
+CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix: a dead replica delays the worker no longer
 IN_ALL_S = 30.0  # longest warming of one worker
 EMPTY = 0.1  # a cache that is filled to this share at most counts as empty
 SILENT = ("slow", "failed")  # the worker did not answer: it is probed again
@@ -120,17 +120,17 @@ class Prewarmer:
                 sent.append(node.tokens)
                 self._metrics.warmed_tokens.inc(node.tokens)
             else:
-                result = "refused"  # this prefix only: its adapter may have been unloaded
+                result = "refused"  # only this prefix failed: its adapter may have been unloaded
         return result
 
 
 def _others(pool: Pool, worker: WorkerView) -> bool:
     """Whether another worker can take the model's requests during the warming."""
-    return any(one.routable and one.worker_id != worker.worker_id for one in pool.view.workers)
+    return any(other.routable and other.worker_id != worker.worker_id for other in pool.view.workers)
 
 
 def _drained(pool: Pool, worker: WorkerView) -> bool:
-    return any(one.worker_id == worker.worker_id and one.draining for one in pool.view.workers)
+    return any(other.worker_id == worker.worker_id and other.draining for other in pool.view.workers)
 
 
 def _empty(worker: WorkerView) -> bool:
@@ -138,7 +138,7 @@ def _empty(worker: WorkerView) -> bool:
 
 
 def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
-    """The body of a request for this prefix and one token of answer.
+    """The body of a request with this prefix as its prompt, for an answer of one token.
 
     None if the worker does not serve the prefix's adapter, or if less than one block fits into the worker's context.
     """

@@ -6,8 +6,7 @@ must count as many prompt tokens as the router. The replica that applies the str
 came, so a block that is evicted soon after still counts.
 
 The prompt of token ids is sent last, and its load is booked like a request's. A stream reports the blocks of a prompt
-before it reports that its prefill is done. So once that report has come, a block that is still missing is wrong and not
-late.
+before it reports that its prefill is done. So after that report a block that is still missing is wrong and not late.
 """
 
 from __future__ import annotations
@@ -59,19 +58,19 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
-MORE_PIECES = 8  # a text has as many words as a block has tokens, and so many more: it fills at least one block
+MORE_PIECES = 8  # words of a text beyond the tokens of a block, so that the text fills at least one block
 POLL_S = 0.05
-#: For all three answers: the limit of a first probe, doubled with each further one, and the longest. An engine may
-#: compile something at its first request, but one that never answers must not hold up the probes of others.
+#: Time limits for all three answers: of a first probe, doubled with each further probe, and the longest. An engine may
+#: compile something at its first request, but an engine that never answers must not delay the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
-BEAT_S = 0.1  # a heartbeat that is younger than an answer by this much was sent after it
+BEAT_S = 0.1  # a heartbeat that is this much younger than an answer was sent after the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """proof: the proof to record (see ``prove``); empty if the probe learned nothing. cause: a label for
-    counters. reason: text for people. witnessed: the worker's own stream reported something of the probe, so the engine
-    that answers at the URL is the worker."""
+    counters. reason: text for people. witnessed: the worker's own stream reported something of the probe, which proves
+    that the engine at the URL is the worker."""
 
     proof: str
     cause: str = ""
@@ -81,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a probe, with the token count and the block hashes that the router expects of it."""
+    """A prompt of a probe, with the token count and the block hashes that the router expects of it."""
 
     part: Part
     body: dict[str, Any]
@@ -143,7 +142,7 @@ class Probe:
             body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
             request = prompt.from_dict(ENDPOINTS[part], body)
             known = await identify_here(request, pool)
-            chain = next((one for one in known.chains if one.scheme_id == worker.load.scheme), None)
+            chain = next((chain for chain in known.chains if chain.scheme_id == worker.load.scheme), None)
             if known.kind != "exact" or chain is None:
                 return None
             if known.prompt_tokens < limit:
@@ -156,7 +155,7 @@ class Probe:
     async def _ask_all(
         self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str
     ) -> tuple[Result | None, list[Question]]:
-        """A failure that an answer shows, or None; and the questions that were answered.
+        """The failure that an answer shows, or None; and the questions that were answered.
 
         A worker may refuse a text or a chat (it may serve no chats, for instance): a refusal shows no failure.
         """
@@ -205,7 +204,7 @@ class Probe:
             return Result("proven", witnessed=True)
         witnessed = prefilled or await _some_came(pool, worker, questions, reservation)
         if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:
-            # A snapshot has only the blocks that the engine still holds.
+            # A snapshot has only the blocks that the engine still holds, perhaps none of this probe.
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested", witnessed)
         if not missing:
             return Result("", "untested", "Redis lost its notes of the probe's blocks", witnessed)
@@ -241,7 +240,7 @@ async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
 
 
 def random_text(pieces: int) -> str:
-    """A text of so many words that no request had before, and that differs from all of them in its first letters."""
+    """A new text of so many words, whose first letters differ from those of any request before."""
     words = ["".join(random.choices(LETTERS, k=random.randrange(3, 9))) for _ in range(pieces)]
     return (
         " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
@@ -257,7 +256,7 @@ def _unhashed(worker: WorkerView, error: Exception) -> Result:
 
 
 def _of_tokens(worker: WorkerView, hasher: Hasher | None) -> Question:
-    """hasher: None if the worker's scheme is not known here."""
+    """A question of random token ids. hasher: None if the worker's scheme is not known here."""
     size = hasher.scheme.block_tokens if hasher else 16
     limit = int(worker.record.get("max_model_len") or 0) or 2 * size + 2
     blocks = max(1, min(2, (limit - 2) // size))
@@ -284,7 +283,7 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
     Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
-    questions = [replace(one, hashes=tuple(block for block in one.hashes if not next(held))) for one in questions]
+    questions = [replace(sent, hashes=tuple(block for block in sent.hashes if not next(held))) for sent in questions]
     # While Redis is short of memory, no block is indexed and Redis may refuse this write.
     if not pool.fleet.upkeep.last_tick.short:
         await pool.fleet.probes.await_blocks(worker.worker_id, probe, _hashes(questions))
@@ -301,13 +300,13 @@ async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question]
 
 
 async def _some_came(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> bool:
-    """Whether the stream has reported some of the blocks: nobody else knew them."""
+    """Whether the stream has reported some of the blocks, whose random prompts only this worker got."""
     awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     return awaited is not None and not all(awaited)
 
 
 async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
-    """Give back what the probe has booked and noted in Redis."""
+    """Give back the probe's booking and notes in Redis."""
     await pool.fleet.bookings.settle(probe, "finished")
     await pool.fleet.probes.await_no_blocks(worker.worker_id, probe, _hashes(questions))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prober")
 
-AT_ONCE = 64  # probes that one replica runs at a time, each with a small request and a connection to Redis
+AT_ONCE = 64  # probes of one replica, each with a small request and a connection to Redis
 SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
 SPREAD = 1.2  # largest ratio of two replicas' intervals: they differ, so that mostly one replica probes
 #: The states in which a probe can be due, the most urgent first.
@@ -66,8 +66,8 @@ class Prober:
     async def round(self) -> None:
         """Start a probe of every worker that is due, the most urgent first; does not wait for their results.
 
-        Of equally urgent ones those come first that were never probed under their names, then the longest ago. So a
-        worker that keeps probes waiting, and joins again and again, delays itself.
+        Of equally urgent workers, names that were never probed come first, then those probed longest ago. So a worker
+        that keeps probes waiting, and joins again and again, delays itself.
         """
         now, seen, names = time.monotonic(), set[str](), set[tuple[str, str]]()
         due: list[tuple[int, float, float, str, Pool, WorkerView]] = []
@@ -85,7 +85,7 @@ class Prober:
                     due.append((URGENCY[worker.state], begun, random.random(), name, pool, worker))
         for _, begun, _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
             if begun and len(self._running) >= AT_ONCE / 2:
-                continue  # half of the room is for newcomers: engines that keep their probes waiting delay none
+                continue  # half of the room is for new workers: slow probes of others delay none of them
             self._begun[pool.tag, worker.worker_id] = now
             self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
@@ -116,12 +116,12 @@ class Prober:
             return False  # without a loaded identity a probe would learn nothing
         if worker.state is WorkerState.LOAD_ONLY:
             if record.get("cause") == "unmatched":
-                return False  # its engine has no blocks to match, and says so until it joins anew
+                return False  # its engine reported that it keeps no blocks, which holds until it joins again
             return record.get("cause") in ("differs", "untested") or age >= _backoff(self._timing.backoff_s, tries - 1)
         if worker.state is WorkerState.SUSPECTED:
             return age >= _backoff(self._timing.suspected_s, tries)
         if self._settings.tokenizer and name not in self._next:
-            return True  # it may have been proven against the workers' own tokenizer, not the one of the settings
+            return True  # the worker may be proven for its own tokenizer, but not for the tokenizer of the settings
         return age >= self._interval_s
 
     # ------------------------------------------------ one probe
@@ -152,7 +152,7 @@ class Prober:
         texts = ready and not differs
         result = await self._worker_probe.run(pool, worker, texts=texts)
         if not proved_before and result.proof != "url" and not (result.witnessed or self._settings.lists_workers):
-            # An engine answered, and nothing shows that it is this worker: it may be any service of the network.
+            # An engine answered, but nothing shows that it is this worker: any service of the network may answer.
             return Result("pending", result.cause or "silent", result.reason or "its stream tells nothing of a probe")
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
             result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure in a row counts

@@ -33,13 +33,13 @@ class MemoryWatch:
         self._short: set[str] = set()
 
     async def look(self) -> None:
-        """Read the memory of every model's Redis once. The metrics tell of those that could be read.
+        """Read the memory of every model's Redis once. The metrics show each share that could be read.
 
-        Raises FleetUnavailable if a Redis does not tell it. The model's next tick then gets no share, and notices a
+        Raises FleetUnavailable if a Redis gives no figures. The model's next tick then gets no share, and notices a
         shortage only by refused writes.
         """
         readings: list[Memory] = []
-        sharing: dict[object, list[Pool]] = {}  # by the line to Redis: pools that share it have one server
+        sharing: dict[object, list[Pool]] = {}  # by connection: pools with the same connection have the same Redis
         for pool in self._pools.all:
             sharing.setdefault(pool.fleet.scripts.line, []).append(pool)
 

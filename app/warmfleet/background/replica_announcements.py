@@ -1,4 +1,4 @@
-"""Tells in Redis that this replica serves, and how it does, so that every replica can show all of them."""
+"""Announces this replica and its figures in Redis, so that every replica can show all replicas."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class ReplicaAnnouncements:
         self._started = round(time.time())
 
     async def round(self) -> None:
-        """Announce it once. Raises FleetUnavailable if a pool's Redis is away; the other pools are told."""
+        """Announce the replica once. Raises FleetUnavailable if a pool's Redis is away, after all other pools."""
         await self._pools.each(self._announce)
 
     async def close(self) -> None:
-        """Take the announcements back: the replica stops by itself, so nobody shall look for it."""
+        """Take the announcements back, because the replica stops in an orderly manner."""
         with suppress(FleetUnavailable):
             await all_of(pool.fleet.replicas.announce(self._place.name, None) for pool in self._pools.all)
 

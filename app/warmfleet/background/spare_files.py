@@ -1,9 +1,9 @@
 """Empties copies of tokenizers and templates that no router will read.
 
-Every server stores its own files, about 1 MB, and the files of those that announce the same are equal. Routers ask the
-first few of them in turn, so the copies of all others only take memory: they are emptied. An empty key tells its server
-that the file is there. When a server comes to be one of the first, its empty keys are deleted, so that it stores them
-again. No server's files depend on another server's: each has its own keys, and routers check every digest.
+Every server stores its own files in Redis, about 1 MB, and servers with equal announcements have equal files. Routers
+read those of the first few servers, so the copies of all other servers only take memory and are emptied. An empty key
+shows its server that the file is stored. When a server becomes one of the first, its empty keys are deleted, so that it
+stores its files again. Each server has its own keys, and routers check every digest.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
 LOOK_S = 30.0  # between two looks; until then a server that has just joined keeps its copy
-FORGET_S = 600.0  # between two looks at copies that were looked at before: another replica may have changed them
-KEPT = announced.MAX_SERVERS  # whole copies of equal files: no router, of this version or the last, asks more servers
+FORGET_S = 600.0  # between two looks at the same copies: another replica may have changed them
+KEPT = announced.MAX_SERVERS  # whole copies of equal files: no router asks more servers
 MOST_EMPTIED = 128  # servers in one look at a pool, so that it takes a tenth of a second
 
 
@@ -65,14 +65,14 @@ async def _empty(
 ) -> dict[Incarnation, bool]:
     """Empty the copies of all of these servers behind the first KEPT whole ones; returns which are whole.
 
-    known: the same at the last look. A server whose copy changes now is looked at again next time.
+    known: whether each was whole at the last look. A server whose copy changes now is looked at again next time.
     """
     found: dict[Incarnation, bool] = {}
     whole, emptied, wanted = 0, 0, 0
     for server_id, server in servers.items():
         incarnation, pieces = (server_id, str(server.get("nonce"))), announced.pieces(server)
         is_whole = known.get(incarnation)
-        if is_whole is not (whole < KEPT):  # it is not known to be as it should be
+        if is_whole is not (whole < KEPT):  # the copy is not known to be as it should be
             is_whole = all(await fleet.artifacts.sizes(server_id, pieces))
         if is_whole is (whole < KEPT):
             found[incarnation] = is_whole
@@ -86,5 +86,5 @@ async def _empty(
             wanted += 1
             await fleet.artifacts.want(server_id, pieces)
         else:
-            break  # until these have stored theirs again, all others keep what they have
+            break  # all other copies stay until these servers have stored theirs again
     return found

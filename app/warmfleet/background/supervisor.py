@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-#: Wait after a failed round; doubles with each further failure. The last is that of the shortest rounds: while one pool
-#: is away for long, the round of the others, which is the same, comes as often as ever.
+#: First and longest wait after a failed round; the wait doubles with each further failure. The longest is the interval
+#: of the shortest rounds: a pool that is away makes a round fail, which must still come as often for the other pools.
 RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
@@ -37,8 +37,8 @@ async def supervise(
 ) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
-    The first round is at once, the others are on the beats of the interval. interval_s: 0 if ``work`` itself waits
-    until the next round is due. tag: of the pool that the task is for, if it is for one; its log lines name it.
+    The first round comes at once, further rounds on the beats of the interval. interval_s: 0 if ``work`` itself waits
+    until the next round is due. tag: the pool of the task, if it has a pool; its log lines name the tag.
     retry_s: the first and the longest wait after failed rounds.
     """
     first_s, last_s = retry_s
@@ -66,7 +66,7 @@ class _FailureReport:
     def __call__(self, state: RetryCallState) -> None:
         self._failures.inc()
         error = state.outcome.exception() if state.outcome is not None else None
-        trace = None if isinstance(error, WarmfleetError) else error  # our own errors need no stack trace
+        trace = None if isinstance(error, WarmfleetError) else error  # expected errors need no stack trace
         self._logger.warning("%s failed, again in %.1f s: %s", self._name, state.upcoming_sleep, error, exc_info=trace)
 
 

@@ -1,6 +1,6 @@
 """The rounds of background tasks that work on Redis; ``supervisor`` repeats each of them.
 
-They apply events, renew leases, settle what is left over, follow the operator's policy and approvals, and audit the
+They apply events, renew leases, settle left-over requests, follow the operator's policy and approvals, and audit the
 index.
 """
 
@@ -25,8 +25,8 @@ logger = logging.getLogger("warmfleet.background.upkeep")
 
 #: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
 REST_STEP_S = 1.0
-REST_SHARES = 8  # moments of REST_STEP_S that pools share: no moment brings Redis the work of all of them
-REST_STREAMS = 640  # a pool with more does not rest: its ticks would look at each only every 4 s
+REST_SHARES = 8  # moments of REST_STEP_S over which pools at rest are spread, so that Redis gets their work in parts
+REST_STREAMS = 640  # a pool with more streams does not rest: its ticks would look at each only every 4 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -38,7 +38,7 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
             batch = names[start : start + RENEW_AT_ONCE]
             sent = [renewal for name in batch if (renewal := pool.reservations.renewal(name)) is not None]
             counts = await pool.fleet.bookings.renew(sent)
-            # ``renew`` may have booked a request again that ended during the call.
+            # ``renew`` may have booked again a request that ended during the call.
             for ended in [renewal for renewal in sent if renewal.reservation not in pool.reservations]:
                 await pool.fleet.bookings.settle(ended.reservation, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
@@ -53,7 +53,7 @@ async def tell_again(pools: Pools) -> None:
     async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():
             if reservation in pool.reservations:
-                continue  # booked anew during the calls for others
+                continue  # booked again during the calls for others
             await pool.fleet.bookings.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
 
@@ -78,7 +78,7 @@ async def carry_out(pools: Pools, metrics: Metrics) -> None:
 
 
 async def clear(pools: Pools) -> None:
-    """Remove expired leases and tickets of replicas that died. Decisions do so, too: this is for a fleet at rest."""
+    """Remove expired leases and tickets of replicas that died. Decisions do so, too, but a fleet at rest makes none."""
 
     async def clear_model(pool: Pool) -> None:
         await pool.fleet.bookings.reap()
@@ -99,7 +99,7 @@ async def follow_policy(pools: Pools) -> None:
 
 
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
-    """Run only those templates in this process that the operator has approved in Redis. Raises FleetUnavailable.
+    """Run only templates in this process that the operator has approved in Redis. Raises FleetUnavailable.
 
     If the approvals of a model cannot be read, those read last stay in force.
     """
@@ -119,8 +119,8 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
 async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], timing: Timing) -> None:
     """Apply waiting events of the model's workers to the index, and return when another step is due.
 
-    That is when a worker has written, but not within ``apply_interval_s`` of this step. Where the model is at rest, it
-    is on the next beat, in ``until_beat`` seconds, or when a request comes. Any number of replicas may do so at once.
+    A step is due when a worker has written, but not within ``apply_interval_s`` of the last step. While the model is at
+    rest, a step is due on the next beat, in ``until_beat`` seconds, or when a request comes. Replicas may step at once.
     """
     loop = asyncio.get_running_loop()
     due = loop.time() + timing.apply_interval_s

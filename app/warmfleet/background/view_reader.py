@@ -1,7 +1,7 @@
 """Reads the workers of every model again and again, and loads the identity that most of a model's workers announce.
 
-All that a view derives from its workers is derived anew only when a worker's standing has changed (``_standing``). Of a
-fleet at rest only loads and ages change from one reading to the next.
+The tables of a view are derived again only when the standing of a worker has changed (``_standing``). In a fleet at
+rest only loads and ages change from one reading to the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.view_reader")
 
 MAX_FAILED_LOADS = 256
-#: So many pools are read at once, and the next so many TURN_S later: a reading takes a quarter of a millisecond of this
-#: process, and those of 64 pools at once would keep every request waiting.
+#: Pools that are read at once, and the seconds until the next ones: a reading takes a quarter of a millisecond of this
+#: process, so 64 readings at once would keep every request waiting.
 AT_ONCE, TURN_S = 8, 0.05
 
 
@@ -67,14 +67,14 @@ class ViewReader:
         self._hashers: dict[int, Hasher] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
-        #: Keys of identities whose files were read but cannot be used: the identities of other workers are preferred.
+        #: Keys of identities whose files cannot be used: identities of other workers are preferred.
         self._unreadable: set[str] = set()
-        #: By tag: what the view of the last whole derivation was derived from, and the last view made of it. Only of
-        #: views whose identity is the one that their workers announce: another one may be loaded by the next reading.
+        #: By tag: the standings of the last whole derivation, and the last view made of it. Only for views with the
+        #: identity that their workers announce: any other identity may be replaced at the next reading.
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def round(self) -> bool:
-        """Read the workers of every pool once, but not of those at rest that were read lately; whether any was read.
+        """Read the workers of every pool once, except of pools at rest that were read lately; whether any was read.
 
         Raises FleetUnavailable if a pool cannot be read.
         """
@@ -86,7 +86,7 @@ class ViewReader:
     def _may_rest(self, pool: Pool) -> bool:
         """Whether the reading of a pool at rest is good enough for another interval.
 
-        A worker that misses heartbeats is looked at as often as ever: it is to be asked before it expires.
+        A pool with a worker that misses heartbeats does not rest: the worker must be asked before it expires.
         """
         until_s = self._rest_s - self._interval_s / 2
         return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.workers.quiet_s < ASK_AFTER_S - self._rest_s
@@ -129,7 +129,7 @@ class ViewReader:
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter(), others))
 
     def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
-        """The view of these workers, whole."""
+        """The view of these workers, derived from scratch."""
         self._derived.pop(pool.tag, None)
         alive = [w for w in workers if w.heard]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
@@ -212,7 +212,7 @@ class ViewReader:
         """Read the fleet with an identity that was just loaded; the next round does so where this fails."""
         try:
             await self.refresh()
-        except Exception as error:  # noqa: BLE001  the identity is there; that round tells what is wrong
+        except Exception as error:  # noqa: BLE001  the next round reports the error
             logger.info("token identity loaded, but not every pool could be read with it yet: %s", error)
 
     def _load_failed(self, key: str, error: Exception) -> None:
@@ -230,7 +230,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity from the first of these workers whose files Redis has: some workers only announce them."""
+        """Build an identity by the first of these workers whose files are in Redis; some only announce files."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
@@ -250,7 +250,7 @@ class ViewReader:
 
     def _count_workers(self, pool: Pool) -> None:
         if self._pools.tagged(pool.tag) is not pool:
-            return  # it was let go while its workers were read
+            return  # the pool ended while its workers were read
         counted = Counter(METRIC_LABELS.get(worker.state, UNROUTABLE) for worker in pool.view.workers)
         for label in {*METRIC_LABELS.values(), UNROUTABLE}:
             self._metrics.workers.labels(label, pool.tag).set(counted[label])
@@ -260,7 +260,7 @@ class ViewReader:
 
 
 def _standing(worker: WorkerView) -> tuple[object, ...]:
-    """All of a worker that a view is derived from. Equal standings give equal views, but for loads and ages."""
+    """The values of a worker that a view is derived from; equal standings give equal views, but for loads and ages."""
     load, record = worker.load, worker.record
     served = worker.server, worker.url, worker.models
     announced_by_core = record.get("scheme"), record.get("server_id"), record.get("rank"), record.get("max_model_len")

@@ -1,9 +1,8 @@
 """Asks engines over HTTP whose heartbeats are missing, and vouches for those that answer.
 
-Heartbeats come from the plugin by way of Redis. If only that way is broken, the engine is healthy: a worker is dead
-when it does not answer, not when its messenger is silent. So before a worker expires for silence, and for as long as
-Redis remembers it, a replica asks its API server. If it answers, ``lua/vouch.lua`` keeps the worker routable for one
-TTL, for all replicas. The first replica that asks spares the others the call.
+The plugin sends heartbeats to Redis. If only its connection to Redis is broken, the engine is healthy. So before a
+worker expires for silence, and for as long as Redis remembers the worker, a replica asks its API server. If the server
+answers, ``lua/vouch.lua`` keeps the worker routable for one TTL, for all replicas, and no other replica needs to ask.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.vouching")
 
 VOUCH_INTERVAL_S = 1.0  # between two looks which workers are quiet
-#: A worker is asked after two missing heartbeats, half an interval before it expires. Earlier, a core that stands still
-#: could not be told from one that is cut off with its API server: the two send their heartbeats apart.
+#: A worker is asked after two missing heartbeats, half an interval before it expires. Core and API server send
+#: heartbeats apart, so an earlier question could not tell a core that stands still from a server that is cut off.
 ASK_AFTER_S = WORKER_TTL_SECONDS - HEARTBEAT_SECONDS / 2
 ASK_AGAIN_S = HEARTBEAT_SECONDS  # between two questions to one worker
 
@@ -58,8 +57,8 @@ class Vouching:
                 continue  # Redis is away: no worker expires, and ``OutageChecks`` asks the engines
             due += [(pool, worker) for worker in pool.view.workers if _due(worker)]
         self._asked_at = {name: at for name, at in self._asked_at.items() if now - at < ASK_AGAIN_S}
-        due = [one for one in due if _name(*one) not in self._asked_at]
-        self._asked_at |= {_name(*one): now for one in due}
+        due = [pair for pair in due if _name(*pair) not in self._asked_at]
+        self._asked_at |= {_name(*pair): now for pair in due}
         gate = asyncio.Semaphore(CHECKS_AT_ONCE)
         await asyncio.gather(*(self._ask(gate, pool, worker) for pool, worker in due))
 
@@ -77,7 +76,7 @@ class Vouching:
             logger.info("%s: nobody vouches for %s: %s", pool.tag, worker.worker_id, error)
 
     async def _answers(self, worker: WorkerView) -> bool:
-        """Whether the API server is healthy and serves the worker's models: another one may have its address now."""
+        """Whether the API server is healthy and serves the worker's models: another server may have its address now."""
         try:
             healthy, _ = await self._client.get(worker.url, "/health", {}, CHECK_TIMEOUT_S)
             if healthy != 200:

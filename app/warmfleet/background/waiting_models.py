@@ -1,4 +1,4 @@
-"""Tells in the log what each model waits for before its requests can be served, and when that has come."""
+"""Logs why a model cannot serve requests yet, and when it can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.waiting_models")
 
-NAMED = 4  # workers that one line names
+NAMED = 4  # workers that a line names at most
 NO_ENGINE = (
     "%s waits for its first engine: start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in "
     "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing"
@@ -31,16 +31,16 @@ SERVED = "%s is served: %d of %d engines take requests"
 
 
 class Waiting:
-    """Compares each reading of the fleet with the last one that it told of."""
+    """Compares each reading of the fleet with the last reading that it logged."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._told: dict[str, tuple[str, int, int]] = {}
 
     def look(self) -> None:
-        """Log a line for each pool whose state is another one than before, unless it is leaving.
+        """Log a line for each pool whose state has changed, unless the pool is leaving.
 
-        Redis' absence is told elsewhere.
+        Other code logs an absence of Redis.
         """
         for pool in self._pools.all:
             if not pool.contacted or pool in self._pools.leaving:
@@ -56,7 +56,7 @@ class Waiting:
                 logger.log(logging.WARNING if lost else logging.INFO, text, *_figures(pool, text, routable))
 
     def _nobody(self, pool: Pool) -> str:
-        """The text about a pool of which no worker takes requests."""
+        """The line about a pool of which no worker takes requests."""
         workers = pool.view.workers
         if not workers:
             return EMPTY if self._beside(pool) else NO_ENGINE
@@ -64,11 +64,11 @@ class Waiting:
 
     def _beside(self, pool: Pool) -> bool:
         """Whether a pool of its model has a worker that takes requests."""
-        return any(worker.routable for one in self._pools.named(pool.name) for worker in one.view.workers)
+        return any(worker.routable for other in self._pools.named(pool.name) for worker in other.view.workers)
 
 
 def _text(pool: Pool) -> str:
-    """The text about a pool of which some worker takes requests."""
+    """The line about a pool of which some worker takes requests."""
     if pool.usable:
         return SERVED
     announced = any(worker.server and worker.server.get("artifacts") for worker in pool.view.workers)

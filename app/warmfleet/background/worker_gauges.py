@@ -1,4 +1,4 @@
-"""The metrics of each worker, set anew for each call of /metrics, so that no worker that left the fleet stays."""
+"""The metrics of each worker, set for each call of /metrics, so that no worker that left the fleet stays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Gauge, Metrics
     from warmfleet.pools.served_models import Pools
 
-MAX_VERSION = 64  # characters of an engine's version, which its record tells
+MAX_VERSION = 64  # characters of an engine's version, which comes from its record
 
 
 def set_worker_gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set what the last reading of the fleet tells of each worker."""
+    """Set the gauges of each worker by the last reading of the fleet."""
     told: tuple[tuple[Gauge, Callable[[WorkerView], float | None]], ...] = (
         (metrics.worker_routable, lambda worker: worker.routable),
         (metrics.worker_requests, lambda worker: worker.load.in_flight),

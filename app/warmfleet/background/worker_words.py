@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 _W = WorkerState
-#: The meaning of each state for requests; ``why`` tells more where more is known.
+#: The meaning of each state for requests; ``why`` replaces some of these by the cause.
 STATES: Mapping[WorkerState, str] = {
     _W.GONE: "nothing is known of it",
     _W.PENDING: "it joined and waits for its probe",
@@ -34,14 +34,14 @@ STATES: Mapping[WorkerState, str] = {
     _W.EJECTED: "it failed requests that other workers served",
     _W.UNHEARD: "no heartbeat comes, but its engine answers, so it takes requests",
 }
-#: The deed that made a worker suspected, by the mark in its record.
+#: The reason for which a worker is suspected, by the mark in its record.
 SUSPICIONS: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router",
     "blocks": "its stream did not report the blocks of prompts",
 }
-#: States whose words gain by the reason that the last probe gave.
+#: States to whose words ``why`` adds the reason that the last probe gave.
 PROBED = (_W.PENDING, _W.UNREACHABLE, _W.LOAD_ONLY)
-#: The remedy of each state but the two best. {worker}, {model}, {name}: to fill in; the name is the model's.
+#: The remedy of each state that needs one. {model} is the tag of the pool, {name} the name of its model.
 REMEDIES: Mapping[WorkerState, str] = {
     _W.GONE: "start the engine",
     _W.PENDING: "wait some seconds for a router's probe; see the checks of the engine, and the routers' log",
@@ -87,8 +87,7 @@ CAUSES: Mapping[str, str] = {
 def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
     """The meaning of a worker's state, and its cause as far as that is known.
 
-    model: the tag of its model. moved_to: the pool in which it is heard, if that is another one; it is away from here
-    for no other reason.
+    model: the tag of its model. moved_to: another pool in which the worker is heard, which explains its absence here.
     """
     state, record = worker.state, worker.record
     if moved_to:
@@ -109,7 +108,7 @@ def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
 
 
 def remedy(worker: WorkerView, model: str, moved_to: str = "") -> str:
-    """The remedy of this worker's state; empty if it is well. model: the tag of its model. moved_to: as in ``why``."""
+    """The remedy of this worker's state; empty if none is needed. model, moved_to: as in ``why``."""
     state, cause = worker.state, str(worker.record.get("cause", ""))
     if moved_to:
         return ""

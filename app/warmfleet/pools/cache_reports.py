@@ -1,9 +1,9 @@
-"""Compares what a decision believed of an approximate worker's cache with what its answer says.
+"""Compares the cached tokens that a decision expected at an approximate worker with those that its answer reports.
 
-A worker with the plugin, or behind a bridge, reports its blocks. Of an engine that is only a URL the fleet knows what
-it was sent, and what its answers say: ``usage`` tells the cached tokens of the prompt. If these are fewer than the
-decision said, then the engine has evicted them or was restarted, and Redis corrects its mirror
-(lua/parts/settle/mirror).
+A worker with the plugin, or behind a bridge, reports its blocks. Of an engine that is only a URL, the fleet knows the
+prompts that it was sent, and the field ``usage`` of its answers, which counts the cached tokens of the prompt. If these
+are fewer than the decision expected, then the engine has evicted blocks or was restarted, and Redis corrects its mirror
+of that cache (lua/parts/settle/mirror).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 KNOWN = frozenset({"exact", "engine", "text"})  # kinds of prompts whose length is known
-#: A smaller difference is none: lengths of texts are estimates.
+#: A smaller difference, as a share of the expected tokens, is ignored: lengths of texts are estimates.
 TOLERATED_SHARE = 1 / 8
-#: Nor is one that a single page of the engine explains. Engines find whole pages only, which may be larger than the
-#: blocks that the fleet counts by and are not told (SGLang: --page-size 64): 128 is twice the largest in common use.
+#: A smaller difference in tokens is ignored: a single page of the engine explains it. Engines find whole pages only,
+#: whose size the fleet does not know (SGLang: --page-size 64); 128 is twice the largest size in common use.
 TOLERATED_TOKENS = 128
-#: Some engines tell cached tokens only if there are any. One that told before and leaves them out means none, unless it
-#: leaves them out so many times in a row: then it was restarted without the option.
+#: Some engines report cached tokens only if there are any. After a first report, an answer without them means none.
+#: After so many such answers in a row, the engine counts as restarted without the option to report them.
 SILENT_ANSWERS = 8
-MAX_WORKERS = 1_024  # that are known to tell, in one replica
+MAX_WORKERS = 1_024  # remembered as reporting cached tokens, in one replica
 
 
 class CacheReports:
-    """What the answers of approximate workers told this replica."""
+    """The cached tokens that approximate workers reported in answers to this replica."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._results = {word: metrics.cached_predictions.labels(word) for word in ("as_predicted", "more", "fewer")}
-        self._silent: dict[str, int] = {}  # worker_id -> answers in a row without cached tokens, of workers that told
+        self._silent: dict[str, int] = {}  # reporting worker_id -> its last answers in a row without cached tokens
 
     def held_blocks(self, view: View, prompt: IdentifiedPrompt, decision: Decision, usage: Usage | None) -> int | None:
-        """The blocks of the prompt that the worker had, if it lacked some that the decision believed it had, else None.
+        """The blocks of the prompt that the worker had, if they are fewer than the decision expected; else None.
 
-        None, too, if nobody can tell. usage: as the worker's answer told it.
+        None, too, if the answer does not show it. usage: the usage field of the worker's answer.
         """
         cached = self._cached_tokens(decision, usage)
         if cached is None or decision.speculative or prompt.kind not in KNOWN or prompt.prompt_count != 1:
@@ -56,7 +56,7 @@ class CacheReports:
         return int(cached) // block
 
     def _cached_tokens(self, decision: Decision, usage: Usage | None) -> float | None:
-        """In the router's count of the prompt's tokens, which may be an estimate."""
+        """The cached tokens of the answer, scaled to the router's count of the prompt, which may be an estimate."""
         if usage is None:
             return None
         worker_id = decision.worker_id

@@ -1,4 +1,4 @@
-"""Which workers take token ids in place of a text, as their servers announced it. Pure."""
+"""Finds the workers that take token ids in place of a text, by the facts that their servers announced. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenCapability:
-    """A worker takes the token ids that this identity makes, on these endpoints, for prompts shorter than the limit."""
+    """The endpoints on which a worker takes token ids of this identity, for prompts shorter than the limit."""
 
     identity_key: str
     endpoints: frozenset[str]
@@ -19,7 +19,7 @@ class TokenCapability:
 
 
 def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability | None:
-    """What the facts of the worker's server allow; None if the worker may be given no token ids.
+    """The capability by the facts of the worker's server; None if the worker may be given no token ids.
 
     identity_key: names the tokenizer and the template that the worker brought.
     """

@@ -24,7 +24,7 @@ logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # no worker gets more requests in flight than the mean times this factor
 FAILURES_TO_OPEN = 2
-#: After Redis was emptied: 5 s until a worker joins anew, 1 s until it is read, 5 s for each of two probes.
+#: How long an emptied Redis needs: 5 s until a worker joins again, 1 s until its reading, 5 s for each of two probes.
 LAST_KNOWN_S = 20.0
 LOOK_S = 1.0
 
@@ -32,9 +32,9 @@ LOOK_S = 1.0
 class LastKnown:
     """The workers to choose from while Redis makes no decision.
 
-    They come from the last reading that had a routable worker, unless readings have had none for LAST_KNOWN_S, and none
-    of these workers has answered a health check for so long. Only time with Redis counts: when Redis comes back after
-    an outage, empty or with the heartbeats of an old dump, no worker is routable until the workers were heard again.
+    The workers come from the last reading that had a routable one, unless readings have had none for LAST_KNOWN_S, and
+    none of these workers has answered a health check in that time. Only time with Redis counts: when Redis comes back
+    empty or with the heartbeats of an old dump, no worker is routable until the workers were heard again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -48,16 +48,20 @@ class LastKnown:
     def show(self, view: View) -> None:
         """Use a new reading of the fleet; a reading older than the last one is ignored."""
         if view.read_at < self._last.read_at:
-            return  # a reading that began after ``look`` ended before it
+            return  # ``look`` began a newer reading meanwhile, which ended first
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
             self._with_routable = view
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        # Workers are remembered over an outage. But a drain is an order, a paused engine lets requests wait, one with
-        # another name would refuse them, and a server that ends may still be up.
-        left = {one.worker_id for one in view.workers if one.draining or one.paused or one.misnamed or one.said_goodbye}
+        # An outage forgets no worker, but these must get no request: a drain is an order, a paused engine lets requests
+        # wait, an engine with another name refuses them, and a server that said goodbye may still be up.
+        left = {
+            worker.worker_id
+            for worker in view.workers
+            if worker.draining or worker.paused or worker.misnamed or worker.said_goodbye
+        }
         if left:
             others = tuple(worker for worker in self._with_routable.workers if worker.worker_id not in left)
             self._with_routable = replace(self._with_routable, workers=others)
@@ -76,16 +80,18 @@ class LastKnown:
 
     @property
     def missing(self) -> Sequence[WorkerView]:
-        """Those of ``workers`` that the last reading lost, or has as silent. Empty while some worker is routable."""
+        """The part of ``workers`` that the last reading lacks or has as silent. Empty while some worker is routable."""
         return () if self._last is self._with_routable or self.workers is self._last.workers else self._lost()
 
     def _lost(self) -> Sequence[WorkerView]:
-        """A worker that said goodbye, or that is heard and not routable, is not lost."""
-        here = {one.worker_id for one in self._last.workers if one.state.alive or one.heartbeat_age_s is None}
-        return [one for one in self._with_routable.workers if one.worker_id not in here]
+        """The workers that vanished from the readings; a worker that said goodbye or is heard did not vanish."""
+        here = {
+            worker.worker_id for worker in self._last.workers if worker.state.alive or worker.heartbeat_age_s is None
+        }
+        return [worker for worker in self._with_routable.workers if worker.worker_id not in here]
 
     def answered(self) -> None:
-        """A missing worker answers over HTTP: only Redis does not know of it. The last known workers stay in use."""
+        """Note that a missing worker answers over HTTP, so that the last known workers stay in use."""
         self._answered_at = time.monotonic()
 
     async def look(self) -> None:
@@ -106,13 +112,10 @@ class LastKnown:
 
 
 class DegradedMode:
-    """Chooses workers while Redis cannot, and says whether asking Redis is worth a try.
-
-    Its choice knows only this replica's own requests in flight.
-    """
+    """Chooses workers while Redis cannot, by this replica's own requests; says whether asking Redis is worth a try."""
 
     def __init__(self, retry_s: float, tag: str = "") -> None:
-        """retry_s: after two failures in a row Redis is not asked for so many seconds. tag: of its pool."""
+        """retry_s: seconds without a question to Redis after two failures in a row. tag: the pool's, for the log."""
         self._tag = tag
         self.in_flight: Counter[str] = Counter()
         self._retry_s = retry_s
@@ -139,7 +142,7 @@ class DegradedMode:
 
     @property
     def failing(self) -> bool:
-        """Whether Redis has answered nobody since a question failed."""
+        """Whether the last question to Redis failed."""
         return self._failures > 0
 
     @property
@@ -148,11 +151,11 @@ class DegradedMode:
         return self._failures >= FAILURES_TO_OPEN and time.monotonic() - self._failing_since >= SILENT_S
 
     def succeeded(self) -> None:
-        """Redis answered."""
+        """Note that Redis answered."""
         self._failures = 0
 
     def failed(self, why: str) -> None:
-        """Redis did not answer, or refused the decision. why: for the log."""
+        """Note that Redis did not answer, or refused the decision. why: for the log."""
         now = time.monotonic()
         if not self._failures:
             self._failing_since = now

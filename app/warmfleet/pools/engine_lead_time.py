@@ -1,13 +1,13 @@
-"""How much prefill engines are given ahead: enough that they never idle, and that their steps are worth their time.
+"""How much prefill engines are given ahead: enough that they never idle, and that their steps are not too small.
 
-An engine idles if the next prompt is still on its way when it has computed what it was sent. The way is a decision,
-HTTP, and the engine's own work before it begins to compute. A request that finds an engine with nothing to do shows it:
-it is what its first byte takes longer than its prefill does at the engine's speed. The median of the last ones counts:
-steps of running answers and a busy machine delay some of them, and an engine that is short of work waits as long.
+An engine idles if it has computed all its prompts while the next prompt is still on its way. The way is a decision,
+HTTP, and the engine's own work before it begins to compute. A request to an engine with nothing to do measures the
+way: the time until its first byte, less the time of its prefill at the engine's speed. The median of the last samples
+counts, because steps of running answers and a busy machine delay some of them.
 
-An engine computes all prompts that wait in one step, and each step takes some time however little it computes. With
-one small prompt in each step, that time is a large share of all. Engines measure it and tell the fleet. The more work
-waits, the more of it may be in a step: whoever waits long loses little by waiting in the engine.
+An engine computes all waiting prompts in one step, and each step has a least duration however little it computes. With
+one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration.
+The more work waits, the more of it may be in a step: a request that waits long loses little by waiting in the engine.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.engine_lead_time")
 
-SAMPLES = 32  # the last so many requests are looked at
-LOOK_EACH = 8  # requests, from one look at them to the next
-LONGEST_PREFILL_S = 0.2  # of a longer one a wrong speed tells more than the way
-WAYS = 2  # a request that is on its way counts as ahead, too: while the engine computes another one
-STEPS = 16  # of the least duration: what is in a step then takes so many times as long as the step itself
-MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: up to so many, and so large a part of the work that waits
-MARGIN_S = 0.01  # from the moment in which it is a request's turn until its replica has asked for it
-STEP_S = 0.01  # in which the limit changes, so that it does not follow every sample
-MOST_S = 0.5  # of way or steps: a longer way is an engine in trouble, and more ahead would leave no order
+SAMPLES = 32  # of the way, from the last requests
+LOOK_EACH = 8  # requests between two looks at the samples
+LONGEST_PREFILL_S = 0.2  # a longer prefill is no sample: an error of the speed would outweigh the way
+WAYS = 2  # work ahead lasts two ways: a request on its way, and another in the engine meanwhile
+STEPS = 16  # work ahead lasts so many least durations of a step, so that these are a small share
+MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: this part of it, at most so many least durations
+MARGIN_S = 0.01  # from a request's turn in the queue until its replica asks for the decision
+STEP_S = 0.01  # the limit changes in steps of this size, so that it does not follow every sample
+MOST_S = 0.5  # longest lead: a longer way means an engine in trouble, and more work ahead would undo the queue's order
 
 
 class EngineLeadTime:
@@ -50,7 +50,7 @@ class EngineLeadTime:
         self._way_s = self._step_s = self._waiting_s = 0.0
 
     def first_byte(self, decision: Decision, speed_tps: int, took_s: float) -> None:
-        """A stream's first byte came. took_s: since its decision was asked for. speed_tps: 0 if it is not known."""
+        """Take the time until a stream's first byte. took_s: since its decision began. speed_tps: 0: not known."""
         if decision.wait_tokens or decision.flagged or decision.approximate or not speed_tps:
             return
         prefill_s = decision.prefill_tokens / speed_tps
@@ -63,13 +63,13 @@ class EngineLeadTime:
             self._set_limit()
 
     def steps(self, step_s: float) -> None:
-        """A reading tells how long the engines' steps take at least; 0: nobody knows it."""
+        """Take the least duration of the engines' steps, from a reading of the fleet; 0: not known."""
         if step_s != self._step_s:
             self._step_s = step_s
             self._set_limit()
 
     def waiting(self, work_s: float) -> None:
-        """A look at the queue tells how many seconds the whole fleet needs for the prompts that wait."""
+        """Take the seconds that the whole fleet needs for the prompts in the queue."""
         if self._step_s and work_s != self._waiting_s:
             self._waiting_s = work_s
             self._set_limit()

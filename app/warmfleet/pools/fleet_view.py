@@ -24,19 +24,18 @@ MAX_SCHEMES = 4  # a decision (lua/decide.lua) takes the chains of no more schem
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One reading of a model's workers.
+    """The workers of one model by one reading, and tables made of it.
 
     identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
     the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker that
     brought the files that most workers brought; None if no worker brought any, or the settings name a tokenizer.
-    identity_keys: of the workers that brought files, by worker_id.
-    handoff: what a worker that takes token ids takes, by worker_id. max_model_len: the longest context of all routable
-    workers, in tokens; limits: the context of each by worker_id, if they differ. urls, ranks: by worker_id; a rank is
-    given only to the engine cores of a server that has several. names: that they serve. streams: to which the workers
-    and their API servers write. unreported: of whose finished prefills nobody tells: a bridge reports them. sorting:
-    prefill tokens a second of the workers whose engines take waiting prompts by priority, by worker_id; speeds: the
-    same of all, 0: not known. labels: of the workers that have some, by worker_id.
+    max_model_len: the longest context of all routable workers, in tokens. names: served by the workers. streams: those
+    of the workers and their API servers. unreported: workers behind a bridge, which reports no finished prefill.
     read_at: monotonic seconds.
+    By worker_id are identity_keys, of the workers that brought files; handoff, the capability of each worker that takes
+    token ids; limits, the contexts, if they differ; urls; ranks, only of the engine cores of a server that has several;
+    speeds, in prefill tokens a second, 0: not known; sorting, the speeds of the workers whose engines take waiting
+    prompts by priority; labels, of the workers that have some.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -70,7 +69,7 @@ class View:
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step takes however little it computes, at a worker of the median; 0: no worker tells it."""
+        """The least duration of an engine's step in seconds, the median over the workers; 0: no worker reports it."""
         steps = sorted(us for worker in self.workers if (us := worker.record.get("step_us", 0)))
         return steps[len(steps) // 2] / 1e6 if steps else 0.0
 
@@ -94,8 +93,8 @@ class View:
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
         """The workers that cannot serve a request of ``tokens`` for ``model``: no such name, or too short a context.
 
-        If the context of every worker with the name is too short, no worker is barred for that: the one that gets the
-        request refuses it, which tells the client.
+        If the context of every worker with the name is too short, no worker is barred for that: the chosen worker
+        refuses the request, which informs the client.
         """
         lacking = self.names.lacking(model)
         if not self.limits:
@@ -106,11 +105,11 @@ class View:
         return (*lacking, *short) if len(short) < len(able) else lacking
 
     def remembering(self, before: View) -> View:
-        """This reading; where it has no routable worker, prompts are identified as by the reading ``before``.
+        """This view; if it has no routable worker, it identifies prompts as the view ``before`` does.
 
         A decision may find a worker routable that its replica's last reading did not: Redis came back empty and the
         worker proved itself since, or with an old dump, when decisions take no worker for dead (lua/tick.lua). Without
-        block hashes such a decision would match nothing. All this ends with the first reading of a routable worker.
+        block hashes such a decision would match nothing. The first reading of a routable worker replaces the old one.
         """
         if any(worker.routable for worker in self.workers):
             return self
@@ -134,7 +133,7 @@ def view_of(
     identity_keys: Mapping[str, str] = MappingProxyType({}),
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
-    """A View of these workers. hashers: the scheme of most workers first; those beyond MAX_SCHEMES are left out."""
+    """A View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
     plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -155,9 +154,9 @@ def view_of(
             for worker in workers
             if worker.server and _has_several_cores(worker.server, cores[str(worker.record.get("server_id", ""))])
         },
-        unreported=frozenset(one.worker_id for one in workers if _facts(one).get("reports_prefills") is False),
-        sorting={one.worker_id: one.load.speed_tps for one in workers if _facts(one).get("takes_priority")},
-        speeds={one.worker_id: one.load.speed_tps for one in workers},
+        unreported=frozenset(worker.worker_id for worker in workers if _facts(worker).get("reports_prefills") is False),
+        sorting={worker.worker_id: worker.load.speed_tps for worker in workers if _facts(worker).get("takes_priority")},
+        speeds={worker.worker_id: worker.load.speed_tps for worker in workers},
         labels={worker.worker_id: worker.labels for worker in workers if worker.record.get("labels")},
         names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
@@ -166,9 +165,9 @@ def view_of(
 
 
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:
-    """Whether a request to this server must name its rank; a server with a single core may refuse one that does.
+    """Whether a request to this server must name a rank; a server with a single core may refuse a request that does.
 
-    known: how many of its cores are in the fleet. Others may still be on their way, so the server's own word counts.
+    known: how many of its cores are in the fleet; more may still join, so the server's announced number counts, too.
     """
     return max(known, int((server.get("facts") or {}).get("ranks") or 0)) > 1
 

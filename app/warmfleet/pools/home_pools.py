@@ -1,16 +1,15 @@
-"""Which pools of a served model a prompt's home pools are: a key of the prompt, and rendezvous hashing by that key.
+"""Finds the home pools of a prompt among the pools of a model: a key of the prompt, and rendezvous hashing by the key.
 
 The key is the block hash at a depth at which few conversations are alike. A beginning that many conversations share,
 such as a system prompt, is no key: it would send them all to the same two pools. So a replica counts how many of the
-latest conversations had a beginning. Where that is more than HOT of what one pool would get of them all, the key is a
-block a quarter deeper, and so on, until the prompt ends. A conversation that grows keeps its key: it does not depend on
-the prompt's length, once the prompt is longer than the depth, and its turns count as one conversation, however many
-they are.
+latest conversations had each beginning. Where that is more than HOT of one pool's share of them all, the key is a
+block a quarter deeper, and so on, until the prompt ends. A conversation that grows keeps its key: the key does not
+depend on the prompt's length, once the prompt is longer than the depth. All turns count as one conversation.
 
-A prompt belongs to a known conversation if it has all known beginnings of it, and perhaps goes on behind their end.
+A prompt belongs to a known conversation if it has all known beginnings of it; it may be longer than they are.
 
 Prompts with the same beginning have the same home pools, at every replica, so their blocks are looked for where they
-are. A pool that joins or leaves moves only the beginnings that it gets or had: one in n. A pool gets as large a share
+are. With n pools, one that joins or leaves moves one beginning in n. A pool gets as large a share
 of the beginnings as its weight is of all weights, and a weight that changes moves only what that share gains or loses
 (weighted rendezvous hashing, Schindelhauer and Schomaker 2005).
 """
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 HOME_PREFIX_TOKENS = 1_024  # the first depth: a system prompt is shorter most often, and a conversation soon longer
-DIGEST_BYTES = 8  # that count
+DIGEST_BYTES = 8  # of a digest by which pools are ordered
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 
 
@@ -42,13 +41,13 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 
 HASH_BYTES = 8  # of a block hash in a chain
-HOT = 0.5  # of a pool's share of all conversations: two pools can well compute so much more than others do
-DEEPER = 4  # a step is so many times less than the depth: twice the depth would be behind the end of many prompts
-COOL = 0.5  # of the count from which a beginning is hot: below that it is a key again
-LEAST = 8.0  # conversations; fewer prove nothing
-WINDOW = 512  # prompts after which all counts are halved; it bounds how many there are, too
-FORGOTTEN = 0.5  # a count that is no more than this says nothing
-MAX_DEPTHS = 24  # at which a prompt's beginnings are known: 200 times the first depth
+HOT = 0.5  # part of a pool's share of all conversations from which a beginning is hot: two pools bear so much
+DEEPER = 4  # the next depth is deeper by this part of it; twice the depth would be behind the end of many prompts
+COOL = 0.5  # part of the hot count below which a hot beginning is a key again
+LEAST = 8.0  # fewer conversations make no beginning hot
+WINDOW = 512  # prompts after which all counts are halved, which also bounds the number of counts
+FORGOTTEN = 0.5  # a halved count that is no larger is dropped
+MAX_DEPTHS = 24  # depths at which a prompt is looked at: the last is 200 times the first
 
 
 class Beginnings:
@@ -67,7 +66,7 @@ class Beginnings:
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
         """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
 
-        depth_tokens: where a key is looked for first. counted: False if the prompt is only asked about.
+        depth_tokens: where a key is looked for first. counted: False for a prompt that is only explained.
         """
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:
@@ -91,7 +90,7 @@ class Beginnings:
         known = next((at for at, key in enumerate(beginnings) if key not in counts), len(beginnings))
         if known == len(beginnings):
             return
-        if not known or beginnings[known - 1] in self._goes_on:  # it parts from those that are known
+        if not known or beginnings[known - 1] in self._goes_on:  # a new conversation
             self._total += 1.0
             for key in beginnings[:known]:
                 counts[key] += 1.0

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identified_prompt")
 
-BEGINNING_BLOCKS = 16  # requests that share so many blocks go to the same worker while Redis is away
+BEGINNING_BLOCKS = 16  # requests that share these blocks go to the same worker while Redis is away
 
 
 @dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
 class IdentifiedPrompt:
     """The prompt or prompts of one request, as far as this replica knows them.
 
-    ``kind`` says how they were identified: ``exact`` (token ids made here), ``engine`` (token ids that an engine told),
+    ``kind`` says how they were identified: ``exact`` (token ids made here), ``engine`` (token ids from an engine),
     ``text`` (workers are matched by the text), ``prefix`` (only the beginning is known) or ``load`` (nothing is known).
     ``reason`` says why a prompt is not wholly known; it is empty for a prompt that is.
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
@@ -68,9 +68,9 @@ class _Found(NamedTuple):
 
 
 async def identify_here(request: Request, pool: Pool) -> IdentifiedPrompt:
-    """Identify the prompt with what this replica has of the model, without asking an engine. Never fails.
+    """Identify the prompt by the identity that this replica has loaded, without asking an engine. Never fails.
 
-    The workers that cannot serve the request are those of the pool's last reading at the end: it may take seconds.
+    Identifying may take seconds; the workers that cannot serve the request are judged by the newest reading after it.
     """
     view = pool.view
     try:
@@ -89,9 +89,9 @@ def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: s
 
 
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
-    """The prompt as the workers of another pool's view have it; None if they may make other token ids or blocks of it.
+    """The prompt for the workers of another pool's view; None if they may make other token ids or blocks of it.
 
-    view: by which the prompt was identified.
+    view: the view by which the prompt was identified.
     """
     schemes = {hasher.scheme.scheme_id for hasher in view.hashers}
     alike = other.identity is view.identity and other.text == view.text and other.max_model_len == view.max_model_len
@@ -140,7 +140,7 @@ def _unable(
 
 
 async def _reproduced(request: Request, view: View) -> _Found:
-    """The prompt as the engines will see it. Raises NotReproducible with the reason."""
+    """The prompt as the engines will tokenize it. Raises NotReproducible with the reason."""
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
     if requests.too_long(request, view.max_model_len):
@@ -181,13 +181,13 @@ async def _in_part(request: Request, view: View, reason: str) -> _Found:
             chains = tuple(chain for chain in _chains(view, request, ids) if chain.hashes)
         except NotReproducible:
             pass
-        except Exception as error:  # noqa: BLE001  a bug of ours, as in ``identify``
+        except Exception as error:  # noqa: BLE001  a bug must not fail the request
             return _unknown(request, error)
     return _Found(chains, max(tokens, 1), "prefix" if chains else "load", reason)
 
 
 def _unknown(request: Request, error: Exception) -> _Found:
-    place = traceback.extract_tb(error.__traceback__)[-1]  # not the message, which may tell the prompt
+    place = traceback.extract_tb(error.__traceback__)[-1]  # the message is not logged: it may contain the prompt
     logger.error("%s at %s:%s: a prompt is not known", type(error).__name__, place.filename, place.lineno)
     return _Found((), requests.estimated_tokens(request), "load", "error")
 

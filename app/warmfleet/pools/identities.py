@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identities")
 
-MAX_UNUSED = 2  # identities that are kept for a fleet that changes back; a tokenizer takes 100 to 240 MB
+MAX_UNUSED = 2  # unused identities that are kept, as a fleet may change back; a tokenizer takes 100 to 240 MB
 
 
 class Identities:
@@ -43,7 +43,7 @@ class Identities:
     async def build(
         self, key: str, artifacts: Mapping[str, bytes], facts: Mapping[str, Any], *, trusted: bool = False
     ) -> Identity:
-        """Build the identity of these files, by name, and a server's facts.
+        """Build the identity from files, by their names, and from a server's facts.
 
         trusted: the operator chose the files; the tokenizer then needs no trial. Raises ValueError or
         jinja2.TemplateError for files that cannot be used.

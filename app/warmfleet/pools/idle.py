@@ -1,6 +1,6 @@
 """Whether a pool is idle in this replica: no request has come for a while, and workers tell only that they live.
 
-Then their heartbeats need not be applied at once, and a replica of many models wakes a few times a second for all.
+Heartbeats to an idle pool need not be applied at once, so a replica of many models wakes a few times a second for all.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-AFTER_S = 10.0  # without anything but heartbeats: joins, probes and a request's last events are over by then
+AFTER_S = 10.0  # of nothing but heartbeats; joins, probes and a request's last events are over by then
 
 
 class Idle:
-    """``wake`` ends idleness and a wait that is under way; every request calls it, so it costs next to nothing."""
+    """Measures how long a pool has been idle. Every request calls ``wake``, so it must cost next to nothing."""
 
     __slots__ = ("_after_s", "_since", "_waiting", "_woken")
 
@@ -23,14 +23,14 @@ class Idle:
         self._waiting: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """A request has come, or a worker has told more than that it lives."""
+        """End idleness, and a ``wait`` under way: a request came, or a worker sent more than a heartbeat."""
         self._woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     @property
     def lasts(self) -> bool:
-        """Whether nothing has woken it for ``after_s``."""
+        """Whether nothing has woken the pool for ``after_s``."""
         if self._woken:
             self._woken, self._since = False, time.monotonic()
         return time.monotonic() - self._since >= self._after_s

@@ -1,4 +1,4 @@
-"""A pool that is late: another pool has answered the same request, and this one has not for LATE_S."""
+"""Finds late pools: those that have not answered a request LATE_S after another pool did."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer", bound="asyncio.Future[Any]")
 
 LATE_S = 0.05  # longest wait once another pool has answered; a decision takes a hundredth of it
-GRACE_S = 0.005  # for answers that have come while this replica itself stood still
+GRACE_S = 0.005  # further wait for answers that came while this replica itself stood still
 
 
 class LatePool(FleetUnavailable):
-    """The failure of a pool that is late."""
+    """The error in place of a late pool's answer."""
 
     def __init__(self) -> None:
         super().__init__(f"no answer within {LATE_S:g} s of another pool's")

@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Outcome
 
 MAX_OUTCOMES = 10_000  # kept at most; the leases of further outcomes expire by themselves
-KEPT_S = 30.0  # an outcome is kept as long as a lease lives: after that there is nothing to give back
+KEPT_S = 30.0  # how long an outcome is kept: a lease that old has expired, so nothing is left to give back
 
 
 class OpenReservations:
-    """One model's reservations of this replica, from the decision that booked them until they are given back.
+    """The reservations that this replica holds for one model, from the booking decision until they are given back.
 
     Background rounds renew the open ones, so that Redis does not let them expire, and repeat the outcomes.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Renewal] = {}
-        self._outcomes: dict[str, tuple[Outcome, float]] = {}  # and when it is dropped
+        self._outcomes: dict[str, tuple[Outcome, float]] = {}  # outcome, monotonic time at which it is dropped
 
     def __len__(self) -> int:
         return len(self._open)
@@ -57,8 +57,8 @@ class OpenReservations:
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
         """Remember an outcome that Redis did not take, so that a background round repeats it for KEPT_S.
 
-        Not if the reservation is open: a request that waits in another pool may be booked here a second time, under the
-        same id, and the outcome is that of the first time.
+        An open reservation is skipped: a request that waits in another pool may be booked here a second time under the
+        same id, and then the outcome belongs to the first booking.
         """
         if reservation not in self._open and len(self._outcomes) < MAX_OUTCOMES:
             self._outcomes[reservation] = outcome, time.monotonic() + KEPT_S

@@ -1,6 +1,6 @@
-"""Judges workers by the answers that this replica got, or that gateways told it of, so that one can be ejected.
+"""Judges workers by the answers that this replica got, or that gateways reported, so that bad ones are ejected.
 
-Only a failure counts that is the worker's own: another worker has served the same request since, or the answer broke
+A failure counts only if it is the worker's own: another worker served the same request later, or the answer broke
 off after its first byte. A request that every worker fails says nothing about them, and clients' own mistakes (4xx) do
 not count. The verdict is carried out in Redis (lua/eject.lua), for all replicas.
 """
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
-WINDOW_S = 30.0  # counts are halved when so much time has passed
-FAILURES = 3  # so many failures at least, so that one bad moment is no verdict
-SHARE = 0.1  # and this share of what the worker got here
-MAX_WORKERS = 1_024  # that are counted at a time
+WINDOW_S = 30.0  # after which counts are halved
+FAILURES = 3  # at least, for a verdict: one bad moment must not be enough
+SHARE = 0.1  # of the worker's requests here that must have failed, too
+MAX_WORKERS = 1_024  # counted at a time
 
 
 class Judged(NamedTuple):
-    """A worker and whether it is on trial, where no decision of this replica says so."""
+    """A worker that a gateway reports on, and whether it is on trial; ``Outliers`` takes it in place of a Decision."""
 
     worker_id: str
     trial: bool = False
@@ -37,16 +37,16 @@ class Outliers:
         self._counts: dict[str, tuple[float, float, float]] = {}  # worker_id -> served, failed, since (monotonic s)
 
     def served(self, decision: Decision | Judged) -> None:
-        """A worker served a request."""
+        """Count a request that a worker served."""
         worker_id = decision.worker_id
         if decision.trial:
             self.verdicts[worker_id] = True
-        if worker_id in self._counts:  # a worker that has failed nothing is not counted, and costs nothing
+        if worker_id in self._counts:  # without a failure nothing is counted, to save time
             served, failed, since = self._recent(worker_id)
             self._counts[worker_id] = served + 1, failed, since
 
     def failed(self, decision: Decision | Judged) -> None:
-        """A worker failed a request through its own fault."""
+        """Count a request that a worker failed through its own fault."""
         worker_id = decision.worker_id
         if worker_id not in self._counts and len(self._counts) >= MAX_WORKERS:
             self._counts.clear()

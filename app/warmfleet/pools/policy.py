@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
-POINTS = 256  # of each worker on the ring: KubeAI's default, as is PREFIX_CHARACTERS
+POINTS = 256  # of each worker on the ring; this and PREFIX_CHARACTERS are KubeAI's defaults
 PREFIX_CHARACTERS = 100
-HOMES = 8  # so many workers of a session's ring order go to a decision: at least one of them should be routable
+HOMES = 8  # workers of a session's ring order that a decision gets: at least one of them should be routable
 
 
 class PolicyChoice:
-    """The policy of one model: the operator's while there is one, else the setting's. ``name``: of that in force."""
+    """The policy of one model: the operator's while there is one, else the setting's. ``name``: the policy in force."""
 
     def __init__(self, configured: str = "cost") -> None:
         self.configured = self.name = configured
@@ -30,7 +30,7 @@ class PolicyChoice:
 
     @property
     def source(self) -> str:
-        """For people: ``operator`` or ``setting``."""
+        """The origin of the policy: ``operator`` or ``setting``."""
         return "operator" if self.operators else "setting"
 
     def follow(self, ordered: str) -> bool:
@@ -60,7 +60,7 @@ class PolicyChoice:
 
 
 class Ring:
-    """A consistent-hash ring of workers. It is made anew when the workers change."""
+    """A consistent-hash ring of workers. A change of the workers makes a new ring."""
 
     def __init__(self) -> None:
         self._points: dict[str, list[int]] = {}
@@ -96,7 +96,7 @@ def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object
     adapter = request.model if request.model in adapters else ""
     text = ""
     if request.messages:
-        users = (one for one in request.messages if one.get("role") == "user")
+        users = (message for message in request.messages if message.get("role") == "user")
         text = _text(next(users, {}).get("content"))
     elif request.prompts:
         first = request.prompts[0]
@@ -106,6 +106,6 @@ def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object
 
 def _text(content: object) -> str:
     if isinstance(content, list):
-        parts = (one.get("text") for one in content if isinstance(one, dict))
+        parts = (part.get("text") for part in content if isinstance(part, dict))
         return "".join(part for part in parts if isinstance(part, str))
     return content if isinstance(content, str) else ""

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
 
-AVOID_S = 3.0  # a request that failed makes its worker avoided for so long; the fleet needs a TTL to see a death
-REFUSED_S = 6.0  # a refused name is not asked for again until the worker has had time to tell that it lacks it
+AVOID_S = 3.0  # how long a worker is avoided after a request failed there; the fleet needs a TTL to see a death
+REFUSED_S = 6.0  # until a name is tried again at the worker that refused it, which has announced its names by then
 UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
-MAX_AVOIDED = 64  # workers; and names that workers have refused
+MAX_AVOIDED = 64  # workers at a time, and refused names
 
 
 class Pool:
@@ -41,7 +41,7 @@ class Pool:
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
     clients' times to first token, ``lead_time`` how much prefill engines get ahead, ``uses`` the prefixes that its
-    prompts share, and ``recent`` its last decisions. ``idle`` says whether none came lately. ``degraded`` and
+    prompts share, and ``recent`` its last decisions. ``idle`` says whether no request came lately. ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """
 
@@ -58,7 +58,7 @@ class Pool:
         self.preferences: Mapping[str, float] = {}  # seconds by label: WARMFLEET_PREFER
         self.name = tag.partition("#")[0]
         self.draining = False
-        self.used_permille = -1  # of the memory limit of its Redis, as read last; -1: not known
+        self.used_permille = -1  # used part of the memory limit of its Redis, as read last; -1: not known
         self.fleet = fleet
         self.degraded = degraded
         self.policy = PolicyChoice(policy)
@@ -74,7 +74,7 @@ class Pool:
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._avoided_until: dict[str, float] = {}
-        #: (worker_id, name) -> what the worker had told of its names, until when it is passed over for this one.
+        #: (worker_id, name) -> all names that the worker announced then, and when it may get the name again.
         self._refused: dict[tuple[str, str], tuple[object, float]] = {}
 
     @property
@@ -92,9 +92,9 @@ class Pool:
 
     @property
     def weight(self) -> int:
-        """The pool's part of a model's beginnings: its workers, also those that are away, until they are forgotten.
+        """The pool's weight among the model's pools: the number of its workers, also of those away, but at least 1.
 
-        So an engine that is started again moves no conversation to other pools. At least 1, for a pool that is new.
+        Workers that are away count so that an engine that is started again moves no conversation to other pools.
         """
         return max(1, len(self.view.workers))
 
@@ -121,7 +121,7 @@ class Pool:
         self.last_known.show(view)
 
     def avoid(self, worker_id: str, seconds: float = AVOID_S) -> None:
-        """Let decisions avoid this worker for a while: a request just failed there, or a health check did."""
+        """Let decisions avoid this worker for a while, after a request or a health check failed there."""
         until = self._avoided_until
         if worker_id in until or len(until) < MAX_AVOIDED:
             until[worker_id] = max(until.get(worker_id, 0.0), time.monotonic() + seconds)
@@ -135,10 +135,10 @@ class Pool:
         return tuple(self._avoided_until)
 
     def refused(self, worker_id: str, model: str) -> bool:
-        """A worker refused this name, which another one serves: pass it over for that until it tells other names.
+        """Send no request for a name to a worker that refused it, until it announces other names or REFUSED_S passed.
 
-        At most REFUSED_S long. Returns whether this counts against the worker: only the first refusal since it told its
-        names does, as all its names may change at once, and other requests are on their way.
+        Returns whether the refusal counts against the worker. Only the first one since its last announcement does: all
+        its names may change at once while other requests are on their way.
         """
         names, counts = self.view.names, all(worker != worker_id for worker, _ in self._refused)
         if len(self._refused) < MAX_AVOIDED:
@@ -147,7 +147,7 @@ class Pool:
         return counts
 
     def _without_refused(self, view: View) -> View:
-        """A new reading, without the names that workers have refused since they told them."""
+        """The view without the names that workers have refused since they announced them."""
         if not self._refused:
             return view
         now = time.monotonic()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warmfleet.fleet import Line, Seen
 
-#: What decided, by the word of the scripts, which is also the label ``why`` of ``warmfleet_decisions_total``.
+#: The rule that decided, by the scripts' word for it, which is also the label ``why`` of ``warmfleet_decisions_total``.
 REASONS = {
     "lowest": "it has the lowest predicted cost",
     "home": "the home of the request's session",
@@ -25,11 +25,11 @@ REASONS = {
     "room": "it has the lowest cost of the engines with room",
     "known": "the same reservation was decided before",
 }
-LOWEST_LOAD = "it has the lowest load"  # what "lowest" means under every policy but `cost`
+LOWEST_LOAD = "it has the lowest load"  # the meaning of the word "lowest" under every policy but `cost`
 ITS_TURN = "its engine has room: it is its turn"
 ITS_WORKER_IS_BUSY = "its engine is busy, and to wait for it is cheaper than to compute the prompt on another"
 ALL_ARE_BUSY = "all engines that can serve it are busy"
-#: A term of a cost by its name, as the reason for which a worker costs more than another.
+#: Why a worker costs more than another, by the name of the term of its cost.
 TERMS = {
     "wait_s": "for what is ahead there",
     "compute_s": "to compute the prompt",
@@ -39,14 +39,14 @@ TERMS = {
     "busy_s": "because it was busy lately",
     "label_s": "for preferred labels that it lacks",
 }
-#: By the reason that warmfleet_fallback_requests_total counts; other reasons are codes of errors, as REFUSED tells.
+#: Words for the reasons that warmfleet_fallback_requests_total counts; any other reason is an error code (REFUSED).
 FALLBACK = {
     "away": "Redis did not answer in time",
     "open": "Redis did not answer a moment ago",
     "no_worker": "Redis knows no worker that takes requests",
 }
 REFUSED = "Redis refused the decision ({}; the log tells more)"
-MATTERS_S = 0.0005  # what is told as 0 ms is no reason
+MATTERS_S = 0.0005  # a smaller difference would be shown as 0 ms
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
@@ -68,7 +68,7 @@ def in_words(policy: str, why: str, seen: Seen) -> str:
 
 
 def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
-    """Why not the worker that holds most of the prompt, as a sentence; "" if the chosen one holds about as much."""
+    """Why the worker that holds most of the prompt was not chosen; "" if the chosen worker holds about as much."""
     rows = {row.worker_id: row for row in seen.candidates}
     if policy != "cost" or chosen not in rows:
         return ""
@@ -86,12 +86,12 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
 
 
 def fallback_in_words(fallback: str) -> str:
-    """Why Redis did not choose, and what did."""
+    """Why Redis did not choose the worker, and how it was chosen instead."""
     return f"{FALLBACK.get(fallback, REFUSED.format(fallback))}: by a hash of the prompt among the workers known last"
 
 
 def queue_in_words(line: Line) -> dict[str, Any]:
-    """The fleet's queue for people who look: how long it is, and of the request that is first in order why it waits."""
+    """The fleet's queue in words: its length, and why its first request waits."""
     told: dict[str, Any] = {"waiting": line.waiting, "work_s": line.work_s, "next": None}
     if (first := line.next) is not None:
         told["next"] = {name: value for name, value in asdict(first).items() if name != "reservation"}

@@ -1,7 +1,7 @@
-"""Keeps the last decisions of one model in this replica, for people who look at its status page, and their sums.
+"""Keeps the last decisions of one model in this replica, and sums over all of them, for the status page.
 
-Only what a decision returns anyway is kept: no prompt, no block hash, no client. While somebody looks, one decision in
-a second is asked to tell all that it sees (``wanted``); while nobody does, none is.
+Only the fields that a decision returns anyway are kept: no prompt, no block hash, no client. While a status page is
+open, one decision in a second returns all candidates that it sees (``wanted``); otherwise no decision does.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
 KEPT = 50  # as many as a page shows; with all candidates of a fleet of 64 workers they take about a megabyte
-TOLD = 10  # of a busy replica, whose last KEPT decisions are over before the page asks again
+TOLD = 10  # decisions with all candidates: in a busy replica the last KEPT would have none of them
 
 
 class Recent(NamedTuple):
-    """One decision.
+    """A decision as the status page shows it.
 
     number: counts decisions of this model from 1 on. at: Unix time. endpoint: the path's label in the metrics. kind:
     how the prompt was identified. fallback: why Redis did not choose; "" if it did.
@@ -35,11 +35,11 @@ class Recent(NamedTuple):
 
 
 class RecentDecisions:
-    """The last KEPT decisions, the last TOLD that told what they saw, and the sums of all since this replica's start.
+    """The last KEPT decisions, the last TOLD with all candidates, and the sums of all since this replica's start.
 
-    ``decided``: their number. ``fallbacks``: how many of them Redis did not make. The tokens are those of the others:
-    nobody knows what the worker of a fallback held. ``wanted``: the next decision shall tell all that it sees; who asks
-    for that decision takes the wish back.
+    ``decided``: the number of all decisions. ``fallbacks``: how many of them Redis did not make. The sums of tokens
+    leave fallbacks out: the cache of their workers is not known. ``wanted``: the next decision shall return all
+    candidates; the code that asks for that decision clears it.
     """
 
     __slots__ = ("_last", "_told", "decided", "fallbacks", "matched_tokens", "prompt_tokens", "wanted")
@@ -56,7 +56,7 @@ class RecentDecisions:
     def note(
         self, request_id: str, endpoint: str, kind: str, policy: str, decision: Decision, fallback: str = ""
     ) -> None:
-        """Count and keep a decision. Every request pays for this, so it does no more than that."""
+        """Count and keep a decision. Every request pays for this call, so it does nothing else."""
         self.decided += 1
         if fallback:
             self.fallbacks += 1

@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
 
-FIRST_READING_S = 2.0  # requests wait so long for the first reading of the fleet
+FIRST_READING_S = 2.0  # longest wait of a request for the first reading of the fleet
 NOT_READ = (
     "The fleet was not read yet: Redis is away or slow. Ask again; for the operator, the replica's log and "
     "`warmfleet doctor` say what is wrong."
 )
-NAMED_MODELS = 16  # an error names so many models; /v1/models lists them all
-NAMED_CHARACTERS = 80  # of each name
-RANDOM_BYTES = 8  # stand for the beginning of a prompt that is not known
+NAMED_MODELS = 16  # models that an error names at most; /v1/models lists all
+NAMED_CHARACTERS = 80  # of each name that an error shows
+RANDOM_BYTES = 8  # a random key places a prompt whose beginning is not known
 
 
 class ServedModel:
-    """The pools of one name. ``pools``: at least one. ``several``: more than one. ``draining``: tags of those that get
-    no new request while another pool can serve it. ``moving``: tags of those whose workers move to other pools; they
-    serve with those they have.
+    """A model and its pools, of which it has at least one. ``several``: whether it has more than one.
+
+    ``draining``: tags of the pools that get no new request while another pool can serve it. ``moving``: tags of the
+    pools whose workers move to other pools; they serve with the workers that are left.
     """
 
     def __init__(
@@ -56,21 +57,21 @@ class ServedModel:
     def drain(self, tags: frozenset[str], moving: frozenset[str] = frozenset()) -> None:
         """Let the pools of these tags, and no others, get no new request while another one can serve it.
 
-        moving: tags of the pools that workers are to leave meanwhile.
+        moving: tags of the pools whose workers shall go to other pools.
         """
         self.draining, self.moving = tags, moving
         for pool in self.pools:
             pool.draining = pool.tag in tags
 
     def succeed(self, before: ServedModel) -> None:
-        """Be this model with other pools from now on."""
+        """Replace the pools of this model."""
         self._beginnings = before._beginnings
 
     @property
     def missing(self) -> list[str]:
         """The tags of the pools that a new replica waits for: they get new requests, and are not usable yet.
 
-        A pool that was read and has no worker at all may be new: it is waited for only if no other pool is usable.
+        A pool that was read and has no worker at all may be new, and counts as missing only if no other pool is usable.
         """
         drained = len(self.draining) == len(self.pools)
         waited_for = [pool for pool in self.pools if not pool.usable and (drained or not pool.draining)]
@@ -80,7 +81,7 @@ class ServedModel:
 
     @property
     def reference(self) -> Pool:
-        """The pool by whose workers prompts are identified first: one that is usable, if there is any."""
+        """The pool by whose workers prompts are identified first: a usable pool, if the model has any."""
         *others, last = self.pools
         for pool in others:
             if pool.usable:
@@ -100,7 +101,7 @@ class ServedModel:
         """The pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
-        counted: the prompt counts among those that share its beginning.
+        counted: whether the prompt counts as a use of its beginning.
         """
         able = self.pools
         if model and model != self.name:
@@ -125,12 +126,12 @@ class Pools:
         names = dict.fromkeys(pool.name for pool in self.all)
         self.served = {name: ServedModel(name, self.named(name)) for name in names}
         self.leaving: tuple[Pool, ...] = ()
-        self._contacted = False  # it is only set: readings are never forgotten
+        self._contacted = False  # set once and never cleared, as pools keep their readings
         self._first_reading_until: float | None = None
         self._ready_at = float("inf")
 
     def change(self, model: ServedModel) -> None:
-        """Serve a model with other pools from now on. Those that it has no longer are ``leaving``."""
+        """Serve a model with other pools from now on. Pools that the model does not keep are ``leaving``."""
         before = self.served.get(model.name)
         gone: list[Pool] = []
         if before is not None:
@@ -141,8 +142,8 @@ class Pools:
         self._count()
 
     def forget(self, pool: Pool) -> None:
-        """Nothing of this replica is left in a leaving pool."""
-        self.leaving = tuple(one for one in self.leaving if one is not pool)
+        """Drop a leaving pool, in which this replica has nothing left."""
+        self.leaving = tuple(other for other in self.leaving if other is not pool)
         self._count()
 
     def _count(self) -> None:
@@ -160,12 +161,12 @@ class Pools:
         return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
 
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
-        """Those of the workers that are heard in another pool: worker_id -> the tag of that pool.
+        """The pool in which each of these workers is heard, if that is another pool: worker_id -> tag.
 
         An engine known by its URL may be heard in a pool of another model. Any other worker there is a namesake.
         """
         silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
-        others = [one for one in self.all if one is not pool] if silent else []
+        others = [other for other in self.all if other is not pool] if silent else []
         return {
             worker.worker_id: other.tag
             for other in others
@@ -181,8 +182,8 @@ class Pools:
     def unready(self) -> str:
         """Why this new replica should get no requests yet; "" once it is ready.
 
-        It is ready when no pool is ``missing``. After a worker's TTL it is ready in any case: what is missing then is
-        missing in the fleet, not in this replica.
+        The replica is ready when no pool is ``missing``. After a worker's TTL it is ready in any case: workers that are
+        missing then are missing in the fleet, too.
         """
         if not self.contacted:
             return "no contact with Redis yet"
@@ -218,7 +219,7 @@ class Pools:
         return ModelNotFound(f"The model `{model[:200]}` does not exist here. {told}", "model")
 
     def _misnamed(self, model: str) -> str:
-        """Why a worker that serves this name is not asked: its pool has another one; empty if there is none."""
+        """Why a worker with this name gets no request: its pool has another name; empty without such a worker."""
         for pool in self.all:
             for worker in pool.view.workers:
                 if worker.misnamed and model in worker.names:
@@ -226,7 +227,7 @@ class Pools:
         return ""
 
     async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:
-        """A pool that serves ``model``: of several the one by which prompts are identified first.
+        """A pool that serves ``model``; of several pools the ``reference``.
 
         Waits for the first reading of the fleet if there was none yet.
 
@@ -252,7 +253,7 @@ class Pools:
     async def _first_reading(self) -> None:
         """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came.
 
-        It waits for nothing if every model was read at least once.
+        If every model was read at least once, nothing is waited for.
         """
         self._contacted = self.contacted
         if self._contacted:
@@ -266,7 +267,7 @@ class Pools:
 
     @property
     def contacted(self) -> bool:
-        """Whether every model was read at least once: one of its pools at least, as others may be away."""
+        """Whether every model was read at least once. One pool of it suffices, as its others may be away."""
         return all(any(pool.contacted for pool in model.pools) for model in self.served.values())
 
     async def each(self, work: Callable[[Pool], Awaitable[object]]) -> None:
@@ -279,7 +280,7 @@ class Pools:
     async def ask_each(
         self, ask: Callable[[Pool], asyncio.Future[Answer]], take: Callable[[Pool, Answer], Awaitable[object]]
     ) -> None:
-        """Ask for every pool at once, and ``take`` each answer, even if some fail; then raise the first failure."""
+        """Ask for every pool at once, pass each answer to ``take`` even if some fail; then raise the first failure."""
         await as_answered({ask(pool): pool for pool in self.all}, take)
 
 
@@ -296,15 +297,15 @@ async def all_of(works: Iterable[Awaitable[object]]) -> None:
 async def as_answered(
     asked: Mapping[asyncio.Future[Answer], Of], take: Callable[[Of, Answer], Awaitable[object]]
 ) -> None:
-    """``take`` each answer as soon as it is there, with that for which it was asked; then raise the first failure.
+    """Call ``take`` with each answer and its subject as soon as the answer is there; then raise the first failure.
 
-    A question that Redis leaves open keeps no other answer waiting. A task for each would cost more than the answers.
+    A question that Redis leaves open delays no other answer. A task for each answer would cost more than the answers.
     """
     waiting, failures = set(asked), list[Exception]()
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for answer in (one for one in asked if one in done):
+            for answer in [answer for answer in asked if answer in done]:
                 try:
                     await take(asked[answer], answer.result())
                 except Exception as error:  # noqa: BLE001  raised below

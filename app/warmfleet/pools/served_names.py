@@ -1,4 +1,4 @@
-"""The names that the workers of one model serve: served names, aliases and LoRA adapters, as they are told now. Pure.
+"""The names that the workers of one model serve: served names, aliases and LoRA adapters, as last announced. Pure.
 
 A worker serves the names that its API server announces or lists. A request goes only to a worker that serves its name.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-SHOWN_NAMES = 4  # of a worker, in a sentence
-SHOWN_CHARACTERS = 80  # of each
+SHOWN_NAMES = 4  # names of a worker that a sentence shows
+SHOWN_CHARACTERS = 80  # of each shown name
 
 
 class _Group(NamedTuple):
-    """Workers that tell the same. models: names and aliases. loras: path by name. proved: their names may be used."""
+    """Workers with equal names. models: names and aliases. loras: path by name. proved: the names may be used."""
 
     models: frozenset[str]
     loras: Mapping[str, str]
@@ -29,16 +29,16 @@ class _Group(NamedTuple):
     ids: list[str]
 
     def serves(self, name: str, path: str | None) -> bool:
-        """path: of the adapter with this name; one from another path has other block hashes, so it does not count."""
+        """Whether the group serves the name. path: the adapter's, which must agree, as block hashes contain it."""
         return name in self.models or (path is not None and self.loras.get(name) == path)
 
 
 class ServedNames:
-    """Which workers of one reading serve which names.
+    """The names that the workers of one reading serve, and the workers that lack some of them.
 
     ``counts``: how many proved workers serve each name. ``routable``: the names that routable workers serve, in order.
-    ``paths``: of every adapter by its name, the path from which most of its workers loaded it: block hashes contain
-    that. ``differ``: some worker lacks a name that another one serves.
+    ``paths``: by the name of an adapter, the path from which most of its workers loaded it, which block hashes contain.
+    ``differ``: some worker lacks a name that another one serves.
     """
 
     def __init__(self, workers: Sequence[WorkerView] = ()) -> None:
@@ -86,17 +86,17 @@ class ServedNames:
         return any(worker not in lacking for ids in serving for worker in ids)
 
     def told(self, worker_id: str) -> object:
-        """The names that the worker has told, to be compared; None for a worker that is not known."""
-        return next(((one.models, one.loras) for one in self._groups if worker_id in one.ids), None)
+        """The names that the worker announced, as a value to compare; None for a worker that is not known."""
+        return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:
-        """These names, of an earlier reading: no routable worker serves them now."""
+        """These names as those of an earlier reading: none of them has a routable worker now."""
         changed = copy.copy(self)
         changed.routable = ()
         return changed
 
     def without(self, worker_id: str, name: str) -> ServedNames:
-        """These names, but for one that this worker refused: it has changed since it was read."""
+        """These names, less a name that this worker refused because its names have changed since the reading."""
         lacking = self.lacking(name)
         if worker_id in lacking:
             return self

@@ -1,6 +1,6 @@
 """Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
 
-No request has a timer: all of them are looked at in rounds. There are three grounds to end one.
+No request has a timer: all requests are looked at in rounds. A request is ended on three grounds.
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
@@ -38,7 +38,7 @@ STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from 
 
 
 class Try:
-    """One request at one worker, from the moment at which it is sent until its answer has ended."""
+    """A request at one worker, from the moment at which it is sent until its answer has ended."""
 
     __slots__ = ("_bytes", "_bytes_at", "received_at", "response", "worker_id")
 
@@ -68,7 +68,7 @@ class Tries:
         self._looked_at = self._steady_since = float("-inf")
 
     def begin(self, reservation: str, begun: Try) -> None:
-        """A request is sent to a worker. Whatever becomes of it, call ``end`` with the same reservation."""
+        """Follow a request that is sent to a worker. However it ends, call ``end`` with the same reservation."""
         self._open[reservation] = begun
 
     def end(self, reservation: str) -> None:
@@ -90,7 +90,7 @@ class Tries:
         out_s = self._timing.grace_s + (self._timing.parted_s if others else 0.0)
         lost = {w.worker_id for w in out if _expired(w) or now - self._out_since[w.worker_id] > out_s}
         if lost:
-            lost -= {worker.worker_id for some in others for worker in some if worker.state.alive}
+            lost -= {worker.worker_id for pool_workers in others for worker in pool_workers if worker.state.alive}
         if not lost:
             return 0
         return self._give_up([request for request in self._open.values() if request.worker_id in lost], now)
@@ -110,23 +110,24 @@ class Tries:
         return ended
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
-        """The workers that keep a request waiting for its first byte for at least so long."""
-        return {one.worker_id for one in self._open.values() if not one.response.began and one.quiet_s(now) >= seconds}
+        """The workers that keep a request waiting for its first byte for at least so many seconds."""
+        waiting = [request for request in self._open.values() if not request.response.began]
+        return {request.worker_id for request in waiting if request.quiet_s(now) >= seconds}
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
-        """Whether this worker has sent a byte to some request within so long, or has got a request within so long."""
-        return any(one.worker_id == worker_id and one.quiet_s(now) < seconds for one in self._open.values())
+        """Whether this worker sent a byte to some request, or got a request, within so many seconds."""
+        return any(request.worker_id == worker_id and request.quiet_s(now) < seconds for request in self._open.values())
 
     def standing_still(self, now: float) -> set[str]:
         """The workers that sent nothing for STILL_S, though they had begun to answer a request that waits for more."""
-        quiet_s = [(one.worker_id, one.response.began, one.quiet_s(now)) for one in self._open.values()]
+        quiet_s = [(request.worker_id, request.response.began, request.quiet_s(now)) for request in self._open.values()]
         sending = {worker_id for worker_id, _, seconds in quiet_s if seconds < STILL_S}
         return {worker_id for worker_id, began, _ in quiet_s if began} - sending
 
     def give_up(self, hung: Collection[str], now: float) -> int:
         """Give up the requests that wait at hung workers for their first byte; returns how many they were."""
-        waiting = [one for one in self._open.values() if one.worker_id in hung and not one.response.began]
-        return self._give_up(waiting, now)
+        waiting = [request for request in self._open.values() if request.worker_id in hung]
+        return self._give_up([request for request in waiting if not request.response.began], now)
 
     def _give_up(self, requests: Sequence[Try], now: float) -> int:
         quiet = [request for request in requests if request.quiet_s(now) >= self._timing.quiet_s]

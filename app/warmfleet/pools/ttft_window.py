@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 WINDOW_S = 60.0
 SLICES = 12
-LEAST_S = 1e-4  # a shorter wait counts as this long
+LEAST_S = 1e-4  # shortest wait in seconds; a shorter one counts as this long
 PER_OCTAVE = 8  # buckets between a wait and twice as long a one
-BUCKETS = 24 * PER_OCTAVE  # up to 1,677 s
+BUCKETS = 24 * PER_OCTAVE  # the last bucket ends at 1,677 s
 MET = 0.9  # the quantile of the waits that must meet the objective (app/docs/decisions/013)
 FOLLOWED = 0.5  # this quantile of the waits is the upper limit of the objective in force
 ENOUGH = 50  # waits in the window: a quantile of fewer is chance, so there is no objective then
@@ -38,7 +38,7 @@ class TtftWindow:
         self._slices = [[0] * BUCKETS for _ in range(SLICES)]
         self._total = [0] * BUCKETS
         self._now = int(clock() / self._slice_s)
-        self._in_force_s: float | None = None  # until a slice ends
+        self._in_force_s: float | None = None  # computed once per slice; None: not yet in this slice
 
     def observe(self, seconds: float) -> None:
         """Count one request's wait."""
@@ -75,7 +75,7 @@ class TtftWindow:
         return self._in_force_s
 
     def figures(self) -> dict[str, float]:
-        """For people: the number of waits, and in seconds P50, P90, P99, the objective, and the one in force."""
+        """The number of waits, and in seconds P50, P90, P99, the objective, and the objective in force."""
         shares = {f"p{round(100 * share)}_s": self.quantile(share) for share in SHOWN}
         return {"requests": self.count, **shares, "objective_s": self.objective_s, "in_force_s": self.in_force_s}
 
@@ -95,10 +95,10 @@ class TtftWindow:
 
 
 def quantiles(counts: Iterable[Mapping[int, int]]) -> dict[str, float]:
-    """P50, P90 and P99 in seconds of all these ``counts`` together, by the names of ``figures``; 0 without waits."""
+    """P50, P90 and P99 in seconds over several windows' ``counts``, by the names of ``figures``; 0 without waits."""
     total = Counter[int]()
-    for one in counts:
-        total.update(one)
+    for window in counts:
+        total.update(window)
     of_all = sorted(total.items())
     return {f"p{round(100 * share)}_s": _quantile(of_all, total.total(), share) for share in SHOWN}
 

@@ -1,4 +1,4 @@
-"""The keys of clients: a file of the operator that holds their hashes, read again whenever it changes."""
+"""The keys of clients, by a file of the operator with their hashes, read again whenever the file changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BEARER = b"bearer "
 @dataclass(frozen=True, slots=True)
 class ClientKey:
     """A client's key. ``models``: the names of models that a request may have, None for all. ``expires_at``: Unix time.
-    ``limits``: None if it has none.
+    ``limits``: None: no limits.
 
     Several keys may have one ``name``: they are one tenant, so that a client can change its key.
     """
@@ -51,7 +51,7 @@ ANYBODY = ClientKey("")
 
 
 class ClientKeys:
-    """The keys in force. ``required``: whether requests need one, which is so if there is a file."""
+    """The keys in force. ``required``: whether requests need a key, which holds if the settings name a file."""
 
     def __init__(self, path: str, metrics: Metrics) -> None:
         """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
@@ -82,7 +82,7 @@ class ClientKeys:
         else:
             given = [value for name, value in headers if name == b"x-api-key"]
             key = given[0] if given else b""
-        # Looking up the hash tells nothing by its time: nobody can make hashes that resemble a given one.
+        # The time of the look-up reveals nothing: no client can make hashes that resemble a given hash.
         found = self._keys.get(hashlib.sha256(key).digest()) if key and len(given) == 1 else None
         if found is None:
             raise Unauthorized("This needs a valid API key, as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.")
@@ -91,7 +91,7 @@ class ClientKeys:
         return found
 
     def limits_of(self, name: str) -> ClientLimits | None:
-        """The limits of a client whose key a gateway has checked; of several keys with its name those of the first."""
+        """The limits of a client whose key a gateway has checked; of several keys with its name the first."""
         return self._limits.get(name)
 
     def _read_if_changed(self) -> None:
@@ -111,7 +111,7 @@ class ClientKeys:
 
 
 def parse(data: bytes) -> dict[bytes, ClientKey]:
-    """The keys of a file by their digests. Raises ValueError that names the line, and repeats nothing of it.
+    """The keys of a file by their digests. Raises ValueError that names the line without repeating it.
 
     Each line is a JSON object. Empty lines, and those that begin with ``#``, are left out.
     """
@@ -144,7 +144,7 @@ def _entry(line: bytes) -> tuple[bytes, ClientKey]:
         raise ValueError("name must be 1 to 128 letters, digits and ._@-")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise ValueError("sha256 must be 64 hex digits, in lower case")
-    if "models" in entry and not (isinstance(models, list) and models and all(isinstance(one, str) for one in models)):
+    if "models" in entry and not (isinstance(models, list) and models and all(isinstance(m, str) for m in models)):
         raise ValueError("models must be a list of names; without this field the key is for all models")
     allowed = None if models is None else frozenset(models)
     expires_at = _expiry(entry) if "expires" in entry else None

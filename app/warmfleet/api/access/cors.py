@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 Headers = list[tuple[bytes, bytes]]
 
-MAX_AGE_S = 600  # a browser asks again after so long
+MAX_AGE_S = 600  # a browser may keep the answer to a preflight for so long
 SHOWN = b"x-request-id, retry-after, x-warmfleet-worker, x-warmfleet-matched-tokens, x-warmfleet-prompt-tokens"
 
 
 class Cors:
-    """Which origins are allowed, and the headers that tell a browser so. No origin is, by default."""
+    """The allowed origins, by default none, and the headers that announce them to a browser."""
 
     def __init__(self, origins: Iterable[str]) -> None:
         """origins: each as a browser writes it, such as ``https://chat.example.com``; ``*`` allows every origin."""

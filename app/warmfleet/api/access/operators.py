@@ -1,9 +1,9 @@
 """Access to the paths for operators.
 
-With ``WARMFLEET_ADMIN_KEY`` all of them need that key. Without it they are open, unless clients are kept apart (by
-keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; whatever tells about
-single requests, or changes something, is answered to the replica's own host alone: to a process there, but through no
-proxy, and to no page of somebody else in a browser there.
+With ``WARMFLEET_ADMIN_KEY`` all these paths need that key. Without it they are open, unless clients are kept apart (by
+keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; paths about single
+requests, or that change something, answer only processes on the replica's own host: not through a proxy, and not for
+a page of another origin in a browser there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet.settings import Settings
 
-#: Addresses of a process of the own host. Others of 127.0.0.0/8 are used by sidecars: Istio's asks from 127.0.0.6.
+#: Addresses of processes on the own host. Sidecars use others of 127.0.0.0/8: Istio's requests come from 127.0.0.6.
 OWN_ADDRESSES = frozenset(("127.0.0.1", "::1", "::ffff:127.0.0.1"))
 #: Beginnings of headers by which a proxy tells that it passes a request on, or a browser that a page elsewhere asks.
 PASSED_ON = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"l5d-", b"via", b"cf-connecting-ip", b"origin")
@@ -38,7 +38,7 @@ NOBODY = "Without WARMFLEET_ADMIN_KEY nobody is answered here, because clients u
 
 
 class Operators:
-    """Checks requests to the paths for operators. ``hides``: some of them are not answered to everybody."""
+    """Checks requests to the paths for operators. ``hides``: whether some paths are closed to the public."""
 
     def __init__(self, settings: Settings) -> None:
         self._key = settings.admin_key
@@ -52,13 +52,13 @@ class Operators:
             raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
 
     def may_act(self, request: HTTPRequest) -> None:
-        """For whatever changes something or tells about single requests. Raises Unauthorized, Forbidden."""
+        """Check a request that changes something or asks about single requests. Raises Unauthorized, Forbidden."""
         self.may_read_sums(request)
         if not self.sees_requests(request):
             raise Forbidden(OWN_HOST_ONLY if self._own_port else NOBODY)
 
     def sees_requests(self, request: HTTPRequest) -> bool:
-        """Whether a request that may read sums may also be told about single requests."""
+        """Whether a request that may read sums may also read about single requests."""
         return not self.hides or (self._own_port and _from_own_host(request))
 
 
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether Host names the own host: by another name any page could lead a browser there here."""
+    """Whether Host names the own host; a page of another origin could make a browser send other names."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
@@ -83,7 +83,7 @@ def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def without_requests(model: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a model, of ``/workers`` or the status page, without those that tell about single requests."""
+    """The figures of a model, of ``/workers`` or the status page, without the fields about single requests."""
     shown = {name: [] if name == "decisions" else value for name, value in model.items()}
     if model["queue"] is not None:
         shown["queue"] = model["queue"] | {"next": None}
@@ -91,7 +91,7 @@ def without_requests(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of the own host, also as an IPv6 socket tells one of IPv4."""
+    """Whether this is an address of the own host, also if it is an IPv4 address in the form of IPv6."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # of a socket without addresses

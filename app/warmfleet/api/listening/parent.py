@@ -2,7 +2,7 @@
 
 The replica says once that it is ready, and from then on every second that it is alive: a replica whose event loop hangs
 falls silent, and the parent replaces it. The parent says on which sockets it shall listen, again whenever that changes.
-Told to listen on none, or at the end of the line, which is the end of the parent, it stops as after SIGTERM.
+If the list is empty, or the line closes because the parent has ended, the replica stops as after SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.listening")
 
 READY, ALIVE = b"ready\n", b"alive\n"
-HEARTBEAT_S = 1.0  # between two words that the replica is alive
+HEARTBEAT_S = 1.0  # between two reports that the replica is alive
 READY_LOOK_S = 0.05
 LAST_REQUESTS_S = 0.2  # a health check on a connection that was accepted just now must not hear of draining
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The sockets that a replica listens on: those for clients by their place, and whether for operators, too."""
+    """The sockets that a replica listens on: the indices of those for clients, and whether those for operators, too."""
 
     clients: tuple[int, ...] = ()
     operators: bool = False
 
     def line(self) -> bytes:
-        """These as the parent sends them."""
+        """The line by which the parent sends these."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> Listening:
-        """What ``line`` made."""
+        """The sockets that such a line names."""
         told = json.loads(line)
         return cls(tuple(told["clients"]), operators=told["operators"])
 
 
-RETIRED = Listening()  # another replica has taken its place
+RETIRED = Listening()  # the order to a replica that another one replaces
 
 
 class Parent:

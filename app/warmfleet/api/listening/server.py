@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.listening")
 
 AT_ONCE_S = 2.0  # after a second SIGINT: longest wait for the background tasks, which end in milliseconds
-BACKLOG = 2_048  # connections that the kernel keeps until they are accepted
+BACKLOG = 2_048  # connections that the kernel keeps until the replica accepts them
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What serves the connections of some listening sockets; ``tls`` is None for plain HTTP."""
+    """A group of listening sockets: the state of their connections; ``tls`` is None for plain HTTP."""
 
     connections: Connections
     tls: ssl.SSLContext | None
@@ -43,7 +43,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Both doors of a replica. ``application``: its lifespan is that of the replica.
+    """Both doors of a replica. ``application``: the ASGI application whose lifespan runs the replica.
 
     ``unready``: why the replica should get no requests yet; "" once it is ready.
     """
@@ -57,7 +57,7 @@ class Doors:
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Bound sockets, and the line to the parent, which says when to listen on them; without it all are listened on."""
+    """Bound sockets, and the line to the parent, which says when to listen on each; without a parent all are used."""
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket] = ()
@@ -67,7 +67,7 @@ class Sockets:
 def operators_address(sockets: Sockets, redis_url: str) -> tuple[str, int]:
     """Host and port at which this replica answers operators.
 
-    Where it listens on every address of its machine, the host is that from which the machine reaches Redis.
+    If it listens on every address of its machine, the host is the address from which the machine reaches Redis.
     """
     host, port = (sockets.operators or sockets.clients)[0].getsockname()[:2]
     if host not in ("0.0.0.0", "::"):  # noqa: S104  compared, not bound
@@ -80,7 +80,7 @@ def operators_address(sockets: Sockets, redis_url: str) -> tuple[str, int]:
 class Server(uvicorn.Server):
     """A server that goes on serving for ``drain_s`` before it stops, so that balancers and clients turn away from it.
 
-    A second signal stops it at once. uvicorn looks ten times a second whether it shall stop; this server waits for it.
+    A second signal stops it at once. uvicorn polls for the stop ten times a second; this server waits for an event.
     """
 
     def __init__(self, config: uvicorn.Config, doors: Doors, drain_s: float, sockets: Sockets) -> None:
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def listen(self, to: Listening) -> None:
-        """Listen on these sockets and on no others. The caller keeps them open, so what waits in one is not lost."""
+        """Listen on these sockets and on no others. The caller keeps them open, so waiting connections are not lost."""
         doors = {self._sockets.clients[place]: self._doors.clients for place in to.clients}
         if to.operators:
             doors |= dict.fromkeys(self._sockets.operators, self._doors.operators)
@@ -140,7 +140,7 @@ class Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
-        """Close the sockets, let what runs end, and end the background tasks."""
+        """Close the sockets, let running requests end, and end the background tasks."""
         if self._obeying is not None:
             self._obeying.cancel()
         under_way, grace_s = len(self.server_state.tasks), self.config.timeout_graceful_shutdown

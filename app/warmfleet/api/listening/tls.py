@@ -46,7 +46,7 @@ class ServerTls:
         context = _server_context()
         if requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED
-            # A resumed session would not ask for the certificate again, also when its authority is trusted no more.
+            # A resumed session would not ask for the certificate again, even if its authority is not trusted by then.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
         context.sni_callback = self._use_current
@@ -56,7 +56,7 @@ class ServerTls:
         handshake.context = self._current
 
     def _state(self) -> tuple[tuple[int, ...], ...]:
-        """Changes whenever a file does. Raises BadArgument."""
+        """A value that changes whenever a file changes. Raises BadArgument."""
         states = []
         for name, path in self._files.items():
             try:
@@ -67,7 +67,7 @@ class ServerTls:
         return tuple(states)
 
     def _read(self) -> ssl.SSLContext:
-        """A context with what the files hold now. Raises BadArgument."""
+        """A context made of the files as they are now. Raises BadArgument."""
         marks = {
             "TLS_CERT": b"-BEGIN CERTIFICATE-",
             "TLS_CLIENT_CA": b"-BEGIN CERTIFICATE-",

@@ -1,7 +1,7 @@
-"""The OpenAPI document of a port: which requests a replica takes there, and how it may answer. Built at the start.
+"""The OpenAPI document of a port: the requests that a replica takes there, and its answers. Built at the start.
 
-What an engine answers, and which fields it reads besides, is the engine's: the document names the fields that the
-router reads itself, and refuses if they are wrong.
+Of requests to engines, the document names only the fields that the router reads itself, and refuses if they are wrong;
+other fields and the answers are up to the engine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 PATH = "/openapi.json"
 HEALTH = frozenset({"/health", "/ping", "/readyz"})
-KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # besides the paths of engines
-#: Errors of any request, of one with a body, and of one that is placed at a worker.
+KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # paths that need a client's key besides the paths of engines
+#: Errors of any request, of a request with a body, and of a request that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
 BODY_FAULTS = (errors.TooLarge, errors.UnsupportedCoding, errors.UploadsFull)
 PLACING = (
@@ -52,7 +52,7 @@ ENGINE_FAULTS = (errors.UpstreamGone, errors.EngineTimeout, errors.TooManyConnec
 
 
 def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> list[Route]:
-    """These routes, and one for the document of all that their port serves. engine_paths: it passes these on."""
+    """These routes, and a route for the port's document. engine_paths: the port passes these on."""
 
     async def openapi(_request: HTTPRequest) -> Response:
         """The OpenAPI document of all that this port takes."""
@@ -84,7 +84,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
             "paths": paths,
             "components": {
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-                "parameters": {one["name"]: one for one in PARAMETERS},
+                "parameters": {parameter["name"]: parameter for parameter in PARAMETERS},
                 "responses": {f"engine-{status}": answer for status, answer in answers.items()},
             },
         }
@@ -95,7 +95,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
 
 
 def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -> Json:
-    """answers: their statuses."""
+    """The entry of a path of engines. answers: statuses of its answers."""
     needed = path.form in ("completions", "chat")
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
     if path.takes_all_types:
@@ -162,10 +162,10 @@ def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
         by_status.setdefault(str(fault.status), []).append(fault)
     found: Json = {}
     for status, classes in sorted(by_status.items()):
-        codes = sorted({one.code for one in classes})
+        codes = sorted({error.code for error in classes})
         schema = ERROR if engines else _error(codes)
         found[status] = {"description": f"Of the router: {', '.join(codes)}", "content": _json(schema)}
-        if any(one.retry_after_s for one in classes):
+        if any(error.retry_after_s for error in classes):
             found[status]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "required": not engines}}
         if errors.MethodNotAllowed in classes:
             found[status]["headers"] = {"Allow": {"schema": TEXT, "required": True}}
@@ -179,7 +179,7 @@ def _error(codes: Sequence[str]) -> Json:
     return {"type": "object", "required": ["error"], "properties": {"error": told}}
 
 
-#: Of the router or of an engine.
+#: The body of an error of the router or of an engine.
 ERROR: Json = {
     "type": "object",
     "required": ["error"],

@@ -1,4 +1,4 @@
-"""What requests and answers are made of, as JSON schemas: what the router reads itself, and what it answers itself."""
+"""JSON schemas of the fields of requests that the router reads, and of its own answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL: Json = {
         "max_model_len": {"type": ["integer", "null"]},
     },
 }
-#: By path: what the router's own answer is, with status 200.
+#: The router's own answers with status 200, by path.
 OWN_ANSWERS: dict[str, Json] = {
     "/v1/models": {
         "type": "object",
@@ -94,7 +94,7 @@ OWN_ANSWERS: dict[str, Json] = {
     "/settle": {"type": "object", "required": ["result"], "properties": {"result": TEXT}},
     "/renew": {"type": "object", "required": ["expires_in_s"], "properties": {"expires_in_s": {"type": "number"}}},
 }
-#: As vLLM's request models read them: a number may be a text or a boolean, and a boolean one of some words or numbers.
+#: Types as vLLM's request models read them: a number may be a text or a boolean, a boolean a word or a number.
 NUMBER: Json = {"type": ["integer", "number", "string", "boolean", "null"]}
 FLAG: Json = {"type": ["boolean", "integer", "number", "string", "null"]}
 PROMPT: Json = {
@@ -138,7 +138,7 @@ PARAMETERS = [
         "ended: the conversation ends with this request, so an engine may evict its blocks first",
     ),
 ]
-HINTS = [{"$ref": f"#/components/parameters/{one['name']}"} for one in PARAMETERS]
+HINTS = [{"$ref": f"#/components/parameters/{parameter['name']}"} for parameter in PARAMETERS]
 READ_PATHS = [path.path for path in KNOWN.values() if path.form not in ("unknown", "none")]
 PLACED: Json = {"type": "object", "description": "The body of the request that is to be placed"}
 BOOKED: Json = {"reservation": TEXT | {"pattern": f"^{RESERVATION}$"}, "model": {"type": ["string", "null"]}}

@@ -1,6 +1,6 @@
 """The last quarter of an hour of this replica, one point every five seconds, for the plots of its status page.
 
-It is kept whether or not somebody looks, because who opens the page wants to know what was before.
+The points are kept even while no page is open, because an operator who opens the page wants to see the past.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 EVERY_S = 5.0  # between two points: the interval of heartbeats
 SPAN_S = 900.0  # as long as an operator needs to see what led to an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
-RATE_S = 10.0  # the rates of "now" are means over so long: one request a second would else blink
-RATIO_S = 60.0  # and the hit ratio, as the times to first token, over the last minute
+RATE_S = 10.0  # the current rates are means over this time; over less, one request a second would blink
+RATIO_S = 60.0  # the hit ratio is over the last minute, like the times to first token
 
 Number = int | float | None
 
 
 class Point(NamedTuple):
-    """One model at one moment. at: monotonic seconds.
+    """The figures of a model at a moment. at: monotonic seconds.
 
     The next four are sums since the start of the replica. The times are quantiles of the last minute's streams in
-    seconds, None without any. waiting: requests in the queue that wait in this replica.
+    seconds, None without streams. waiting: requests in the queue that wait in this replica.
     """
 
     at: float
@@ -56,20 +56,20 @@ class History:
         self._points = {pool.tag: deque([self.now(pool)], maxlen=POINTS) for pool in pools.all}
 
     async def look(self) -> None:
-        """Add a point to every pool. It waits for nothing."""
+        """Add a point to every pool."""
         tags = {pool.tag for pool in self._pools.all}
         self._points = {tag: points for tag, points in self._points.items() if tag in tags}
         for pool in self._pools.all:
             self._of(pool).append(self.now(pool))
 
     def _of(self, pool: Pool) -> deque[Point]:
-        """The points of a pool; its first one, if it has just come."""
+        """The points of a pool; a new pool gets its first point."""
         if pool.tag not in self._points:
             self._points[pool.tag] = deque([self.now(pool)], maxlen=POINTS)
         return self._points[pool.tag]
 
     def now(self, pool: Pool) -> Point:
-        """This moment."""
+        """The pool's point of this moment."""
         recent, waits = pool.recent, pool.ttft
         p50_s, p90_s, p99_s = (waits.quantile(share) or None for share in (0.5, 0.9, 0.99))
         [gauge] = self._metrics.queued.labels(pool.tag).collect()
@@ -89,10 +89,10 @@ class History:
         )
 
     def columns(self, pool: Pool) -> dict[str, list[Number]]:
-        """What the plots show: a list for each line, the oldest value first, and ``age_s`` of each value.
+        """The lines of the plots: a list for each, the oldest value first, and ``age_s`` of each value.
 
-        None where nothing can be told, as a hit ratio without requests. They end at the last point: a rate since then
-        would be that of some milliseconds at times.
+        None stands for an unknown value, as a hit ratio without requests. The lists end at the last point: a rate since
+        that point could be the rate of a few milliseconds.
         """
         return columns([*self._of(pool)])
 
@@ -108,7 +108,7 @@ class History:
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[Number]]:
-    """The lines of the plots from these points, which are at least one; each but the first gives a value.
+    """The lines of the plots from one or more points; each point but the first gives a value.
 
     Ages are seconds before the last point.
     """
@@ -139,5 +139,5 @@ def _between(before: Point, after: Point) -> dict[str, Number]:
 
 
 def _rounded(value: Number) -> Number:
-    """With four significant digits, so that a page of numbers stays small."""
+    """The number with four significant digits, so that the page's data stay small."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,7 +1,7 @@
-"""The paths of the status page: its files tell nothing of the fleet, its data are for operators (``Operators``).
+"""The paths of the status page: its files, which are open to all, and its data, for operators (``Operators``).
 
-While nobody looks, nothing is computed but a point of the history every few seconds. While somebody does, there is one
-snapshot a second, however many look.
+While no page is open, only a point of the history is computed every few seconds. While pages are open, one snapshot a
+second is made for all of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HEADERS = {
 
 
 class StatusPage:
-    """Handlers for Starlette, and the snapshot that all who look share."""
+    """Handlers for Starlette, and the snapshot that all open pages share."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class StatusPage:
         snapshot_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """snapshot_s: a snapshot is given to everybody who asks within so long."""
+        """snapshot_s: how long a snapshot answers all requests for the data."""
         self._pools = pools
         self._history = history
         self._last = last
@@ -81,7 +81,7 @@ class StatusPage:
         self._began = clock()
         self._made_at = float("-inf")
         self._snapshot = self._sums = b""
-        self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # of decisions in the last snapshot, by model and number
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # of the last snapshot, by model and number
         self._making: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
@@ -130,7 +130,7 @@ class StatusPage:
 
     async def _model(self, pool: Pool) -> dict[str, Any]:
         found = await snapshot.read(pool)
-        pool.recent.wanted = True  # the next decision tells what it sees: one in a second, while somebody looks
+        pool.recent.wanted = True  # the next decision returns all candidates: one in a second, while a page is open
         lately, history = self._history.lately(pool), self._history.columns(pool)
         rows = snapshot.decision_rows(pool.recent.newest(), self._rows.get(pool.tag, {}))
         self._rows[pool.tag] = rows

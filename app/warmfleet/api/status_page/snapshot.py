@@ -1,4 +1,4 @@
-"""What the status page shows of one model, as values for JSON."""
+"""The data of the status page about a model, as values for JSON."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from warmfleet.pools.recent_decisions import Recent
     from warmfleet.pools.served_models import Pools
 
-READ_S = 1.0  # longest wait for Redis: the page then shows what this replica knows by itself
-CANDIDATES = 5  # of a decision that told what it saw: the chosen worker and the next ones
+READ_S = 1.0  # longest wait for Redis; after that the page shows this replica's own knowledge
+CANDIDATES = 5  # shown of a decision that returned all: the chosen worker and the next ones
 LAST_READ = "took requests when last read"
 AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
-#: From the best to the worst: what decides where requests go. The page draws this ladder.
+#: The ways to choose a worker, from the best to the worst. The page draws them as a ladder.
 RUNGS = ("redis", "asked", "last_known", "nothing")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What Redis tells of one model for a snapshot. reached: False if it does not answer; the rest is empty then."""
+    """Redis' data of a model for a snapshot. reached: False if Redis does not answer; all else is empty then."""
 
     reached: bool
     truth: Truth
@@ -44,7 +44,7 @@ class Reading:
 
 
 async def read(pool: Pool) -> Reading:
-    """Ask Redis. The workers themselves are those of the replica's last reading, which is younger than two seconds."""
+    """Ask Redis for all but the workers, which come from the replica's last reading, younger than two seconds."""
     try:
         async with asyncio.timeout(READ_S):
             truth = await pool.fleet.index.truth(pool.view.workers)
@@ -55,12 +55,12 @@ async def read(pool: Pool) -> Reading:
 
 
 def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
-    """Everything about one model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
+    """Everything about a model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     away = _away(pool, reached=found.reached)
     workers = shown_workers(pool, rung, away=away)
     others = any(
-        one.routable for other in pools.named(pool.name) if other is not pool for one in other.last_known.workers
+        worker.routable for other in pools.named(pool.name) if other is not pool for worker in other.last_known.workers
     )
     avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
     line, memory = found.line, found.memory
@@ -101,31 +101,30 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
 
 
 def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
-    """The workers of the last reading, and those known last where requests go to them. While Redis is away, these only:
-    the last reading is no newer."""
+    """The workers of the last reading, and those known last if requests go to them; while Redis is away, only these."""
     if rung != "last_known":
         return pool.view.workers
     if away:
         return pool.last_known.workers
     here = {worker.worker_id for worker in pool.view.workers}
-    return [*pool.view.workers, *(one for one in pool.last_known.workers if one.worker_id not in here)]
+    return [*pool.view.workers, *(worker for worker in pool.last_known.workers if worker.worker_id not in here)]
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
-    """The last minute of all replicas that are heard, together: in the words of a replica's own figures."""
+    """The last minute of all live replicas together, with the keys of a replica's own figures."""
     minutes = [view.told.minute for view in replicas if view.heard]
-    prompt, matched = (sum(getattr(one, name) for one in minutes) for name in ("prompt_tokens", "matched_tokens"))
+    prompt, matched = (sum(getattr(minute, name) for minute in minutes) for name in ("prompt_tokens", "matched_tokens"))
     return {
         "replicas": len(minutes),
-        "decisions_per_s": round(sum(one.decided for one in minutes) / WINDOW_S, 2),
-        "fallbacks_per_s": round(sum(one.fallbacks for one in minutes) / WINDOW_S, 2),
+        "decisions_per_s": round(sum(minute.decided for minute in minutes) / WINDOW_S, 2),
+        "fallbacks_per_s": round(sum(minute.fallbacks for minute in minutes) / WINDOW_S, 2),
         "hit_ratio": matched / prompt if prompt else None,
-        **quantiles(one.waits for one in minutes),
+        **quantiles(minute.waits for minute in minutes),
     }
 
 
 def replica_row(view: ReplicaView) -> dict[str, Any]:
-    """One replica in this pool. decisions, hit_ratio: of the last minute."""
+    """A replica in this pool. decisions, hit_ratio: of the last minute."""
     told, minute = view.told, view.told.minute
     return replica_facts(view) | {
         "up_s": max(0, round(time.time()) - told.started),
@@ -138,7 +137,7 @@ def replica_row(view: ReplicaView) -> dict[str, Any]:
 
 
 def rung_of(pool: Pool, *, reached: bool) -> str:
-    """What decides where requests go now, a word of RUNGS. reached: Redis answers."""
+    """The way in which workers are chosen now, a word of RUNGS. reached: Redis answers."""
     known = any(worker.routable for worker in pool.last_known.workers)
     away = _away(pool, reached=reached)
     if away or not any(worker.routable for worker in pool.view.workers):
@@ -156,7 +155,7 @@ def _away(pool: Pool, *, reached: bool) -> bool:
 
 
 def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False) -> str:
-    """The sentence about this rung of the ladder. others: the model has another pool that knows a worker."""
+    """The sentence about a rung, a word of RUNGS. others: the model has another pool that knows a worker."""
     if rung == "nothing":
         served = "other pools of its model serve its requests" if others else "requests get 503 until Redis is back"
         return f"Redis is away and no worker of this pool is known: {served}."
@@ -184,10 +183,10 @@ def worker_row(
     known_last: bool = False,
     moved_to: str = "",
 ) -> dict[str, Any]:
-    """One worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
+    """A worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
 
-    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched. moved_to: the
-    pool in which it is heard, if that is another one.
+    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched. moved_to:
+    another pool in which the worker is heard, if any.
     """
     load, past = worker.load, known_last and worker.routable
     return {
@@ -213,21 +212,21 @@ def worker_row(
 
 
 def slow_row(told: dict[str, Any]) -> dict[str, Any]:
-    """A slow request, of all that ``/why`` tells of it."""
+    """A slow request, with some of the fields of ``/why``."""
     names = ("request_id", "at", "running", "status", "path", "model", "worker", "ms", "first_ms", "because", "remedy")
     return {name: told.get(name) for name in names}
 
 
 def decision_rows(recents: Iterable[Recent], made: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The rows of these decisions by their numbers, in this order. made: those of the last snapshot, which are kept.
+    """The rows of these decisions by their numbers, in this order. made: the rows of the last snapshot, which are kept.
 
-    Of a decision that told what it saw, a row decodes every worker of the fleet: too much to do again each second.
+    The row of a decision with all candidates decodes every worker of the fleet: too much work for each second.
     """
     return {recent.number: made.get(recent.number) or decision_row(recent) for recent in recents}
 
 
 def decision_row(recent: Recent) -> dict[str, Any]:
-    """One decision with its reason in words; ``candidates`` is None unless the decision was asked what it saw."""
+    """A decision with its reason in words; ``candidates`` is None unless the decision returned all candidates."""
     decision = recent.decision
     return {
         "number": recent.number,

@@ -1,4 +1,4 @@
-"""Sentences for people: why a request went where it went, and what decided while Redis was away."""
+"""Explains in a sentence why a request went to its worker."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
         return fallback_in_words(fallback)
     if decision.seen is not None:
         return in_words(policy, decision.why, decision.seen)
-    tie = decision.why in OF_A_TIE and decision.why != "seed"  # ``in_words`` says more of one that told what it saw
+    tie = decision.why in OF_A_TIE and decision.why != "seed"  # ``in_words`` says more about a tie
     return f"{'tie: ' if tie else ''}{reason_of(policy, decision.why)}"

@@ -1,1 +1,1 @@
-"""Engines without the plugin: which they are, what they tell of themselves, whether they answer."""
+"""Engines without the plugin: their list, their facts, their health checks."""

@@ -1,9 +1,9 @@
 """Checks the engines without the plugin that the operator lists; registers those that pass as approximate workers.
 
 Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
-worker whichever replicas list it. The fleet's engines are those of all lists together. One that leaves a replica's list
-drains and is forgotten a round later, unless another replica lists it. An engine that the fleet has already, by its
-plugin or under another URL, is no second worker (``known_engines``).
+worker whichever replicas list it. The fleet has the engines of all lists. An engine that leaves a list drains and is
+forgotten a round later, unless another replica lists it. An engine that the fleet has already, by its plugin or under
+another URL, is no second worker (``known_engines``).
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-#: Checks at once; more if there are so many engines that they would not all be checked in ROUND_S if all of them died
-#: at once. A round ends with its slowest check, and engines must be checked again within 15 s.
+#: Checks at once; more if this number could not check all engines in ROUND_S while none of them answers. A round ends
+#: with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
-#: Engines whose last check failed that a round asks again, in turn and beside the others: so no number of dead entries
-#: makes rounds longer than one such check. Of 200 dead engines each is asked about once in a minute.
+#: Engines with a failed last check that a round asks again, in turn and beside the others, so that dead entries never
+#: make a round longer than a single such check. Each of 200 dead engines is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # of an interval: the load of an engine that another replica has read since then is not read again
+TOLD_LATELY = 0.8  # of an interval: a load that another replica read within this time is not read again
 NAME_CHARACTERS = 64
-#: Blocks that the mirror of one engine may hold in Redis, and does if the engine's cache is not known: with blocks of
-#: 16 tokens these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
+#: Most blocks of an engine's mirror in Redis, and its size if the engine's cache is not known: with blocks of 16 tokens
+#: these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
 REASON_CHARACTERS = 200  # of a failed check, in its worker's record
-MAX_COUNT = 2**31  # tokens that an engine may say its context has, as in the announcement of a plugin
+MAX_COUNT = 2**31  # largest context in tokens that is believed, as for the plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class CheckedEngine:
 
 
 class LockedError(ValueError):
-    """The engine refuses the key that this replica has, or wants one."""
+    """The engine refuses this replica's key, or the lack of a key."""
 
 
 class StockEngines:
@@ -105,11 +105,11 @@ class StockEngines:
         self._timing = timing
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
-        self._leaving: dict[str, float | None] = {}  # URL -> when Redis was first told, of engines no longer listed
-        self._failed: dict[str, None] = {}  # URLs whose last check failed; that which was asked longest ago is first
-        #: URL -> the worker that its engine is already, and its last check.
+        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis first took that
+        self._failed: dict[str, None] = {}  # URLs whose last check failed, the longest ago first
+        #: URL -> the worker that has the same engine, and the last check.
         self._standing_back: dict[str, tuple[str, CheckedEngine]] = {}
-        self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # of the round that runs
+        self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # limits the checks of the current round
         self._headers: dict[str, str] = {}
         if settings.worker_api_key:
             self._headers["Authorization"] = f"Bearer {settings.worker_api_key}"
@@ -117,10 +117,10 @@ class StockEngines:
         self._readiness = Readiness(client, self._headers, timing.health_interval_s)
 
     async def round(self) -> bool:
-        """Check all listed engines, but only some of those whose last check failed, and those that leave.
+        """Check the listed engines, of those with a failed last check only some, and the engines that leave.
 
-        Returns whether one passed whose last check did not. Raises FleetUnavailable if Redis does not take the result,
-        and BadArgument if a list cannot be read.
+        Returns whether an engine passed whose last check failed. Raises FleetUnavailable if Redis does not take the
+        result, and BadArgument if a list cannot be read.
         """
         listed, before = await self._list.look(), self._passing()
         urls = {engine.url for engine in listed}
@@ -177,13 +177,13 @@ class StockEngines:
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
-        if last is not None and last.pool is not engine.pool:  # it moved: else both would choose it for a TTL
+        if last is not None and last.pool is not engine.pool:  # else both pools would choose it for a TTL
             await last.pool.fleet.workers.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
 
     async def _not_passed(self, url: str, last: CheckedEngine | None, error: Exception, now: float) -> None:
-        """A check that failed takes the engine out, unless it was only slow, as the engine has other work."""
+        """Take an engine out after a failed check, unless the check was only slow because the engine has other work."""
         slow = isinstance(error, UpstreamGone) and error.late
         if slow and last is not None and last.failing_since is None and self._works(url, last.pool):
             logger.info("engine %s is slow to answer its check, but is at work", without_userinfo(url))
@@ -204,11 +204,11 @@ class StockEngines:
         await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
 
     def _works(self, url: str, pool: Pool) -> bool:
-        """Whether this replica has a connection on which the engine has sent something lately, or may do so soon."""
+        """Whether the engine has sent something to this replica lately, or may do so soon."""
         return pool.tries.sends(worker_id(url), time.perf_counter(), STILL_S)
 
     async def _stand_back(self, url: str, holder: str, last: CheckedEngine | None) -> None:
-        """The engine is another worker already: this URL's own one, if there is one, ends as soon as nothing runs."""
+        """Let another worker have the engine: this URL's own worker, if any, ends as soon as nothing runs there."""
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
@@ -222,7 +222,7 @@ class StockEngines:
         self._checked.pop(url, None)
 
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
-        """Whether it takes requests. It may be another process than last time, which has other paths."""
+        """Whether the engine takes requests. Its process may be new since the last check, with other paths."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
         read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._timing.health_interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
@@ -239,7 +239,7 @@ class StockEngines:
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
-        if since is None or (gone and found.in_flight):  # others have a round to say that they list it
+        if since is None or (gone and found.in_flight):  # other replicas that list it have a round to report so
             self._leaving[url] = now if since is None else since
             return
         if gone:
@@ -285,8 +285,8 @@ class StockEngines:
     def _pool_of(self, url: str, models: Sequence[str], last: CheckedEngine | None) -> Pool:
         """The pool of an engine that serves these models; if none has such a name, its pool so far. Raises ValueError.
 
-        Of several pools that of the greatest weight for its URL: all replicas take the same, and a pool more or fewer
-        moves few engines.
+        Of several pools the URL chooses by rendezvous hashing: all replicas take the same pool, and a new or removed
+        pool moves few engines.
         """
         served = self._pools.served
         tags = {*models, *map(tag_of, models)}
@@ -301,8 +301,8 @@ class StockEngines:
         return max(serving, key=lambda pool: weight(pool.tag, url))
 
     async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
-        """What the engine tells of itself. All replicas must read the same, so an engine that does not answer now is
-        not taken for one that tells nothing: then the facts stay as known, or this raises UpstreamError, ValueError."""
+        """The facts that the engine reports. All replicas must read equal facts, so the facts stay as known while the
+        engine does not answer; without known facts that raises UpstreamError or ValueError."""
         try:
             timeout_s = self._timing.check_timeout_s
             status, page = await self._client.get(url, "/metrics", self._headers, timeout_s)
@@ -322,7 +322,7 @@ class StockEngines:
 
 
 def _cause(error: Exception) -> str:
-    """A word for a check that failed (background/worker_words): by it operators are told what to do."""
+    """The cause of a failed check, as a key of STOCK_REMEDIES in background/worker_words."""
     if isinstance(error, UpstreamGone):
         return "late" if error.late else "away"
     return "locked" if isinstance(error, LockedError) else "ill"

@@ -1,4 +1,4 @@
-"""What an engine without the plugin tells of its cache and of its process, by its /metrics."""
+"""Reads the cache and the process of an engine without the plugin from its /metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import orjson
 
-BLOCK_TOKENS = 16  # vLLM's default, and the blocks by which an engine's prompts are counted that tells nothing
+BLOCK_TOKENS = 16  # vLLM's default, which also stands for an engine that reports no size
 _VALUE = rb"(?:\{[^}\n]*\})? ([0-9.eE+-]+)"
 _VLLM = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _VLLM_BLOCK_TOKENS = re.compile(rb'\bblock_size="(\d+)"')
@@ -23,9 +23,9 @@ TGI_FACTS = "/info"
 
 
 class EngineFacts(NamedTuple):
-    """cache_tokens: that its cache holds, 0 if it does not tell. started: Unix time of its process, 0: not told.
+    """cache_tokens: size of the cache, 0: not reported. started: Unix time of the process, 0: not reported.
 
-    asks_info: its ``/info`` tells more (``from_info``). identity: as ``identity_of`` its page.
+    asks_info: whether ``/info`` has the size of the cache (``from_info``). identity: by ``identity_of``.
     """
 
     block_tokens: int = BLOCK_TOKENS
@@ -36,15 +36,15 @@ class EngineFacts(NamedTuple):
 
 
 def from_metrics(page: bytes) -> EngineFacts:
-    """What a page of /metrics tells, of vLLM, SGLang or TensorRT-LLM. Several ranks behind one URL have one cache each:
-    their sizes count together for vLLM, and as one for the others, which do not say which are ranks."""
+    """The facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: vLLM's
+    sizes are added; of the others' the largest counts, as their pages do not show which lines are ranks."""
     block_tokens, cache_tokens = BLOCK_TOKENS, 0
     for config in _VLLM.findall(page):
         size, blocks = _VLLM_BLOCK_TOKENS.search(config), _VLLM_BLOCKS.search(config)
         block_tokens = int(size[1]) if size and int(size[1]) else block_tokens
         cache_tokens += block_tokens * int(blocks[1]) if blocks else 0
     if sglang := _largest(_SGLANG_TOKENS, page):
-        cache_tokens = sglang  # its pages may be of one token: prompts are counted by larger blocks all the same
+        cache_tokens = sglang  # SGLang's pages may be of one token, so its prompts are counted by BLOCK_TOKENS
     if (blocks_of := _largest(_TENSORRT_BLOCKS, page)) and (size_of := _largest(_TENSORRT_BLOCK_TOKENS, page)):
         block_tokens, cache_tokens = size_of, size_of * blocks_of
     started, asks_info = _largest(_STARTED, page), bool(_TGI.search(page))
@@ -52,21 +52,21 @@ def from_metrics(page: bytes) -> EngineFacts:
 
 
 def identity_of(page: bytes) -> str:
-    """Figures on a page of /metrics that no other process has, and this one has on every page; empty without any.
+    """The figures on a page of /metrics that identify its process; empty if there are none.
 
     The client library for Python writes when the process started, in hundredths of a second, and when it made each
     counter, in microseconds. Engines that a script starts together may have the first in common, not both.
     """
     started, created = _values(_STARTED, page), _values(_CREATED, page)
     if len(started) != 1:
-        return ""  # several processes answer as one, or nobody tells
+        return ""  # several processes answer as one, or the page has no start time
     if not created and round(started[0], 2) == round(started[0], 6):
         return ""
     return f"{started[0]!r}/{min(created, default=0.0)!r}"
 
 
 def from_info(facts: EngineFacts, page: bytes) -> EngineFacts:
-    """The facts with what the ``/info`` of a TGI server tells. A page that cannot be read changes nothing."""
+    """The facts with the cache size by the ``/info`` of a TGI server. A page that cannot be read changes nothing."""
     try:
         tokens = int(orjson.loads(page)["max_batch_total_tokens"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Which engines without the plugin the operator lists: in the settings, in a file that is followed, or in DNS."""
+"""Lists the engines without the plugin, which the operator names in the settings, in a followed file, or in DNS."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.stock.engine_list")
 
 MAX_FILE_BYTES = 1_048_576
-MAX_ENGINES = 1_024  # of one replica; those that come later in the lists are left out
+MAX_ENGINES = 1_024  # of one replica; later engines of the lists are left out
 LOOK_UP_TIMEOUT_S = 3.0
 
 
 class ListedEngine(NamedTuple):
-    """An engine that the operator listed. cache_tokens: of its cache, 0 if it is to announce that itself."""
+    """An engine that the operator listed. cache_tokens: size of its cache; 0: as it reports itself."""
 
     url: str
     cache_tokens: int = 0
@@ -38,7 +38,7 @@ class EngineList:
 
     def __init__(self, entries: Sequence[str], *, read: bool = True) -> None:
         """entries: of the setting. Raises BadArgument, also if a file cannot be used; without ``read``, ``look`` reads
-        the files first, and ``problems`` tells those that cannot be used."""
+        the files, and ``problems`` names the unusable ones."""
         self._sources = [engine_source(entry) for entry in entries]
         self._files = {source.where: _WatchedFile(source.where) for source in self._sources if source.kind == "file"}
         self._resolved: dict[EngineSource, list[ListedEngine]] = {}
@@ -53,7 +53,7 @@ class EngineList:
 
     @property
     def urls(self) -> list[str]:
-        """Of the engines that are listed by their own URL, as far as was read."""
+        """The URLs of the engines that are listed by a URL, as far as the sources were read."""
         sources = [*self._sources, *(source for file in self._files.values() for source in file.sources)]
         return [source.where for source in sources if source.kind == "url"]
 
@@ -98,7 +98,7 @@ class EngineList:
         ]
 
     def _note(self, what: str, problem: str) -> None:
-        """A problem is logged when it begins and when it ends."""
+        """Log a problem when it begins and when it ends."""
         if problem and problem != self._problems.get(what):
             logger.warning("%s", problem)
         elif not problem and what in self._problems:
@@ -158,7 +158,7 @@ def _as_entry(line: bytes) -> str:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """The addresses behind a name. Of an engine that has one of each version, only that of IPv4: else it were two."""
+    """The addresses behind a name: those of IPv4 if it has any, lest an engine with both versions counts twice."""
     entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     versions = {family for family, *_ in entries}
     only = socket.AF_INET if socket.AF_INET in versions else socket.AF_INET6

@@ -1,10 +1,10 @@
-"""Which engines the fleet has already, so that one that is listed by its URL, too, is booked as one worker only.
+"""Finds listed URLs that lead to an engine of the fleet, so that the engine counts as one worker only.
 
-Two URLs lead to one engine if its process tells the same of itself by both (``engine_facts.identity_of``). Where one of
-the two tells nothing, they do if their connections end at the same address and port, and the path is the same. Of two
-names that alone proves nothing: a proxy may tell them apart. A worker that has joined by the plugin or a bridge goes
-before a listed URL, once its URL has answered a probe: also while it drains or is paused. Of two listed URLs that goes
-first which is a worker already. When that one is gone the other takes its place.
+Two URLs lead to one engine if both give the same identity of its process (``engine_facts.identity_of``). If a URL gives
+none, they do if their connections end at the same address and port, with the same path, unless both URLs have host
+names: a proxy may route by name. A worker of the plugin or a bridge takes precedence over a listed URL after its URL
+has answered a probe, even while it drains or is paused. Of two listed URLs, the URL that is a worker already takes
+precedence; when that worker is gone, the other URL takes its place.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 32
 ASK_AGAIN_S = 30.0  # after an engine gave no answer
-#: A listed URL stands for an engine for so long after its last check: two intervals, so that another spelling takes
-#: over before the worker is gone.
+#: How long a listed URL stands for an engine after its last check: two intervals, so that another URL of the engine
+#: takes over before the worker is gone.
 STANDS_S = 10.5
 
 
 class EngineKey(NamedTuple):
-    """By what an engine is known again. identity: what its process tells, empty: nothing. place: None if not known."""
+    """Recognizes an engine. identity: of its process, "": not known. place: the end of its connections."""
 
     identity: str
     place: Place | None
@@ -50,7 +50,7 @@ class EngineKey(NamedTuple):
         return mine.host == theirs.host or not (mine.named and theirs.named)
 
     def marks(self) -> Iterator[object]:
-        """Engines that are the same have one of these in common."""
+        """The look-up keys of the engine: two keys of the same engine have at least one of them in common."""
         if self.identity:
             yield self.identity
         if self.place is not None:
@@ -69,14 +69,14 @@ class KnownEngines:
     def __init__(self, pools: Pools, client: EngineClient) -> None:
         self._pools = pools
         self._client = client
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # server and nonce -> identity, when to ask again
-        self._fleet: dict[object, list[_Has]] = {}  # by each mark
-        self._listed: dict[str, tuple[EngineKey, str]] = {}  # by URL, of those that passed their last check: its worker
-        self._holders: dict[object, str] = {}  # mark -> its URL
-        self._told_s: dict[tuple[str, str], float] = {}  # by pool and worker, where it is known
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> identity, time of the next question
+        self._fleet: dict[object, list[_Has]] = {}  # by each of their marks
+        self._listed: dict[str, tuple[EngineKey, str]] = {}  # URL that passed its last check -> its key and worker
+        self._holders: dict[object, str] = {}  # mark -> the listed URL that stands for its engine
+        self._told_s: dict[tuple[str, str], float] = {}  # (tag, worker_id) -> age of its last reported load
 
     async def look(self) -> None:
-        """Read anew what the fleet has. A pool that was never read, and cannot be now, counts as empty."""
+        """Read the engines of the fleet again. A pool that was never read, and cannot be now, counts as empty."""
         readings: list[tuple[Pool, Sequence[WorkerView]]] = []
         for pool in self._pools.all:
             with suppress(FleetUnavailable):
@@ -101,11 +101,11 @@ class KnownEngines:
         return self._told_s.get((tag, name), math.inf)
 
     async def key_of(self, url: str, identity: str) -> EngineKey:
-        """identity: as the engine told it there last."""
+        """The key of the engine at a URL. identity: by its last /metrics there."""
         return EngineKey(identity, await self._client.place(url))
 
     def holder(self, url: str, key: EngineKey, tag: str, name: str) -> str:
-        """The worker that this engine is already; empty if there is none: then this URL stands for it from now on.
+        """The worker that this engine is already; "" if none: then this URL stands for the engine from now on.
 
         tag, name: the pool and the worker of the URL itself.
         """
@@ -126,7 +126,7 @@ class KnownEngines:
         return ""
 
     def release(self, url: str) -> None:
-        """This URL stands for no engine any more."""
+        """Let this URL stand for no engine."""
         listed = self._listed.pop(url, None)
         for mark in listed[0].marks() if listed is not None else ():
             if self._holders.get(mark) == url:
@@ -137,7 +137,7 @@ class KnownEngines:
             return await self.key_of(worker.url, str(worker.record.get("identity") or ""))
         process, now = _process(worker), time.monotonic()
         identity, until = self._told.get(process, ("", 0.0))
-        if now >= until:  # a process tells the same for as long as it runs
+        if now >= until:  # an identity holds for as long as the process runs
             async with gate:
                 told = await identity_at(self._client, worker.url)
             identity = told or ""
@@ -155,7 +155,7 @@ async def identity_at(client: EngineClient, url: str) -> str | None:
 
 
 def _counts(worker: WorkerView) -> bool:
-    """Whether a listed URL of the same engine stands back for this worker."""
+    """Whether this worker takes precedence over a listed URL of the same engine."""
     if worker.approximate:
         age_s = worker.heartbeat_age_s
         return age_s is not None and age_s <= STANDS_S and not worker.record.get("leaving")
@@ -163,7 +163,7 @@ def _counts(worker: WorkerView) -> bool:
 
 
 def _goes_before(has: _Has, own: _Has | None, name: str) -> bool:
-    """Whether that listed worker is the one that stays: the elder of a pool; of two pools, the first by name."""
+    """Whether the listed worker ``has`` stays, not ``own``: the elder of a pool; of two pools, the first by name."""
     if has is own or (own is None and has.worker.worker_id == name):
         return False
     if own is None:

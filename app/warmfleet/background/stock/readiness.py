@@ -1,11 +1,11 @@
 """Whether an engine without the plugin takes new requests now: it may be paused, asleep, or have more than it can do.
 
-vLLM tells by ``/is_sleeping`` and ``/is_paused`` whether requests wait there until somebody wakes or resumes it. It has
-these paths where it can be put to sleep over HTTP. Its ``/metrics`` tell of sleep, too, and how many requests wait in
-its queue; a page costs an engine 5 to 20 ms, so one replica reads it for all at a time.
+vLLM answers on ``/is_sleeping`` and ``/is_paused`` whether requests wait until an operator wakes or resumes the engine.
+It has these paths if it can be put to sleep over HTTP. Its ``/metrics`` show sleep, too, and how many requests wait in
+its queue; a page costs an engine 5 to 20 ms, so one replica at a time reads it for all replicas.
 
-An engine is *saturated* if the requests that wait in its queue will not all have begun by the next check: then new ones
-would only wait there, and a few more in its queue are no loss. How fast they begin is told by two readings.
+An engine is *saturated* if the requests in its queue will not all have begun by the next check: new requests would only
+wait there. Two readings of the page show how fast requests begin.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_client import EngineClient
 
-ASK_TIMEOUT_S = 1.0  # a check takes 3 s already at most, and the next round begins after 5
+ASK_TIMEOUT_S = 1.0  # short, as a check already takes up to 3 s and the next round begins after 5 s
 PAUSE_PATHS = {"/is_sleeping": "is_sleeping", "/is_paused": "is_paused"}  # path -> the field of its answer
-CONFIRM_S = 0.5  # between two readings of a queue that was empty before, or not known
-LONGEST_WAIT_S = 30.0  # as which a longer wait counts
-#: Of vLLM, SGLang, TGI and llama.cpp: requests that run, that wait, and that have ended.
+CONFIRM_S = 0.5  # between two readings of a queue that was empty or unknown before
+LONGEST_WAIT_S = 30.0  # a longer wait counts as this long
+#: Names in the /metrics of vLLM, SGLang, TGI and llama.cpp for requests that run, that wait, and that have ended.
 RUNNING = (
     b"vllm:num_requests_running",
     b"sglang:num_running_reqs",
@@ -42,9 +42,9 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """The answers of an engine. paused: by somebody, or asleep. wait_s: until a request that comes now would begin.
+    """The answers of an engine. paused: paused or asleep. wait_s: until a request that comes now would begin.
 
-    None: it was not asked, or gave no answer.
+    None stands for no question or no answer.
     """
 
     paused: bool | None = None
@@ -52,7 +52,7 @@ class Ready(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The requests of an engine by a page of its /metrics. asleep: None if it tells nothing of that."""
+    """The requests of an engine by a page of its /metrics. asleep: None if the page does not show it."""
 
     running: float
     waiting: float
@@ -63,17 +63,17 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Of one engine: the paths that it has of PAUSE_PATHS, and its last figures."""
+    """An engine's paths of PAUSE_PATHS, and its last figures."""
 
     paths: Collection[str]
     figures: Figures | None = None
 
 
 class Readiness:
-    """Asks engines, and remembers of each which paths it has, and its last figures."""
+    """Asks engines, and remembers the paths and the last figures of each."""
 
     def __init__(self, client: EngineClient, headers: Mapping[str, str], interval_s: float) -> None:
-        """interval_s: until an engine is asked again."""
+        """interval_s: between two questions to an engine."""
         self._client = client
         self._headers = headers
         self._interval_s = interval_s
@@ -84,7 +84,7 @@ class Readiness:
         self._known = {url: known for url, known in self._known.items() if url in urls}
 
     async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
-        """Never raises WarmfleetError. anew: it may be another process. read: its /metrics as well."""
+        """Ask an engine. Never raises WarmfleetError. anew: its process may be new. read: read its /metrics, too."""
         known = None if anew else self._known.get(url)
         paths = PAUSE_PATHS if known is None else known.paths
         before = None if known is None else known.figures
@@ -100,10 +100,10 @@ class Readiness:
         return Ready(_paused(told, figures), wait_s)
 
     async def _wait_s(self, url: str, figures: Figures, before: Figures | None) -> float:
-        """How long a new request would wait: 0, or as long as all that wait take, if they outlast the interval."""
+        """How long a new request would wait: the time for the queue, or 0 if the queue is shorter than the interval."""
         if figures.waiting < 1:
             return 0.0
-        if before is None or before.waiting < 1:  # they may have come this moment
+        if before is None or before.waiting < 1:  # the waiting requests may have come this moment
             await asyncio.sleep(CONFIRM_S)
             later = await self._figures(url)
             if later is None or later.waiting < 1:
@@ -115,7 +115,7 @@ class Readiness:
         return min(wait_s, LONGEST_WAIT_S) if wait_s >= self._interval_s else 0.0
 
     async def _pause(self, url: str, path: str) -> bool | str:
-        """Whether the engine says that it is paused: a boolean, ``absent`` (it has no such path) or ``silent``."""
+        """Whether the engine is paused, by its own word; or ``absent`` (the engine has no such path) or ``silent``."""
         try:
             status, body = await self._client.get(url, path, self._headers, ASK_TIMEOUT_S)
         except WarmfleetError:
@@ -159,7 +159,7 @@ def figures_of(page: bytes, now: float) -> Figures:
 
 
 def _samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """Labels and value of each sample of this name. To look for a name takes a tenth of the time of a pattern."""
+    """Labels and value of each sample of this name. ``find`` takes a tenth of the time of a pattern."""
     found, at = [], page.find(name)
     while at >= 0:
         end = page.find(b"\n", at)
