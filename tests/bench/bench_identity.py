@@ -121,8 +121,8 @@ async def mean_us(bodies: list[tuple[list[bytes], bytes]], ours: Ours) -> float:
     spent = 0.0
     for before, body in bodies:
         identity = ours.new()
-        for one in (OTHER, *before):  # a replica has served other requests before
-            await ours.known(identity, one)
+        for request in (OTHER, *before):  # a replica has served other requests before
+            await ours.known(identity, request)
         started = time.process_time()
         await ours.known(identity, body)
         spent += time.process_time() - started
@@ -155,7 +155,7 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
         out[f"{name}_plain"] = round(statistics.mean(plain_us), 1)
         if not warm:
             parts = [ours.parts(body) for _, body in cases[:3]]
-            out[f"parts_{tokens}"] = {key: round(min(one[key] for one in parts), 1) for key in parts[0]}
+            out[f"parts_{tokens}"] = {key: round(min(part[key] for part in parts), 1) for key in parts[0]}
     return out
 
 
@@ -189,13 +189,13 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
         least = [1e9] * 3
         for seed in range(rounds):
             before, body = make(seed)
-            for one in (*before, body):
+            for raw in (*before, body):
                 times = [time.process_time_ns()]
-                request = prompt.parse("chat", one)
+                request = prompt.parse("chat", raw)
                 times.append(time.process_time_ns())
                 found = await identify_here(request, pool)
                 times.append(time.process_time_ns())
-                assert spliced("chat", one, [given.json() for given in found.prompts])
+                assert spliced("chat", raw, [given.json() for given in found.prompts])
                 times.append(time.process_time_ns())
             taken = [(end - begin) / 1e3 for begin, end in itertools.pairwise(times)]
             least = list(map(min, least, taken))

@@ -115,11 +115,11 @@ class Resting:
 
     def asked(self) -> list[str]:
         """How many engines the replicas have asked for their health."""
-        pages = [self._page(one.port).decode() for one in self.replicas]
+        pages = [self._page(replica.port).decode() for replica in self.replicas]
         return [line for page in pages for line in page.splitlines() if line.startswith(ASKED)]
 
     def _shares(self, seconds: float) -> dict[str, float]:
-        pids = {one.name: one.pids for one in self.replicas} | {"redis": (self.processes.pid("store"),)}
+        pids = {replica.name: replica.pids for replica in self.replicas} | {"redis": (self.processes.pid("store"),)}
         before, began = {name: cpu_s(some) for name, some in pids.items()}, time.perf_counter()
         time.sleep(seconds)
         lasted = time.perf_counter() - began
@@ -156,7 +156,7 @@ class Resting:
         """How often Redis was called so far, by command."""
         with redis.Redis.from_url(self.store_url) as store:
             told: dict[str, dict[str, int]] = store.info("commandstats")
-        return {name.removeprefix("cmdstat_"): one["calls"] for name, one in told.items()}
+        return {name.removeprefix("cmdstat_"): counts["calls"] for name, counts in told.items()}
 
     def memory_mb(self) -> float:
         """Resident memory of a replica."""
@@ -216,14 +216,14 @@ def totals(found: dict[str, Any]) -> dict[str, float]:
     ``idle_redis_share_<engines>``: of each size the worst shape.
     """
     worst: dict[str, float] = {}
-    for key, one in found.items():
+    for key, measured in found.items():
         if "_" in key:
             continue
         engines = Shape.of(key).engines
         size = min(1000, engines)
         for name, part in (("core", "replica"), ("work", "work"), ("redis", "redis")):
             at = f"idle_{name}_share_{size}"
-            worst[at] = max(worst.get(at, 0.0), one[part])
+            worst[at] = max(worst.get(at, 0.0), measured[part])
     return worst
 
 

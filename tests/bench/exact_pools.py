@@ -238,7 +238,7 @@ class ExactPools:
         for copy, arrival in reversed(arrivals):
             if arrival.think_s is not None:
                 following.setdefault(arrival.session, []).append((copy, arrival))
-        coming = deque(one for one in arrivals if one[1].think_s is None)
+        coming = deque(arrival for arrival in arrivals if arrival[1].think_s is None)
         self._following, self._blocks = following, blocks
         while coming or self._events:
             if coming and (not self._events or coming[0][1].at_s <= self._events[0][0]):
@@ -288,7 +288,7 @@ class ExactPools:
         if len(self._pools) == 1:
             return self._ask(job, 0)
         answers = [self._ask(job, pool) for pool in self._in_order(job)[: self._setup.homes]]
-        priced = prices([one.offer for one in answers], RULE.stay)
+        priced = prices([answer.offer for answer in answers], RULE.stay)
         return answers[priced.index(min(priced))]
 
     def _in_order(self, job: Job) -> list[int]:
@@ -313,7 +313,7 @@ class ExactPools:
         near = int(
             (self._wait_price(self.engines.share(pool, self._now)) * wait_s + own_s).argmin()
         )  # as decide/wait_turn.lua has it
-        turn = turn_s(float(wait_s[near]) + sum(one.size_s for one in line) / len(wait_s), float(own_s[near]))
+        turn = turn_s(float(wait_s[near]) + sum(request.size_s for request in line) / len(wait_s), float(own_s[near]))
         return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
 
     def _wait_price(self, share: Floats) -> float:
@@ -377,5 +377,5 @@ def simulate(setup: Setup, arrivals: Sequence[tuple[int, Arrival]], blocks: Bloc
     """Play arrivals. Returns them as they were served, and the share of time that each pool was busy."""
     played = ExactPools(setup)
     served = played.run(arrivals, blocks)
-    ends, busy_s = max(one.at_s for one in served), iter(played.engines.busy_s)
+    ends, busy_s = max(request.at_s for request in served), iter(played.engines.busy_s)
     return served, [sum(next(busy_s) for _ in range(size)) / size / ends for size in setup.sizes]

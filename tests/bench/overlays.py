@@ -82,7 +82,7 @@ def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]
         for copy in range(number)
         for arrival in rotated(trace, (copy + seed * GOLDEN % 1) / number).arrivals
     ]
-    return sorted(made, key=lambda one: one[1].at_s)
+    return sorted(made, key=lambda pair: pair[1].at_s)
 
 
 def overlaid(trace: Trace, number: int, seed: int = 0) -> Trace:

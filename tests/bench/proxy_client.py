@@ -127,16 +127,16 @@ async def finish(burst: Burst, connections: Sequence[Connection], count: int) ->
     except TimeoutError as error:
         raise AnswerError(f"{burst.left} of {count} requests were not answered") from error
     finally:
-        for one in connections:
-            one.transport.close()
+        for connection in connections:
+            connection.transport.close()
 
 
 async def in_turn(burst: Burst, idle: list[Connection]) -> None:
     """Closed loop: each connection has one request under way until all are answered."""
     count, everyone = burst.left, [*idle]
     idle.clear()
-    for one in everyone:
-        one.next()
+    for connection in everyone:
+        connection.next()
     await finish(burst, everyone, count)
 
 
@@ -147,11 +147,11 @@ async def at_rate(port: int, requests: Sequence[bytes], rate: float, seed: int) 
     idle = await connected(port, burst, CONNECTIONS)
     everyone, due = [*idle], time.monotonic()
     with Alarm() as alarm:
-        for one in requests:
+        for raw in requests:
             due += rng.expovariate(rate)
             if due > time.monotonic():
                 await alarm.at(due)
-            burst.waiting.append(one)
+            burst.waiting.append(raw)
             if idle:
                 idle.pop().next()
     await finish(burst, everyone, len(requests))

@@ -91,7 +91,7 @@ class Kind:
 
     def requests(self, seed: str, count: int) -> list[bytes]:
         made = (self.messages(f"{seed} {number}", number) for number in range(count))
-        return [request(body(one, self.chunks, self.gap_ms)) for one in made]
+        return [request(body(messages, self.chunks, self.gap_ms)) for messages in made]
 
 
 PLAIN = (
@@ -102,7 +102,7 @@ PLAIN = (
     Kind("10kt_cold", lambda seed, _number: talk(seed, LONG_TOKENS), 0.3),
     Kind("10kt_warm", next_turn, 0.4),
 )
-STREAMED = tuple(Kind(f"{one.key}_stream", one.messages, one.share / 2, STREAM_CHUNKS) for one in PLAIN)
+STREAMED = tuple(Kind(f"{kind.key}_stream", kind.messages, kind.share / 2, STREAM_CHUNKS) for kind in PLAIN)
 #: The difference between these two is the price of a chunk.
 SLOW = (
     Kind("slow_short", PLAIN[0].messages, 0.5, STREAM_CHUNKS, GAP_MS, 64),

@@ -104,7 +104,7 @@ async def hold(fleet: Fleet, router: Router, plan: Plan, number: int) -> Held:
     found.held = memory(router)
     lasted, now = (time.monotonic_ns() - begun) / 1e9, _spent(fleet, router)
     found.share, found.stubs_share, found.client_share = (
-        (one - was) / lasted for one, was in zip(now, spent, strict=True)
+        (after - was) / lasted for after, was in zip(now, spent, strict=True)
     )
     fleet.check()
     with suppress(TimeoutError):
@@ -124,8 +124,8 @@ def _spent(fleet: Fleet, router: Router) -> tuple[float, float, float]:
 
 def _gaps(found: Held, made: Sequence[Stream], begun: int, ended: int) -> None:
     """Keep the chunks that the engines sent while all streams flowed."""
-    for one in made:
-        within = [(sent, came) for sent, came in zip(one.sent, one.came, strict=True) if begun <= sent < ended]
+    for stream in made:
+        within = [(sent, came) for sent, came in zip(stream.sent, stream.came, strict=True) if begun <= sent < ended]
         found.late += [(came - sent) / 1e6 for sent, came in within]
         for (sent, came), (next_sent, next_came) in pairwise(within):
             found.engine_gaps.append((next_sent - sent) / 1e6)

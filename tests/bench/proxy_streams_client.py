@@ -96,7 +96,7 @@ async def opened(port: int, requests: Sequence[bytes], rate: float) -> tuple[Str
     for number, request in enumerate(requests):
         if (early := begun + number / rate - loop.time()) > 0:
             await asyncio.sleep(early)
-        one = Stream(streams, request)
-        made.append(one)
-        await loop.create_connection(lambda one=one: one, "127.0.0.1", port)  # type: ignore[misc]
+        stream = Stream(streams, request)
+        made.append(stream)
+        await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
     return streams, made

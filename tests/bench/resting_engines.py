@@ -107,7 +107,7 @@ async def join(url: str, pool: str, engines: list[Engine]) -> None:
             with patch.object(artifacts, "split", unstored if number else split):
                 engine.join()
         async with asyncio.timeout(JOINS_S):
-            while len(known := await fleet.workers.read()) < len(engines) or not all(one.server for one in known):
+            while len(known := await fleet.workers.read()) < len(engines) or not all(worker.server for worker in known):
                 await fleet.upkeep.step()
                 await asyncio.sleep(fleet.upkeep.pace.min_gap_ms / 1000)
         for worker in known:

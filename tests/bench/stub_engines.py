@@ -170,7 +170,7 @@ def chunked(content: bytes) -> bytes:
 def tokenised(body: bytes) -> bytes:
     """An answer of ``/tokenize`` or ``/render`` in which equal beginnings of bodies have equal tokens."""
     count = len(body) // TOKEN_BYTES
-    ids = [one & 0x7FFF for one in struct.unpack_from(f"<{count}I", body)]
+    ids = [token_id & 0x7FFF for token_id in struct.unpack_from(f"<{count}I", body)]
     return framed(orjson.dumps({"count": count, "max_model_len": 131_072, "tokens": ids, "token_ids": ids}))
 
 

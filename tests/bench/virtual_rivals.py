@@ -32,7 +32,7 @@ class Rivalled:
     def busy(self) -> float:
         """The share of the arrivals' time that engines spent in steps."""
         spent = sum(engine.busy_s for engine in self.engines) / len(self.engines)
-        return spent / max(one.at_s for one in self.served)
+        return spent / max(request.at_s for request in self.served)
 
 
 class Rival:
@@ -88,4 +88,4 @@ def rotated(trace: Trace, share: float) -> Trace:
 
 def opened(trace: Trace) -> Trace:
     """Return a closed loop's trace as an open loop: every step arrives at its own time, whatever became of the last."""
-    return replace(trace, arrivals=tuple(replace(one, think_s=None) for one in trace.arrivals), closed=False)
+    return replace(trace, arrivals=tuple(replace(arrival, think_s=None) for arrival in trace.arrivals), closed=False)

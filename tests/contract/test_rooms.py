@@ -18,7 +18,11 @@ PACKAGES = (ROUTER, ROOT / "worker_plugin/warmfleet_worker", ROOT / "loadtest/wa
 def layers() -> list[set[str]]:
     """The rooms that the contract allows to import each other downwards, from the top to the bottom."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (contract,) = (one for one in contracts if one["type"] == "layers" and one["containers"] == ["warmfleet"])
+    (contract,) = (
+        candidate
+        for candidate in contracts
+        if candidate["type"] == "layers" and candidate["containers"] == ["warmfleet"]
+    )
     return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
 
 

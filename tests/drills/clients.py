@@ -28,7 +28,7 @@ class AnswerError(Exception):
 
 @dataclass
 class Asked:
-    """One request, until its answer has ended. first_s: seconds to the first byte of the answer's body."""
+    """A request, until its answer has ended. first_s: seconds to the first byte of the answer's body."""
 
     replica: Replica
     began: float

@@ -51,7 +51,7 @@ class Replica:
 
 @dataclass
 class Engine:
-    """``http``: the way of all replicas to it. ``redis``: the way of its plugin to Redis."""
+    """An engine. ``http``: the proxy between all replicas and it. ``redis``: the proxy between its plugin and Redis."""
 
     name: str
     port: int
@@ -72,9 +72,9 @@ class Fleet:
     @property
     def toxics(self) -> list[Toxic]:
         return [
-            *(one.redis for one in self.replicas),
-            *(one.redis for one in self.engines),
-            *(one.http for one in self.engines),
+            *(replica.redis for replica in self.replicas),
+            *(engine.redis for engine in self.engines),
+            *(engine.http for engine in self.engines),
         ]
 
     async def start_redis(self) -> None:
@@ -147,7 +147,7 @@ class Fleet:
             return 0, None
 
     async def whole(self) -> bool:
-        """Whether every engine answers, and every replica can use all of them and knows how tokens are made."""
+        """Whether every engine answers, and every replica can use all engines and has their tokenizer."""
         for engine in self.engines:
             if (await self.get(f"http://127.0.0.1:{engine.port}/health"))[0] != 200:
                 return False

@@ -31,7 +31,7 @@ class Stream:
         self._close()
 
     def read_to_end(self) -> tuple[bytes, int]:
-        """Return the rest of the answer, and curl's exit status, which is 18 for an answer that was cut off."""
+        """Return the unread part of the answer, and curl's exit status, which is 18 for an answer that was cut off."""
         assert self.process.stdout is not None
         rest = self.process.stdout.read()
         return rest, self._close()

@@ -46,7 +46,7 @@ def services(compose: Compose, prefix: str = "") -> dict[str, Any]:
 
 
 def schema_problems(compose: Compose) -> list[str]:
-    """What the published schema of the compose specification finds wrong. The package check-jsonschema carries it."""
+    """The faults that the published schema of the compose specification finds. The package check-jsonschema carries it."""
     checker = Path(require("check-jsonschema", tool("check-jsonschema")))
     [schema] = checker.parents[1].glob("lib/python*/site-packages/check_jsonschema/*/vendor/compose-spec.json")
     published = json.loads(schema.read_text())
@@ -109,7 +109,7 @@ def reach(compose: Compose) -> list[str]:
 
 
 def settings(compose: Compose) -> list[str]:
-    """Every variable is one that its program reads, routers accept the values, and all name one model."""
+    """The program of each service reads all its variables, routers accept the values, and all name the same model."""
     known = {PREFIX + item.name.upper() for item in fields(Settings)}
     problems, models = [], set()
     for name, service in services(compose).items():
@@ -148,7 +148,7 @@ def ports(compose: Compose) -> list[str]:
 
 
 def users(compose: Compose) -> list[str]:
-    """Every URL of the store names a user of users.acl with its password, an engine's one of its own."""
+    """Every URL of the store names a user of users.acl with its password; each engine has a user of its own."""
     lines = [line.split() for line in (FOLDER / "users.acl").read_text().splitlines()]
     digests = {words[1]: [word[1:] for word in words if word.startswith("#")] for words in lines}
     problems = []

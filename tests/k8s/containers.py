@@ -163,7 +163,7 @@ class Network:
         return f"10.213.{self.names.index(name)}.2"
 
     def run(self, *argv: str) -> str:
-        """What a command prints that runs where the namespaces meet."""
+        """Run a command where the namespaces meet, and return its output."""
         done = subprocess.run(
             ["ip", "netns", "exec", self.middle, *argv], capture_output=True, text=True, timeout=ANSWER_S, check=False
         )

@@ -144,7 +144,7 @@ def images(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def engines(objects: list[Manifest], _: Program) -> list[str]:
-    """There are engines, and routers may connect to those that are listed: else every request gets 503."""
+    """Engines exist, and routers may connect to those that are listed: else every request gets 503."""
     problems = []
     router = next(item for item in workloads(objects) if item["metadata"]["name"] == "router")
     listed = environment(objects, pod(router)["containers"][0]).get("WARMFLEET_STATIC_WORKERS", "")
@@ -252,7 +252,7 @@ def monitors(objects: list[Manifest], _: Program) -> list[str]:
         f"{name_of(item)}: it selects no pods"
         for item in found
         if not any(
-            matches(item["spec"]["selector"], one) for one in (*map(labels, workloads(objects)), ENGINES_TO_COME)
+            matches(item["spec"]["selector"], pod) for pod in (*map(labels, workloads(objects)), ENGINES_TO_COME)
         )
     ]
     return problems
@@ -267,7 +267,7 @@ def _lets_prometheus_in(policy: Manifest, workload: Manifest, port: str) -> bool
 
 
 def _wrong_model(objects: list[Manifest], target: Manifest, metric: Manifest) -> Iterator[str]:
-    """What is wrong with the model whose queue an autoscaler counts. The adapter takes its label for a pattern."""
+    """The fault in the model whose queue an autoscaler counts. The adapter takes the model's label for a pattern."""
     label = metric.get("selector", {}).get("matchLabels", {}).get("model")
     if label is None:
         yield "it counts the requests of all models"
@@ -295,7 +295,7 @@ def _models(objects: list[Manifest], name: str) -> set[str]:
 
 
 def _wrong_url(url: str, server: Manifest) -> Iterator[str]:
-    """What the URL says of the server that is not so."""
+    """The fault in a URL: it does not fit the server."""
     parts = urlsplit(url)
     container = next(part for part in pod(server)["containers"] if part["name"] == "redis")
     encrypted = "--tls-port" in container.get("args", [])
@@ -311,7 +311,7 @@ def _wrong_url(url: str, server: Manifest) -> Iterator[str]:
 
 
 def _mounted(workload: Manifest, container: Manifest, path: str) -> bool:
-    """Whether a Secret or ConfigMap is mounted so that this file exists."""
+    """Whether a Secret or ConfigMap is mounted such that the file exists."""
     volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
     for mount in container.get("volumeMounts", []):
         name = path.removeprefix(mount["mountPath"] + "/")

@@ -69,7 +69,10 @@ def _unlabelled(objects: dict[str, Manifest], *kinds: str) -> None:
         if item["kind"] == "Deployment":
             template = item["spec"]["template"]
             places += [template["metadata"]["labels"]]
-            places += [one["labelSelector"]["matchLabels"] for one in template["spec"]["topologySpreadConstraints"]]
+            places += [
+                constraint["labelSelector"]["matchLabels"]
+                for constraint in template["spec"]["topologySpreadConstraints"]
+            ]
         for place in places:
             place.pop("app.kubernetes.io/instance", None)
 

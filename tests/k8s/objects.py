@@ -46,7 +46,7 @@ def labels(workload: Manifest) -> dict[str, str]:
 
 
 def role(workload: Manifest) -> str:
-    """What the pods of a workload are in a fleet: router, worker or redis."""
+    """The role of a workload's pods in a fleet: router, worker or redis."""
     return labels(workload).get("app.kubernetes.io/name", "")
 
 

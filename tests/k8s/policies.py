@@ -76,7 +76,7 @@ CONNECTIONS = (
 
 @dataclass(frozen=True)
 class Program:
-    """What each container serves and reads, by its name: HTTP paths, environment variables; the router's metrics."""
+    """The routes and variables of each container, by its name: HTTP paths, environment variables; the router's metrics."""
 
     routes: dict[str, frozenset[str]]
     settings: dict[str, frozenset[str]]
@@ -135,7 +135,13 @@ def selectors(objects: list[Manifest], _: Program) -> list[str]:
     problems += [
         f"{name_of(item)}: it leads to {sorted(found)}"
         for item in of_kind(objects, "Service")
-        if len(found := {name_of(one) for one in workloads(objects) if matches(item["spec"]["selector"], labels(one))})
+        if len(
+            found := {
+                name_of(workload)
+                for workload in workloads(objects)
+                if matches(item["spec"]["selector"], labels(workload))
+            }
+        )
         > 1
     ]
     return problems
@@ -211,7 +217,7 @@ def probes(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def settings(objects: list[Manifest], program: Program) -> list[str]:
-    """Every WARMFLEET_ variable is one that the program reads, and the router accepts the values."""
+    """The program reads every WARMFLEET_ variable, and the router accepts the values."""
     problems = []
     for workload in workloads(objects):
         for container in containers(workload):

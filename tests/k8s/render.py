@@ -40,7 +40,7 @@ ROOM = """
   path: /spec/template/spec/containers/0/resources/requests/memory
   value: 1408Mi
 """
-#: Where engines are, where Redis is, what leads clients here: one of each.
+#: A fleet has one choice of each: where engines are, where Redis is, how clients reach the routers.
 ENGINES = (
     ["engines-elsewhere"],
     [CHAT, CODE],

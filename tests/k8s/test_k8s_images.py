@@ -25,7 +25,7 @@ SCRIPT = K8S / "images/build"
 
 
 def stages(containerfile: Path) -> list[str]:
-    """The text of every stage, the one that builds first."""
+    """The text of each stage; the stage that builds comes first."""
     return re.split(r"^(?=FROM )", containerfile.read_text(), flags=re.MULTILINE)[1:]
 
 
@@ -43,7 +43,7 @@ esac
 
 @dataclass
 class Build:
-    """k8s/images/build with a stand-in for the tool. calls: what the tool was asked, one line for each."""
+    """k8s/images/build with a stand-in for the tool. calls: the arguments of each call of the tool, a line for each."""
 
     folder: Path
 

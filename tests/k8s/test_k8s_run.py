@@ -176,7 +176,7 @@ def _rendered(store: list[str], tmp_path: Path, *models: str) -> list[Manifest]:
 
 
 def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
-    """Whether a chat is answered by a decision of Redis, and not without it."""
+    """Whether a chat is answered with a decision of Redis."""
     try:
         answer = _chat(router, model)
     except httpx.TransportError:
@@ -192,7 +192,7 @@ def _master(sentinel_port: int) -> str:
 
 
 def _replicas(host: str, port: int) -> int:
-    """How many follow this server, if it is a master."""
+    """The number of replicas that follow the server, if it is a master."""
     with redis.Redis(host=host, port=port, username="admin", password=PASSWORDS["admin"]) as client:
         return int(client.info("replication")["connected_slaves"])
 
@@ -203,7 +203,7 @@ def _chat(router: RunningPod, model: str = "demo") -> httpx.Response:
 
 
 def _programs(server: str) -> dict[str, list[str]]:
-    """server: Valkey, as the manifests have it; the one of the tests speaks no TLS, so there it is Redis 7.0."""
+    """server: Valkey, as in the manifests; with TLS it is Redis 7.0, as the Valkey of the tests speaks no TLS."""
     return {"valkey-server": [server], "valkey-cli": [require("redis-cli")]}
 
 

@@ -22,7 +22,7 @@ async def load(keyspace: Keyspace, number: int = 1) -> tuple[int, int, int]:
 
 
 async def booked(keyspace: Keyspace, blocks: int = 100) -> Question:
-    """One request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
+    """A request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
     ask = keyspace.ask(keyspace.chain(blocks), decode_tokens=2_000, exclude=("w2.0", "w3.0"))
     await keyspace.fleet.bookings.decide(ask)
     return ask

@@ -43,7 +43,7 @@ async def request(
 ) -> tuple[bool, dict[str, Any]]:
     """A request with these blocks, of which the engine reports ``more`` prompt tokens than were booked.
 
-    Whether somebody is told of a suspicion, and the worker's record afterwards.
+    Return whether the request leads to a suspicion, and the worker's record afterwards.
     """
     fleet, name = worker.fleet, new_reservation(prompts, exact=exact)
     tokens = 16 * len(numbers) + 5

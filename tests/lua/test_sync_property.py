@@ -198,7 +198,7 @@ def test_the_index_equals_the_tables_for_long(lab: Lab) -> None:
 
 @pytest.mark.parametrize("actions", [FAULTLESS, HARMLESS], ids=["faultless", "harmless"])
 def test_nothing_is_healed_that_is_not_wrong(lab: Lab, actions: list[str]) -> None:
-    """Restarts, twins, entries that come twice or too late are told apart from losses."""
+    """Restarts, twins, and entries that come twice or too late are not mistaken for losses."""
 
     @relaxed(40)
     @given(script=scripts(actions, 40, 60))

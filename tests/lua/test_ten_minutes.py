@@ -36,7 +36,7 @@ MB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long the trouble lasts, and the pace of everything else."""
+    """The length of the trouble, and the pace of the test's other parts."""
 
     seconds: float
     heartbeat_s: float

@@ -30,7 +30,7 @@ async def wait_s(keyspace: Keyspace) -> float:
 
 
 async def waits(keyspace: Keyspace, since_ms: int, left: int) -> bool:
-    """Whether the work ahead is the time for ``left`` tokens, less the time that passes until the decision."""
+    """Whether the worker's work ahead is the time for ``left`` tokens, less the time until the decision."""
     began = time.monotonic()
     await keyspace.change(1, since_ms=(clock_ms() - since_ms) % WRAPS)
     found = await wait_s(keyspace)
@@ -162,7 +162,7 @@ async def test_a_first_token_that_a_renewal_tells_counts_as_well(keyspace: Keysp
 
 
 async def test_a_lease_that_expired_takes_what_it_had_under_way_with_it(keyspace: Keyspace) -> None:
-    """Otherwise the worker would look as if it had done more than it was given, and win against idle workers."""
+    """A worker that kept the expired lease's work would seem to have done more than it got, and beat idle workers."""
     await keyspace.workers(2)
     dead, alive = (
         keyspace.ask(extra_tokens=50_000, exclude=("w2.0",)),

@@ -116,7 +116,7 @@ def adapter_faults(rules: Mapping[str, Any], scalers: Iterable[Any]) -> list[str
             faults += [f"{series} does not tell the {name} of a sample" for name in sorted(missing)]
             faults += [f"{series} takes samples without {name}" for name in labels if f'{name}!=""' not in series]
             served[kind].add(series.partition("{")[0])
-    asked = [one for scaler in scalers for one in _asked(scaler)]
+    asked = [query for scaler in scalers for query in _asked(scaler)]
     faults += [
         f"no rule serves {name} to metrics of the type {kind}" for kind, name in asked if name not in served[kind]
     ]

@@ -52,7 +52,7 @@ class Prometheus:
     def up(self) -> int:
         """How many replicas it could read at its last try."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": "sum(up)"}, timeout=10).json()
-        return int(float(next((one["value"][1] for one in answer["data"]["result"]), "0")))
+        return int(float(next((row["value"][1] for row in answer["data"]["result"]), "0")))
 
     def values(self, expr: str) -> list[float]:
         """All values of a query since the start, those of all its lines."""

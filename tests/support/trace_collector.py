@@ -71,11 +71,11 @@ class Collector:
 
     def tries(self, request: Span) -> list[Span]:
         """The tries of a request, in their order."""
-        found = [one for one in self._of(CLIENT) if one.parent_id == request.span_id]
-        return sorted(found, key=lambda one: one.began_ns)
+        found = [span for span in self._of(CLIENT) if span.parent_id == request.span_id]
+        return sorted(found, key=lambda span: span.began_ns)
 
     def _of(self, kind: int) -> list[Span]:
-        return [one for one in self.spans if one.kind == kind]
+        return [span for span in self.spans if span.kind == kind]
 
 
 def read(body: bytes) -> list[Span]:
@@ -83,24 +83,24 @@ def read(body: bytes) -> list[Span]:
     message = ExportTraceServiceRequest.FromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
     return [
         Span(
-            name=one.name,
-            kind=one.kind,
-            trace_id=one.trace_id.hex(),
-            span_id=one.span_id.hex(),
-            parent_id=one.parent_span_id.hex(),
-            state=one.trace_state,
-            began_ns=one.start_time_unix_nano,
-            ended_ns=one.end_time_unix_nano,
-            status=one.status.code,
-            message=one.status.message,
-            attributes=attributes(one.attributes),
-            events=[(event.name, event.time_unix_nano, attributes(event.attributes)) for event in one.events],
+            name=span.name,
+            kind=span.kind,
+            trace_id=span.trace_id.hex(),
+            span_id=span.span_id.hex(),
+            parent_id=span.parent_span_id.hex(),
+            state=span.trace_state,
+            began_ns=span.start_time_unix_nano,
+            ended_ns=span.end_time_unix_nano,
+            status=span.status.code,
+            message=span.status.message,
+            attributes=attributes(span.attributes),
+            events=[(event.name, event.time_unix_nano, attributes(event.attributes)) for event in span.events],
             resource=attributes(described.resource.attributes),
-            flags=one.flags,
+            flags=span.flags,
         )
         for described in message.resource_spans
         for scope in described.scope_spans
-        for one in scope.spans
+        for span in scope.spans
     ]
 
 

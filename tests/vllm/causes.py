@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.vllm.history import Booking, Engine, Index, Stay
 
-REPORT_S = 1.0  # 0.1 s to publish, 0.05 s to apply, 0.5 s of credit that lingers, and the rest for a busy machine
+REPORT_S = 1.0  # 0.1 s to publish, 0.05 s to apply, 0.5 s of credit that lingers, and a reserve for a busy machine
 HEAL_S = 7.0  # after Redis is back: one period of 5 s, 1 s, and a snapshot
 #: So long the index expects the prompt of a decision that its replica gave up, or whose client left. A starved replica
 #: waits 1.05 s for the decision and 2 s for the settle, and repeats the settle after 1 s.
@@ -98,14 +98,14 @@ class Judge:
         block = booking.chain[min(booking.matched, stay.cached)]
         makers = [
             (
-                one.reservation,
-                one.at,
-                one.matched,
-                self._index.told.get(one.reservation),
+                maker.reservation,
+                maker.at,
+                maker.matched,
+                self._index.told.get(maker.reservation),
                 made and (made.came, made.ran, made.preempted, made.ended, made.cached),
             )
-            for one in self._index.makers_of(booking, block)
-            for made in [engine.stays.get(one.reservation)]
+            for maker in self._index.makers_of(booking, block)
+            for made in [engine.stays.get(maker.reservation)]
         ]
         return (
             f"{booking.reservation} decided {booking.at:.3f} slot {booking.slot} matched {booking.matched} of"

@@ -1,4 +1,4 @@
-"""One real vLLM server with the plugin for this folder's tests, on a private Valkey."""
+"""A real vLLM server with the plugin for this folder's tests, on a private Valkey."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ VENV = Path(os.environ.get("ENGINE_VENV", ROOT / ".venv-vllm"))
 MODEL = ROOT / "models" / "tiny"
 SERVED_NAME = "tiny"
 TRUTH = Path(__file__).parent / "truth"
-START_SECONDS = 900.0  # 30 s on an idle machine, ten minutes beside much else; one that cannot start ends earlier
+START_SECONDS = (
+    900.0  # a start takes 30 s on an idle machine, ten minutes on a busy one; a server that cannot start ends earlier
+)
 BLOCK_TOKENS = 32  # the CPU kernels want a multiple of 32
 
 
@@ -51,7 +53,7 @@ class EngineOptions:
 
 
 class VllmEngine:
-    """One ``vllm serve`` in a process group of its own. ``worker_id`` is its first (only) engine core's."""
+    """A ``vllm serve`` in a process group of its own. ``worker_id`` is its first (only) engine core's."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options

@@ -78,7 +78,7 @@ class Core:
         self.rng = random.Random(3)
 
     def follow(self) -> set[bytes]:
-        """What the plugin has reported by now, from each change; each must be a real one."""
+        """The blocks that the plugin has reported so far. Each reported change must be real."""
         for run in self.reporter.transitions.drain(10**6):
             hashes = {run.packed[at : at + 8] for at in range(0, len(run.packed), 8)}
             if run.operation == "cleared":
@@ -134,7 +134,7 @@ def main() -> None:
         prompts.append(head + [rng.randrange(3, 8_000) for _ in range(rng.randrange(20, 300))])
         if len(prompts[-1]) > MAX_TOKENS - 100:
             prompts[-1] = prompts[-1][-200:]
-        held = [one.hex() for one in core.follow()]
+        held = [block.hex() for block in core.follow()]
         seen.append({"tokens": prompts[-1], "held": held, "cached": core.run(number, prompts[-1])})
     reported, table = core.follow(), core.table()
     cut = core.reporter.transitions.pick(core.reporter.transitions.cut())
@@ -144,7 +144,7 @@ def main() -> None:
         "scheme": scheme_of(core.config, full_attention_group(core.scheduler)).as_dict(),
         "closed": full_attention_group(core.scheduler).closed,
         "requests": seen,
-        "reported": [one.hex() for one in reported],
+        "reported": [block.hex() for block in reported],
         "table": table,
         "after_reset": len(core.follow()),
     }

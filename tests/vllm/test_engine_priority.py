@@ -117,7 +117,7 @@ class Played(NamedTuple):
         )
 
     def told(self) -> dict[str, Any]:
-        """The figures of these answers. ``engine_cpu_us_per_token``: of a computed one. It tells when the machine was
+        """The figures of the answers. ``engine_cpu_us_per_token``: of a computed one. It tells when the machine was
         slow: near saturation a few percent multiply a mean.
         """
         found = summary(self.replies, skip=0.0)
@@ -143,8 +143,8 @@ def play(redis_url: str, engines: Sequence[VllmEngine], trace: Trace, settings: 
 def cpu_s(engines: Sequence[VllmEngine]) -> float:
     """CPU time of all processes of these engines so far."""
     servers = [psutil.Process(engine.process.pid) for engine in engines if engine.process is not None]
-    times = [one.cpu_times() for server in servers for one in (server, *server.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    times = [process.cpu_times() for server in servers for process in (server, *server.children(recursive=True))]
+    return sum(spent.user + spent.system for spent in times)
 
 
 @pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
@@ -195,17 +195,17 @@ def test_mixed_load_near_saturation() -> None:
             flood = play(
                 redis_url, engines, load(DEVICE.flood_rate, DEVICE.flood_s, seed=DEVICE.rounds), RULES["held_2s"]
             )
-            rate = NEAR_SATURATION * sum(not one.error for one in flood.replies) / flood.spent_s
+            rate = NEAR_SATURATION * sum(not reply.error for reply in flood.replies) / flood.spent_s
             print(f"\n{rate:.1f} requests a second are near saturation", flush=True)
             for number in range(DEVICE.rounds):
                 for rule in (*RULES, *RULES)[number % len(RULES) :][: len(RULES)]:  # each is first, second and last
                     one = play(redis_url, engines, load(rate, DEVICE.slice_s, seed=number), RULES[rule])
                     print(f"slice {number} {rule}: {json.dumps(one.told())}", flush=True)
                     found[rule] = found[rule].and_then(one)
-    rows = {rule: one.told() for rule, one in found.items()}
-    for rule, one in found.items():
-        tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in one.replies)
-        rows[rule]["tokens_per_s"] = round(tokens / one.spent_s, 1)
+    rows = {rule: outcome.told() for rule, outcome in found.items()}
+    for rule, outcome in found.items():
+        tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in outcome.replies)
+        rows[rule]["tokens_per_s"] = round(tokens / outcome.spent_s, 1)
     print(table(rows))
     print(json.dumps(rows))
     assert all(row["errors"] == 0 for row in rows.values())

@@ -36,7 +36,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer: its worker, the predicted tokens, and the tokens that vLLM found cached."""
+    """An answer: its worker, the predicted tokens, and the tokens that vLLM found cached."""
 
     worker_id: str
     predicted: int

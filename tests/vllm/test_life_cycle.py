@@ -47,7 +47,7 @@ LONG_ANSWER = 3_800  # tokens: many seconds
 
 @dataclass
 class Life:
-    """A server, the stream of its API server, and a replica once it is asked for."""
+    """A server, the stream of its API server, and a replica, which is started when first used."""
 
     engine: VllmEngine
     fleet: Fleet
@@ -199,16 +199,16 @@ async def test_it_is_drained_by_the_operator_and_by_sigterm_and_finishes_what_it
 
 
 async def state_of(fleet: Fleet, worker_id: str) -> str:
-    return next((str(one.state) for one in await fleet.workers.read() if one.worker_id == worker_id), "")
+    return next((str(worker.state) for worker in await fleet.workers.read() if worker.worker_id == worker_id), "")
 
 
 async def faults(store: str) -> list[str]:
-    """What `warmfleet doctor` finds wrong with the workers."""
+    """The faults that `warmfleet doctor` finds in the workers."""
     settings = Settings(redis_url=store, models=(SERVED_NAME,), decide_timeout_s=2.0)
     report = Report(out=io.StringIO())
     await examine(Plan(settings, store), report)
     checks = ("worker", "halves", "workers", "url")
-    return [one.detail for _, one in report.found if one.check in checks and one.state is not State.OK]
+    return [finding.detail for _, finding in report.found if finding.check in checks and finding.state is not State.OK]
 
 
 async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> None:

@@ -51,7 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def results(python: Path, url: str) -> dict[str, Any]:
-    """What the clients get from one server."""
+    """The results that the clients get from a server."""
     script = __file__.replace("test_official_clients", "official_clients")
     found: dict[str, Any] = json.loads(await asyncio.to_thread(run, [str(python), script, url, TAG, EMBEDDING]))
     return found

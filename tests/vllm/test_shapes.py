@@ -46,7 +46,7 @@ BLOCK_TOKENS, HASH_TOKENS = 64, 32
 
 
 class Shown(NamedTuple):
-    """What one answer says: its worker, the predicted and the cached tokens, and the ids whose KV the engine has."""
+    """The facts in an answer: its worker, the predicted and the cached tokens, and the ids whose KV the engine has."""
 
     worker_id: str
     predicted: int
@@ -143,11 +143,11 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
         for rank, name in enumerate(RANKS):
             table = {key[-12:-4] for key in await asyncio.to_thread(engine.table, rank)}
             assert await held(fleet, views[name]) == table
-            chains = [chain_hashes(Scheme.from_dict(views[name].record["scheme"]), one.ids) for one in first]
+            chains = [chain_hashes(Scheme.from_dict(views[name].record["scheme"]), answer.ids) for answer in first]
             own = [digest[-8:] in table for chain in chains for digest in chain]
-            assert own == [one.worker_id == name for one, chain in zip(first, chains, strict=True) for _ in chain]
+            assert own == [answer.worker_id == name for answer, chain in zip(first, chains, strict=True) for _ in chain]
         for seed, before in enumerate(first):
-            wish = {"X-data-parallel-rank": str(seed % 3)}  # ignored, even one that no rank has
+            wish = {"X-data-parallel-rank": str(seed % 3)}  # the rank is ignored, even a number that no rank has
             again = await ask(urls[1 - seed % 2], prompt(seed) + prompt(100 + seed, 20), **wish)
             assert again.worker_id == before.worker_id
             assert again.predicted == again.cached >= len(before.ids) - 64
@@ -164,7 +164,7 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
 
 @pytest.fixture(scope="module")
 def mixed() -> Iterator[Stack]:
-    """One engine with sliding windows, which hashes by 32 tokens and has blocks of 64; one without prefix caching."""
+    """An engine with sliding windows, hashes of 32 tokens and blocks of 64; and an engine without prefix caching."""
     sizes = ("--block-size", str(BLOCK_TOKENS), "--prefix-match-unit", str(HASH_TOKENS))
     with server(valkey_binary()) as redis_url:
         options = [

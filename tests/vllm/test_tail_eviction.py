@@ -46,7 +46,7 @@ BLOCKS = 64  # 63 of them for requests, of 32 tokens
 
 @pytest.fixture(scope="module", params=trees.VERSIONS)
 def core(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What happened in the core of one version of vLLM, which checks itself after every step."""
+    """The run of a core of one version of vLLM, which checks itself after every step."""
     environment = trees.environment(trees.tree(request.param))
     done = subprocess.run(
         [VENV / "bin/python", CORE, "1"], env=environment, capture_output=True, text=True, check=False, timeout=300
@@ -123,7 +123,7 @@ class Conversations:
 
 @asynccontextmanager
 async def conversations(store: str, name: str, target: str | None) -> AsyncIterator[Conversations]:
-    """One engine with a fleet of its own. Its plugin is that of this working tree."""
+    """An engine with a fleet of its own. Its plugin is that of this working tree."""
     environment = {"PYTHONPATH": f"{TRUTH}{os.pathsep}{ROOT / 'worker_plugin'}"}
     environment |= {} if target is None else {"WARMFLEET_TTFT_TARGET_S": target}
     tag = f"tail-{name}"

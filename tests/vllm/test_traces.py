@@ -76,7 +76,7 @@ def collecting(folder: Path, forwards_to: str) -> Iterator[tuple[str, str]]:
 
 
 def client_span(trace_id: str, span_id: str, began_ns: int) -> bytes:
-    """What a client that traces its requests would send."""
+    """The span that a client would send if it traced its requests."""
     message = ExportTraceServiceRequest()
     described = message.resource_spans.add()
     described.resource.attributes.add(key="service.name").value.string_value = "chat-app"
@@ -87,16 +87,16 @@ def client_span(trace_id: str, span_id: str, began_ns: int) -> bytes:
 
 
 def tree(spans: Sequence[Span], parent_id: str = "", indent: str = "") -> list[str]:
-    """One line for each span: its service, its name, when it began and how long it was, and some attributes."""
-    origin = min(one.began_ns for one in spans)
+    """Return a line for each span: its service, its name, when it began and how long it was, and some attributes."""
+    origin = min(span.began_ns for span in spans)
     lines = []
-    for one in sorted((span for span in spans if span.parent_id == parent_id), key=lambda span: span.began_ns):
-        at, took = (one.began_ns - origin) / 1e6, (one.ended_ns - one.began_ns) / 1e6
-        told = " ".join(f"{name.split('.')[-1]}={one.attributes[name]}" for name in SHOWN if name in one.attributes)
+    for child in sorted((span for span in spans if span.parent_id == parent_id), key=lambda span: span.began_ns):
+        at, took = (child.began_ns - origin) / 1e6, (child.ended_ns - child.began_ns) / 1e6
+        told = " ".join(f"{name.split('.')[-1]}={child.attributes[name]}" for name in SHOWN if name in child.attributes)
         lines.append(
-            f"{indent}{one.resource['service.name']}: {one.name}  +{at:.1f} ms, {took:.1f} ms  {told}".rstrip()
+            f"{indent}{child.resource['service.name']}: {child.name}  +{at:.1f} ms, {took:.1f} ms  {told}".rstrip()
         )
-        lines += tree(spans, one.span_id, indent + "  ")
+        lines += tree(spans, child.span_id, indent + "  ")
     return lines
 
 
@@ -125,7 +125,7 @@ async def test_a_trace_from_the_client_to_vllms_own_span(vllm_store: str, tmp_pa
                         assert sent.status_code == 200
 
                 def whole() -> list[Span]:
-                    spans = [one for one in found.spans if one.trace_id == trace_id]
+                    spans = [span for span in found.spans if span.trace_id == trace_id]
                     return spans if len(spans) >= 8 else []
 
                 await poll(whole, 60, "two requests with four spans each")

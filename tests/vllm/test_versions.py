@@ -106,7 +106,7 @@ def words(count: int, seed: int) -> str:
 
 
 def our_lines(engine: VllmEngine) -> list[str]:
-    """What the plugin wrote into vLLM's log, from the word ``warmfleet:`` on."""
+    """The plugin's lines in vLLM's log, from the word ``warmfleet:`` on."""
     lines = engine.log.read_text(errors="replace").splitlines()
     return [line[line.index("warmfleet:") :] for line in lines if "warmfleet:" in line]
 

@@ -1,4 +1,4 @@
-"""What the bridge reads of engines: vLLM's and SGLang's own answers, options of the command line."""
+"""The bridge's readers of engines: vLLM's and SGLang's own answers, and options of the command line."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What engines were told to do; none of them does anything."""
+    """Record the commands for engines in place of running them."""
     done: list[str] = []
 
     def engine(options: EngineOptions, *_: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_tokenizer_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatc
     hangs.set()
     for thread in threads:
         thread.join(30)
-    assert loaded == ["quick", "slow"]  # and one that several engines want is loaded once
+    assert loaded == ["quick", "slow"]  # a tokenizer that several engines want is loaded once
     made.stop()
 
 
@@ -159,7 +159,7 @@ def test_a_port_that_is_none_is_told_with_the_usage(capsys: pytest.CaptureFixtur
 def test_a_hub_that_cannot_be_reached_is_not_waited_for(
     variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a proxy, or told to stay offline, only the hub's own client knows."""
+    """With a proxy, or in offline mode, only the hub's own client knows whether the hub can be reached."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
             monkeypatch.delenv(name)

@@ -41,7 +41,7 @@ class Engine:
 
 
 class Heard:
-    """What the listener was told, as the batches of the process that is followed; None for a loss."""
+    """Batches that the listener got from the followed process; None stands for a loss."""
 
     def __init__(self) -> None:
         self.batches: list[str | None] = []

@@ -1,4 +1,4 @@
-"""One engine behind the bridge, without threads: what its answers and its events make of it."""
+"""An engine behind the bridge, without threads: its state after its answers and its events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine() -> Iterator[BridgedEngine]:
 
 
 def joined(engine: BridgedEngine) -> list[bool]:
-    """The engine as if it had joined; what its ranks were told by ``stop`` (leave) comes into the list."""
+    """The engine as if it had joined, and a list of the ``leave`` arguments of its ranks' ``stop``."""
     told: list[bool] = []
     rank = SimpleNamespace(stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0))
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
@@ -155,7 +155,7 @@ def test_an_engine_that_sleeps_takes_no_requests(engine: BridgedEngine) -> None:
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch, stopping: bool) -> None:
-    """It is not waited for, and the engine joins anew, but not while it is stopped."""
+    """Nothing waits for the dead rank, and the engine joins anew unless it is being stopped."""
     rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
     monkeypatch.setattr(rank, "_sequence", None)
     if stopping:

@@ -1,4 +1,4 @@
-"""Which pool a server joins, keeps and leaves, on a real Redis."""
+"""A server joins, keeps and leaves pools on a real Redis."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Town:
         return found
 
     def away(self, server: str, ms: int = AWAY_MS + 10_000) -> None:
-        """The server has ended, and was not seen for so long."""
+        """Let the server have ended this long ago."""
         self.present.pop(server, None)
         place = self.place(server)
         self.client.hset(self.keys.placement, server, replace(place, seen_ms=place.seen_ms - ms).encode())
@@ -423,7 +423,7 @@ async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: To
 
 
 async def _gone(fleet: Fleet) -> bool:
-    return [(one.heartbeat_age_s, one.server_age_s) for one in await fleet.workers.read()] == [(None, None)]
+    return [(worker.heartbeat_age_s, worker.server_age_s) for worker in await fleet.workers.read()] == [(None, None)]
 
 
 async def _both(fleet: Fleet) -> bool:

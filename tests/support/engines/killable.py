@@ -95,13 +95,13 @@ async def engine_processes(model: str, folder: Path, count: int, way: Way = "sil
             own.mkdir()
             (own / "got").touch()
             engines.append(EngineProcess(started(model, own, way), own))
-        for one in engines:
-            await poll((one.folder / "url").exists, 60, "the engine listens")
-            one.url = (one.folder / "url").read_text()
+        for process in engines:
+            await poll((process.folder / "url").exists, 60, "the engine listens")
+            process.url = (process.folder / "url").read_text()
         yield engines
     finally:
-        for one in engines:
-            one.kill()
+        for process in engines:
+            process.kill()
 
 
 def started(model: str, folder: Path, way: Way) -> subprocess.Popen[bytes]:

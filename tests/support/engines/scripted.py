@@ -147,8 +147,8 @@ def freezing(head: bytes, *events: bytes) -> Answer:
 
     async def answer(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(head)
-        for one in events:
-            chunk(writer, one)
+        for piece in events:
+            chunk(writer, piece)
         await writer.drain()
         await asyncio.sleep(60)
 

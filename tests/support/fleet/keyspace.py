@@ -71,8 +71,8 @@ class Keyspace:
         """Make a slot hold the first ``depth`` blocks (default: all) of a chain, in forward and reverse set."""
         blocks = [hashes[at : at + 8] for at in range(0, len(hashes), 8)][:depth]
         pipe = self.store.pipeline(transaction=False)
-        for one in blocks:
-            pipe.sadd(self.keys.block(one), slot)
+        for block in blocks:
+            pipe.sadd(self.keys.block(block), slot)
         if blocks:
             pipe.sadd(self.keys.slot(slot), *blocks)
         await pipe.execute()

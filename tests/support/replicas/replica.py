@@ -167,7 +167,9 @@ async def replica(
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
-            url, operators = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, [listener, *admin][-1]))
+            url, operators = (
+                f"http://127.0.0.1:{server.getsockname()[1]}" for server in (listener, [listener, *admin][-1])
+            )
             found = Replica(url, operators, fleet, client, running)
             await poll(lambda: running.started or task.done(), 60, "the replica starts")
             if engines:

@@ -93,7 +93,7 @@ def reseed(file: Path) -> None:
 
 
 class Journal:
-    """One JSON line for everything, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
+    """A JSON line for each event, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
 
     ``table`` appeared, gone: block hashes, told before anything that depends on them. ``add`` id, tokens, chain: a
     request came. ``look`` id, tokens: so many are cached, now. ``run`` ids: these are scheduled, with what their last
@@ -136,16 +136,20 @@ class Journal:
                 self.note("look", request.request_id, found[1])
 
         def scheduled(output, *_) -> None:  # type: ignore[no-untyped-def]
-            self.note("run", [one.req_id for one in output.scheduled_new_reqs])
+            self.note("run", [request.req_id for request in output.scheduled_new_reqs])
             if output.total_num_scheduled_tokens:
                 time.sleep(self.step_s)
 
         def came(request) -> None:  # type: ignore[no-untyped-def]
-            chain = [bytes(one)[-8:].hex() for one in request.block_hashes]
+            chain = [bytes(block)[-8:].hex() for block in request.block_hashes]
             self.note("add", request.request_id, request.num_tokens, chain)
 
         around(scheduler, "add_request", before=came)
         around(scheduler.kv_cache_manager, "get_computed_blocks", after=looked)
         around(scheduler, "schedule", after=scheduled)
-        around(scheduler, "_preempt_request", before=lambda one, *_: self.note("preempt", one.request_id))
-        around(scheduler, "_free_request", before=lambda one, *_: self.note("end", one.request_id, one.status.name))
+        around(scheduler, "_preempt_request", before=lambda request, *_: self.note("preempt", request.request_id))
+        around(
+            scheduler,
+            "_free_request",
+            before=lambda request, *_: self.note("end", request.request_id, request.status.name),
+        )
