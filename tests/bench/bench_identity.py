@@ -86,7 +86,7 @@ class Ours:
         self._new = partial(Identity, self.encoder, compiled, {}, executor, cuts=cuts)
 
     def new(self) -> Identity:
-        """Return an identity of the same model that has seen no prompt."""
+        """Return an identity of the same model with empty caches."""
         return self._new(trie=Trie(2**28))
 
     async def known(self, identity: Identity, body: bytes) -> Any:
@@ -160,7 +160,7 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
 
 
 def step_requests(per_token: float) -> dict[str, Callable[[int], tuple[list[bytes], bytes]]]:
-    """Return by name what makes a round's earlier bodies, and the one to measure."""
+    """Return by name a function that makes a round's earlier bodies and the body to measure."""
 
     def next_turn(seed: int) -> tuple[list[bytes], bytes]:
         talk = Talk(seed, 10_000 - NEW_TOKENS, per_token)

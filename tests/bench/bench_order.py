@@ -1,4 +1,4 @@
-"""The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best there is?
+"""The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best choice?
 
     make -s bench NAME=order                                     # all of it: half an hour of two cores
     make -s bench NAME=order ARGS="--case starve"                # no starvation, and tenants: one minute
@@ -117,7 +117,7 @@ USUAL = tuple(name for name in FLEETS if name != "engines")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as plain values that another process can read.
+    """A run, as plain values that another process can read.
 
     rule, policy: of a fleet with routers, rule as in RULES. speed: 0 while it is not known.
     """

@@ -1,4 +1,4 @@
-"""What the plugin costs an engine: ``python -m tests.bench.bench_plugin`` prints one JSON object as its last line.
+"""Measures the plugin's cost: ``python -m tests.bench.bench_plugin`` prints one JSON object as its last line.
 
 Real vLLM's own core (Scheduler, block pool, hasher; no model) works off prompts of 4,000 tokens that no other one
 shares, in blocks of 16, through a cache that is full: each request stores 250 blocks and evicts 250. It runs in several
@@ -47,7 +47,7 @@ TTFT_TARGET_S = "0.5"  # by which T-LRU gives up the ends of prompts
 
 
 class Core:
-    """One process of ``tests/vllm/core.py``."""
+    """A process of ``tests/vllm/core.py``."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         pipe = subprocess.PIPE

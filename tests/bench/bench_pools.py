@@ -1,4 +1,4 @@
-"""One served model in several pools, on the virtual clock: what does the choice of a pool cost?
+"""A served model in several pools, on the virtual clock: what does the choice of a pool cost?
 
     make -s bench NAME=pools                                  # all of it: an hour of two cores
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
@@ -75,7 +75,7 @@ OF_THOUSAND = ("conversation", "generated")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as plain values that another process can read. speed: 0 while it is not known.
+    """A run, as plain values that another process can read. speed: 0 while it is not known.
 
     exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all. unequal: engines
     of each pool; empty: all have as many. seed: of the copies.

@@ -1,6 +1,6 @@
-"""What a fleet costs while no request comes: ``make -s bench NAME=rest``.
+"""Measures the cost of a fleet without requests: ``make -s bench NAME=rest``.
 
-Engines of which only heartbeats come (``resting_engines.py``) rest in pools of one store, and replicas that serve all
+Engines that send only heartbeats (``resting_engines.py``) rest in pools of one store, and replicas that serve all
 pools rest beside them. A share is CPU time (all threads, user and system) over time. Each pool is a model of its own.
 """
 
@@ -69,7 +69,7 @@ class Shape:
 
 
 class Resting:
-    """One fleet at rest. Raises StackError if a process of it ends."""
+    """A fleet at rest. Raises StackError if a process of it ends."""
 
     def __init__(
         self, processes: Processes, shape: Shape, replicas: int, *, sampled: bool = False, times: int = 1
@@ -114,7 +114,7 @@ class Resting:
         return used | {"disturbed": float(disturbed)}
 
     def asked(self) -> list[str]:
-        """How many engines the replicas have asked for their health."""
+        """The number of health checks that replicas have sent to engines."""
         pages = [self._page(replica.port).decode() for replica in self.replicas]
         return [line for page in pages for line in page.splitlines() if line.startswith(ASKED)]
 
@@ -153,7 +153,7 @@ class Resting:
         return page
 
     def calls(self) -> dict[str, int]:
-        """How often Redis was called so far, by command."""
+        """The number of calls of Redis so far, by command."""
         with redis.Redis.from_url(self.store_url) as store:
             told: dict[str, dict[str, int]] = store.info("commandstats")
         return {name.removeprefix("cmdstat_"): counts["calls"] for name, counts in told.items()}

@@ -1,4 +1,4 @@
-"""What each call of the fleet's queue costs Redis: ``make -s bench NAME=decide ARGS="--queue"``.
+"""Measures the cost of each call of the fleet's queue for Redis: ``make -s bench NAME=decide ARGS="--queue"``.
 
 For each number of workers and tickets the CPU of one call, in µs:
 

@@ -84,7 +84,7 @@ class Job:
 
 
 class Answer(NamedTuple):
-    """What a pool answers. engine: None if the request would have to wait."""
+    """A pool's answer. engine: None if the request would have to wait."""
 
     pool: int
     engine: int | None
@@ -317,7 +317,7 @@ class ExactPools:
         return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
 
     def _wait_price(self, share: Floats) -> float:
-        """How much a second of waiting counts: see lua/parts/shared/turns.lua."""
+        """The price of a second of waiting: see lua/parts/shared/turns.lua."""
         return max(1 - float(share.mean()), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
@@ -331,7 +331,7 @@ class ExactPools:
         return costs + RULE.place * token_s * job.prompt_tokens * self.engines.share(pool, self._now)
 
     def _chosen(self, job: Job, costs: Floats, matched: Floats) -> tuple[int, float]:
-        """The engine of the least cost, and that. Among equals the one that holds most, then any."""
+        """The engine of the least cost, and its cost. Of equals, an engine that holds most."""
         least = float(costs.min())
         near = np.flatnonzero(costs <= least + TIE * job.prompt_tokens * self._setup.token_s)
         steps = np.floor(matched[near] / (TIE * job.prompt_tokens))

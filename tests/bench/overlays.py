@@ -57,7 +57,7 @@ class Blocks:
         }
 
     def chain(self, prompt: Sequence[int], copy: int) -> tuple[int, ...]:
-        """Return the numbers of a prompt, which must be one of the trace's, in the copy of this number."""
+        """Return the block numbers of a prompt of the trace in the copy of this number."""
         chain, own = self._chains[id(prompt)], copy * self.count
         return tuple(number if number < self.system else number + own for number in chain) if copy else chain
 
@@ -124,14 +124,14 @@ class Shape:
 
 
 SHAPES = {
-    "rag": Shape(system=16, prompts=200, first=2.0, turn=1.0, again=0.0),  # a question behind one of many documents
+    "rag": Shape(system=16, prompts=200, first=2.0, turn=1.0, again=0.0),  # a question about a document
     "one-prompt": Shape(system=16, prompts=1, first=6.0, turn=2.0, again=0.6),  # everybody has the same 8,192 tokens
     "chat": Shape(system=1, prompts=1, first=6.0, turn=3.0, again=0.7),  # short conversations
 }
 
 
 def shaped(name: str, rows: int, seed: int = 0) -> Trace:
-    """Return so many requests of one of SHAPES."""
+    """Return ``rows`` requests of a shape of SHAPES."""
     shape, generator = SHAPES[name], random.Random(seed)
     fresh, sessions = count(1), count()
     systems = [[next(fresh) for _ in range(shape.system)] for _ in range(shape.prompts)]

@@ -59,7 +59,7 @@ class Burst:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. After each answer it sends the next request of its burst."""
+    """A connection, which sends the next request of its burst after each answer."""
 
     def __init__(self, burst: Burst, idle: list[Connection]) -> None:
         self.burst, self.idle = burst, idle

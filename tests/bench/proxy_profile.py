@@ -1,4 +1,4 @@
-"""Where a replica's CPU time goes, kind by kind: the part ``--profile`` of ``bench_proxy``."""
+"""Shows where a replica's CPU time goes, for each kind of request: the part ``--profile`` of ``bench_proxy``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def profile(rounds: Rounds, cpu_s: float) -> dict[str, Any]:
 
 
 def samples(router: Router, file: Path) -> list[tuple[str, str, int]]:
-    """What the replica has sampled since the last call. Raises StackError."""
+    """The samples of the replica since the last call. Raises StackError."""
     file.unlink(missing_ok=True)
     os.kill(router.pids[0], signal.SIGUSR1)
     deadline = time.monotonic() + WRITTEN_S

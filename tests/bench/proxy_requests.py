@@ -19,7 +19,7 @@ CHARACTERS_PER_TOKEN = 4.6  # mean of the words below with the demo's tokenizer
 SMALL_BYTES, LARGE_BYTES = 200, 40_000
 SHORT_TOKENS, LONG_TOKENS, NEW_TOKENS = 500, 10_000, 650
 STREAM_CHUNKS, LONG_CHUNKS, GAP_MS = 18, 200, 5
-KNOWN = 64  # prompts whose beginnings routers and engines have seen
+KNOWN = 64  # prompts whose beginnings routers and engines know
 WORDS = Path(__file__).with_name("words.txt").read_text().split()
 _RNG = random.Random(1)
 SENTENCES = [
@@ -77,7 +77,7 @@ def next_turn(seed: str, number: int) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of request. messages: of a seed, and the request's number in its burst. share: of ``--requests``.
+    """A kind of request. messages: of a seed, and the request's number in its burst. share: of ``--requests``.
 
     together: so many requests are under way at a time.
     """

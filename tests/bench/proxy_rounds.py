@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SATURATING = Kind("max", PLAIN[0].messages, 4.0, together=48)
-KNOWN_S = 60.0  # until the index must know the prompts that the engines were given
+KNOWN_S = 60.0  # until the index must hold the prompts that the engines have computed
 LATENCY_SHARE = 0.5  # of a router's most requests a second, while latency is measured
 LATENCY_S = 3.0
 WARM_UP_S = 0.5  # of each measurement of latency
@@ -43,7 +43,7 @@ CHUNK = "chunk"  # the part of a run that compares streams of few and of many ch
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured.
+    """The extent of a measurement.
 
     count: requests of a burst of the smallest kind. rest_s: how long routers rest. idle_engines: of the fleet whose
     routers show what they use at rest; 0 = that is not measured. profile_s: CPU time that is sampled of each kind.
@@ -68,13 +68,13 @@ class Plan:
         return [kind for kind in (*KINDS, SATURATING) if self.has(CHUNK if kind.gap_ms else kind.key)]
 
     def requests(self, kind: Kind) -> int:
-        """How many requests a burst of this kind has."""
+        """The number of requests in a burst of this kind."""
         return max(1, int(self.count * kind.share))
 
 
 @dataclass
 class Measured:
-    """What the rounds gave for one router: by key, one value for each round. tokens: of a prompt, by kind."""
+    """The results of a router: by key, a value for each round. tokens: of a prompt, by kind."""
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class Cores:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """This process, and those that are started in this block, run on one core."""
+    """Run this process, and processes that are started in the block, on one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -45,7 +45,7 @@ KIB, MIB = 1_024, 2**20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. hold_s: all streams flow so long. settled_s: from their ends until memory is measured."""
+    """The extent of a measurement. hold_s: all streams flow. settled_s: from their ends to the last reading."""
 
     streams: int
     gap_ms: int = 1_000
@@ -75,7 +75,7 @@ def allow_files(count: int) -> None:
 
 @dataclass
 class Held:
-    """One round of streams. Bytes of memory: before, while all flowed, and after. ``share``: of a core."""
+    """A round of streams. Bytes of memory: before, while all flowed, and after. ``share``: of a core."""
 
     before: int = 0
     held: int = 0

@@ -47,7 +47,7 @@ class Streams:
 
 
 class Stream(asyncio.Protocol):
-    """One connection with one request. ``sent``, ``came``: of each chunk, when the engine sent it and when it came."""
+    """A connection with one request. ``sent``, ``came``: of each chunk, when the engine sent it and when it came."""
 
     def __init__(self, streams: Streams, request: bytes) -> None:
         self.streams, self.request = streams, request

@@ -40,7 +40,7 @@ TOKENISING = (b"/tokenize", b"/render")
 
 
 class Stub(asyncio.Protocol):
-    """One connection of a router to a stub. inner: the port of the simulated engine behind it."""
+    """A connection of a router to a stub. inner: the port of the simulated engine behind it."""
 
     def __init__(self, inner: int) -> None:
         self.inner = inner

@@ -130,7 +130,7 @@ async def test_nobody_starves_and_tenants_get_the_same(url: str) -> None:
 
 
 def test_a_bound_follows_from_those_who_may_overtake() -> None:
-    """One engine, patience 1: the second request comes before the first one has waited for its own size."""
+    """At an engine with patience 1 the second request comes before the first has waited for its own size."""
     came = [(0.0, 10.0), (1.0, 4.0), (2.0, 1.0), (7.0, 3.0)]
     first_come, bound = bounds_s(came, 1.0, 1)
     assert first_come == [0.0, 9.0, 12.0, 8.0]

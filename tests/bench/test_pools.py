@@ -1,4 +1,4 @@
-"""One served model in several pools: overlaid traces, exact simulation, virtual clock, and what the bench prints."""
+"""A served model in several pools: overlaid traces, exact simulation, virtual clock, and the bench's output."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def test_a_run_is_reproducible_and_its_books_close_at_zero(url: str) -> No
     assert len(first.served) == 60
     for row in (LoadRow.unpack(packed) for packed in first.cluster.rows.values()):
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-        assert 0 < row.speed_tps < 1_300  # heartbeats told it: 8e-4 s a token, and the time of the steps
+        assert 0 < row.speed_tps < 1_300  # speed by heartbeats: 8e-4 s a token, and the time of the steps
     assert figures(first, skip=0.0)["foreseen"] == 1.0
 
 

@@ -1,4 +1,4 @@
-"""How long engines of a virtual fleet have nothing to do while requests wait that they could serve."""
+"""Measures how long engines of a virtual fleet are idle while requests wait that they could serve."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Rivalled:
 
 
 class Rival:
-    """One of RIVALS as the router of a ``VirtualFleet``."""
+    """A chooser of RIVALS as the router of a ``VirtualFleet``."""
 
     def __init__(self, name: str, engines: Sequence[EngineConfig], speed: float, seed: int) -> None:
         self.engines = [VirtualEngine(config.scheduler(), config.costs) for config in engines]
@@ -59,7 +59,7 @@ class Rival:
 async def play_rival(
     name: str, trace: Trace, engines: Sequence[EngineConfig], speed: float = 1.0, seed: int = 0
 ) -> Rivalled:
-    """Play a trace through engines that one of RIVALS chooses among. It needs no Redis."""
+    """Play a trace through engines among which a chooser of RIVALS chooses, without Redis."""
     began = time.process_time()
     rival = Rival(name, engines, speed, seed)
     served = await rival.fleet.run(trace)

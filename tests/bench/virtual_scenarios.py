@@ -110,7 +110,7 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> dict[str, float
 
 
 async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> dict[str, float]:
-    """One of four engines gets half of its capacity past the fleet; one run for each way to report that load."""
+    """Requests past the fleet take half of an engine's capacity, of four engines; a run for each kind of report."""
     engines = plan.engines[:4]
     direct = steady(0.5 * PER_ENGINE, seconds, plan.seed + 77, session=DIRECT)
     trace = merged(steady(0.58 * PER_ENGINE * 4, seconds, plan.seed), direct)

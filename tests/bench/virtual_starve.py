@@ -1,4 +1,4 @@
-"""Whom the queue lets wait: prompts of 100,000 tokens beside short ones, and two tenants of unequal demand.
+"""Measures the queue's longest waits: prompts of 100,000 tokens beside short ones, and two tenants of unequal demand.
 
 No prompt shares anything with another, so all engines are the same to a request, and its size is known.
 
@@ -67,7 +67,7 @@ def _arrivals(
 
 @dataclass(slots=True)
 class FirstCome:
-    """One line of first come, first served before engines that are all the same."""
+    """A line of first come, first served before equal engines."""
 
     free: list[float]  # when each engine will be free, as a heap
 
@@ -137,7 +137,7 @@ async def starve(
 async def tenants(
     url: str, queue: QueueLimits, *, pools: int = 1, alike: bool = False, seconds: float = 120.0, seed: int = 0
 ) -> dict[str, float]:
-    """Return what two tenants got of which one wants ten times as much as the other.
+    """Return the shares of two tenants, of which the first wants ten times as much as the second.
 
     ``tenants_work_ratio``: the work done for it, over the other's. Either of them alone has more than half of what the
     engines can do. The first sixth of the time is not counted. pools: of the model; several have two engines each.

@@ -27,7 +27,7 @@ KEY = "k" * 16
 
 
 def doors(**chosen: Any) -> Doors:
-    """Of a replica with one port, unless a port for operators is chosen."""
+    """The applications of a replica with one port, or with a port for operators."""
     return create_app(Settings(models=("any",), **({"admin_port": 0} | chosen)))
 
 

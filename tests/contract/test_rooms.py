@@ -45,7 +45,7 @@ def test_every_folder_and_module_of_the_router_has_its_place() -> None:
     assert set.union(*layers()) == on_disk - {"__init__"}
 
 
-#: What the tool says -> a module, and what it may not import: upwards, sideways, for the type checker, in a circle.
+#: Message of the tool -> a module, and an import that it may not have: up, sideways, for types, in a circle.
 FORBIDDEN = {
     "warmfleet.prompt.tokenizer -> warmfleet.pools.pool": ("prompt/tokenizer.py", "import warmfleet.pools.pool"),
     "warmfleet.routing.tenants -> warmfleet.background.upkeep": (

@@ -1,4 +1,4 @@
-"""A fleet of real processes: three replicas, three simulated engines and Redis, with a proxy on each of their ways."""
+"""Three replicas, three simulated engines and Redis as real processes, with proxies between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAIN_S = "2"
 
 @dataclass
 class Replica:
-    """``redis``: its way to Redis. ``ready``: by its last /readyz. ``killed``: by SIGKILL, and not started since."""
+    """``redis``: the proxy to Redis. ``ready``: by the last /readyz. ``killed``: by SIGKILL, not restarted."""
 
     name: str
     port: int
@@ -61,7 +61,7 @@ class Engine:
 
 @dataclass
 class Fleet:
-    """The processes by their names, and the ways between them."""
+    """The processes by their names, and the proxies between them."""
 
     processes: Processes
     redis_port: int

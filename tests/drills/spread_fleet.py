@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 POOLS, ENGINES, REPLICAS = 6, 4, 3  # ENGINES: of each pool
 START_S = 240.0  # for all processes on a busy machine
 NODE_TIMEOUT_MS = 2_000  # a node is lost after this silence, which a busy machine alone does not cause
-NO_TOXIC = cast("Toxic", None)  # its replicas have no proxy on their ways
+NO_TOXIC = cast("Toxic", None)  # its replicas connect without a proxy
 
 
 @dataclass
 class Spread:
-    """The processes. ``tags``: of the pools. ``tables``: by the tag, the port that tells what its engines hold."""
+    """The processes. ``tags``: of the pools. ``tables``: by tag, the port that shows its engines' tables."""
 
     cluster: WholeCluster
     processes: Processes

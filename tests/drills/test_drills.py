@@ -79,7 +79,7 @@ HEAD = " ".join(f"{name:>10}" if number else f"{name:<28}" for number, name in e
 
 
 def toxic(ways: Callable[[Fleet], list[Toxic]], spoil: Callable[[Toxic], None]) -> Fault:
-    """A fault on these ways, which heals."""
+    """A fault at the proxies of ``ways``, which heals."""
 
     @asynccontextmanager
     async def fault(fleet: Fleet) -> AsyncIterator[None]:

@@ -47,7 +47,7 @@ def patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def started(left: ExitStack, plan: Plan) -> Stack:
-    """A stack that ends with ``left``. The stack is begun anew if a server of another test took one of its ports first."""
+    """A stack that ends with ``left``. It is started again if another test's server took one of its ports."""
     try:
         return left.enter_context(Stack(plan))
     except CommandError as error:
@@ -65,7 +65,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def new_stack() -> Iterator[Stack]:
-    """The same, as it is when it has just started: no engine's speed is known yet."""
+    """A stack that has just started, so that no engine's speed is known."""
     with patient(), ExitStack() as left:
         yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
 

@@ -16,7 +16,7 @@ class Stream:
 
     @classmethod
     def open(cls, url: str, prompt: str, max_tokens: int) -> Self:
-        """Start it, and return at the first bytes of the answer, while the engine decodes."""
+        """Start the client, and return at the first bytes of the answer, while the engine decodes."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         argv = ["curl", "-sN", "--max-time", "60", f"{url}/v1/completions", "-H", "content-type: application/json"]
         process = subprocess.Popen([*argv, "-d", json.dumps(body)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

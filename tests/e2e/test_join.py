@@ -73,7 +73,7 @@ async def levels(operators: str, traffic: Traffic, until_s: float) -> list[dict[
 
 
 def test_a_joining_engine_gets_its_share_and_no_more() -> None:
-    """In its first seconds it gets at most a quarter of the requests, those that bring it level, and chance.
+    """A new engine gets at first a quarter of the requests, those that bring its load level, and some by chance.
 
     An engine that joins is idle, so each request ends sooner there until it is as busy as the others. That is no
     stampede. A router that chose by old readings of the load would send it every request until the next reading.

@@ -59,14 +59,14 @@ class Up:
         return "".join(self.lines)
 
     def wait_ready(self) -> str:
-        """Return the address that it prints when it is ready."""
+        """Return the address that ``up`` prints when it is ready."""
         line = self.read_until("Warmfleet is ready")
         self.read_until("Why there")
         self.started = psutil.Process(self.process.pid).children(recursive=True)
         return line.split()[3]
 
     def running(self) -> list[psutil.Process]:
-        """Return those processes that ran when it was ready and still run."""
+        """Return the processes that ran when ``up`` was ready and still run."""
         return [
             process for process in self.started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         ]
@@ -124,7 +124,7 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.split()) > 5
         listed = subprocess.run(
-            [sys.executable, "-m", "warmfleet", "workers", "--wide"],  # it finds the stack
+            [sys.executable, "-m", "warmfleet", "workers", "--wide"],  # `warmfleet` finds the stack
             env=environment(),
             capture_output=True,
             text=True,

@@ -32,7 +32,7 @@ LOCKS = ("app/requirements.lock", "app/build.lock", "loadtest/requirements.lock"
 BASE, OTHERS = "localhost/base:1", "localhost/others:1"
 PYTHON = "python3-minimal,python3,python3-venv,python-is-python3,ca-certificates"
 SERVERS = "redis-server,redis-tools,haproxy,wget"
-#: Redis under the names in Valkey's image; Debian lets nobody else look into the folder of its file.
+#: Redis under the names in Valkey's image; Debian lets no other user read the folder of its file.
 AS_VALKEY = (
     'ln -s redis-server "$1/usr/bin/valkey-server"',
     'ln -s redis-cli "$1/usr/bin/valkey-cli"',

@@ -32,7 +32,7 @@ from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, Check, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The namespace of the overlay whose passwords everybody knows, and the password.
+#: The namespace of the overlay with public passwords, and the password.
 DEV, DEV_PASSWORD = "warmfleet-dev", "dev-only"
 WORKLOADS = {"Deployment", "StatefulSet"}
 #: No ClusterRole, RoleBinding and so on: nothing here asks the Kubernetes API.
@@ -49,7 +49,7 @@ _SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|_KEY)$")
 
 
 def kinds(objects: list[Manifest], _: Program) -> list[str]:
-    """Only kinds that are needed: no rights in the Kubernetes API, and no CRD but those of the opt-in components."""
+    """Only needed kinds: no rights in the Kubernetes API, and no CRD but those of the opt-in components."""
     return [f"{name_of(item)}: not allowed here" for item in objects if item["kind"] not in BUILT_IN | CUSTOM]
 
 
@@ -85,7 +85,7 @@ def redis(objects: list[Manifest], _: Program) -> list[str]:
             url, trusted = given.get("WARMFLEET_REDIS_URL"), given.get("WARMFLEET_REDIS_CA", "")
             if trusted and not _mounted(workload, container, trusted):
                 problems.append(f"{name_of(workload)}: no file {trusted}")
-            if url is None or (url == "" and server is None):  # of a Secret that the operator brings
+            if url is None or (url == "" and server is None):  # in a Secret that the operator brings
                 continue
             where = name_of(workload)
             if server is None:

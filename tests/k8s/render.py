@@ -53,7 +53,7 @@ STORES = (
     *(["redis-external"], ["redis-external", "redis-external-ca"]),
 )
 EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"])
-#: Either none of these or all. The last one needs engines here.
+#: These are used together or not at all. The last one needs engines in the cluster.
 EXTRAS = ["pools", "client-keys", "monitoring", "hpa-queue", "engine-key"]
 
 

@@ -32,7 +32,7 @@ def section(heading: str) -> str:
 
 
 def commands(heading: str, starts: str) -> str:
-    """The lines of the block of code in a section that begins so."""
+    """The lines of the block of code in the section whose heading begins with the given words."""
     (found,) = re.findall(rf"^    {starts}.*\n(?:    .*\n)*", section(heading), re.MULTILINE)
     assert isinstance(found, str)
     return found

@@ -1,4 +1,4 @@
-"""The overlay `dev`, run as processes: it answers, and each part has its own rights in Redis and no more."""
+"""The overlay `dev`, run as processes, answers; each part has its own rights in Redis and no more."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
 
 
 def _master(sentinel_port: int) -> str:
-    """The address that the second pod's Sentinel tells."""
+    """The master's address by the second pod's Sentinel."""
     with redis.Redis(host="127.0.1.2", port=sentinel_port, decode_responses=True) as client:
         told: list[str] = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "warmfleet")
         return told[0]
@@ -216,7 +216,7 @@ def _ready(made: RunningPod) -> bool:
 
 
 def _rights(port: int) -> None:
-    """Nobody without a password, and each user only what it is for."""
+    """Redis refuses clients without a password, and gives each user only the rights that it needs."""
     with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
     with redis.Redis(port=port, username="worker", password="dev-only") as client:

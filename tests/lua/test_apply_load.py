@@ -299,7 +299,7 @@ async def matched(fleet: Fleet, *numbers: int) -> int:
 
 
 async def credit(reporter: ReportingWorker) -> list[bytes]:
-    """The keys by which open reservations count for blocks that they will make."""
+    """The keys that credit open reservations' future blocks."""
     return [
         key
         for name in "xc"

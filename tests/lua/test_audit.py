@@ -36,7 +36,7 @@ async def store_blocks(reporter: ReportingWorker, numbers: list[int]) -> None:
 
 
 async def make_due(reporter: ReportingWorker) -> None:
-    await reporter.fleet.upkeep.audit(3600)  # takes note of who there is
+    await reporter.fleet.upkeep.audit(3600)  # notes which workers exist
     await reporter.store.zadd(reporter.keys.audit, {reporter.worker_id: 1})
 
 

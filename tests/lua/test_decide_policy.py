@@ -161,7 +161,7 @@ async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(keyspace: Ke
 
 
 async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None:
-    """The work that its holder has already is in the cost, so a burst leaves it for others."""
+    """The cost includes the holder's present work, so a burst spreads to other workers."""
     await keyspace.workers(8, speed_tps=10_000)
     head = keyspace.chain(2)
     await keyspace.hold(5, head)
@@ -177,7 +177,7 @@ async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None
 
 
 async def test_in_every_tie_the_home_wins_then_the_longest_part_of_the_prompt(keyspace: Keyspace) -> None:
-    """Random fleets, against the rule as it is written down, from what the decision itself says that it saw."""
+    """Random fleets: the choice follows the documented rule, by the decision's own figures."""
     names, reasons = await keyspace.workers(6), Counter[str]()
     for _ in range(150):
         blocks = keyspace.rng.choice((1, 2, 3, 6, 60, 300))

@@ -45,7 +45,7 @@ async def until_ms(keyspace: Keyspace, name: str = "w1.0") -> tuple[int, int]:
 
 
 async def over(keyspace: Keyspace, name: str = "w1.0", age_ms: int = 10) -> None:
-    """Let its time have been over for so long."""
+    """Let the ejection have ended this long ago."""
     _, times = await until_ms(keyspace, name)
     await cast("Any", keyspace.store.hset(keyspace.keys.ejections, name, f"{now_ms() - age_ms} {times}"))
     await keyspace.ticked()

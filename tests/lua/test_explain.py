@@ -28,7 +28,7 @@ async def saturated(keyspace: Keyspace, workers: int = 1) -> CheckedQueue:
 
 
 async def told_and_done(q: CheckedQueue, question: Question) -> Decision | Queued:
-    """The decision, after what explain tells about it is found to be the same."""
+    """Return the decision, after checking that explain foretells it."""
     *told, price = await q.foretold(question)
     answer = await q.keyspace.fleet.queue.decide_in_turn(question)
     *done, priced = came_true(answer)

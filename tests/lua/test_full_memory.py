@@ -43,7 +43,7 @@ def own_fleet(own_store: aioredis.Redis, model: str) -> Fleet:
 
 
 async def memory_is(fleet: Fleet, *, short: bool) -> None:
-    """Write ``tick`` as a tick would have left it."""
+    """Write ``tick`` as a tick would have written it for this memory."""
     now = int(time.time() * 1000)
     await fleet.redis.set(fleet.keys.tick, f"{now} 0 0 0 {now if short else 0}")
 

@@ -51,7 +51,7 @@ async def victim(fleet: Fleet) -> ReportingWorker:
     await fleet.probes.prove("v.0", "honest", Proof("proven", ""))
     await fleet.bookings.decide(Question("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
-        await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour
+        await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # silent for an hour
     return reporter
 
 

@@ -266,7 +266,7 @@ async def test_a_mirror_whose_blocks_an_older_replica_counted_as_none_never_has_
 
 
 async def first_token(keyspace: Keyspace, after_ms: int, blocks: int = 100) -> int:
-    """A request whose prefill was under way for so long when its first token came. Returns the speed that is known."""
+    """A request whose first token came after ``after_ms`` of prefill. Returns the worker's learned speed."""
     ask = keyspace.ask(keyspace.chain(blocks), extra_tokens=0)
     await keyspace.fleet.bookings.decide(ask)
     began = replace(await row(keyspace), since_ms=(int(time.time() * 1000) - after_ms) % 2**32)

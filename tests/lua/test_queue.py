@@ -50,7 +50,7 @@ async def turns(q: CheckedQueue, *tickets: Ticket) -> list[str]:
     [
         (FULL, True),
         ({"prefill_tokens": 999, "in_flight": 1}, False),
-        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be a mean of the past: nothing is left
+        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be a mean of the past: no work is left
         ({"foreign_prefill_tokens": 11_000}, True),
         ({"foreign_prefill_tokens": 10_000, "prefill_tokens": 999, "in_flight": 1}, False),
         ({"foreign_prefill_tokens": 10_100, "prefill_tokens": 990, "in_flight": 1}, True),

@@ -219,7 +219,7 @@ async def test_a_wait_that_nobody_confirms_ends_after_a_ttl(keyspace: Keyspace) 
 
 
 async def test_a_slow_check_takes_no_engine_at_work_from_those_that_it_answers(keyspace: Keyspace) -> None:
-    """B found it slow twice; A has a connection on which bytes come, and says so in between."""
+    """Replica B found the engine slow twice; A gets bytes from it meanwhile, and says so."""
     await keyspace.ticked()
     slot = (await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "B"))).slot
     ask = keyspace.ask(keyspace.chain(4))
@@ -316,7 +316,7 @@ async def test_a_replica_with_a_new_list_takes_nothing_from_the_others(
 
 
 async def test_one_that_another_replica_lists_drains_no_longer(keyspace: Keyspace) -> None:
-    """B did not reach it, or was not there, while A let it drain."""
+    """Replica B did not reach the engine, or did not run, while A let it drain."""
     await keyspace.ticked()
     await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "A"))
     for since_s in (0.0, 5.0):

@@ -21,7 +21,7 @@ BLOCKS = 160
 
 
 class Xi:
-    """An objective of so many blocks."""
+    """An objective of a given number of blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -52,7 +52,7 @@ class Worker:
         self.now += 1
 
     def matched(self, chain: bytes) -> int:
-        """The truth."""
+        """The tokens that the cache really holds of the prompt."""
         return len(self.pool.prefix(split(chain), len(chain))) * BLOCK
 
     def gaps(self, chain: bytes) -> bool:

@@ -113,7 +113,7 @@ class Plain:
         return best + more * self.ahead[chosen] <= lowest + more * self.ahead[nearest] + asks.tie / US
 
     def step(self, asks: Asks) -> list[int]:
-        """The script's answers: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
+        """The script's answers: room, the worker that the ticket gets or waits for, the serving worker, its work."""
         free = [at for at, room in enumerate(self.room) if room > NO_ROOM_S]
         lowest, nearest, _ = self.cheapest(asks, range(len(self.workers)))
         best, chosen, price = self.cheapest(asks, free)

@@ -41,7 +41,7 @@ def promtool(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[byt
 
 
 def tried(spec: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Whether all cases come out as expected by these rules, and what promtool says.
+    """Return whether all cases hold under these rules, and the output of promtool.
 
     Each alert has files of its own, because promtool evaluates all rules of a file in each of its tests.
     """
@@ -123,7 +123,7 @@ def test_a_mistake_in_an_alert_is_found(fault: Callable[[dict[str, Any]], None],
 
 
 def test_a_changed_threshold_is_found_by_the_unit_tests(tmp_path: Path) -> None:
-    """All thresholds a third higher at once: every alert with one no longer fires where its test expects it."""
+    """Every alert with a threshold fails its test if all thresholds are a third higher."""
     spec = copy.deepcopy(SPEC)
     changed = set()
     for group in spec["groups"]:
@@ -181,7 +181,7 @@ def test_a_mistake_in_a_panel_is_found(change: Callable[[dict[str, Any]], None],
 
 
 def test_metrics_that_other_manifests_name_exist() -> None:
-    """Such as those by which autoscalers go."""
+    """Other manifests name metrics, for example for autoscalers."""
     named = {
         name
         for path in (ROOT / "k8s").rglob("*.y*ml")

@@ -50,7 +50,7 @@ class Prometheus:
     since: float = field(default_factory=time.time)
 
     def up(self) -> int:
-        """How many replicas it could read at its last try."""
+        """The number of replicas that Prometheus could read at its last try."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": "sum(up)"}, timeout=10).json()
         return int(float(next((row["value"][1] for row in answer["data"]["result"]), "0")))
 
@@ -94,7 +94,7 @@ def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
 def _reads(made: Prometheus, replicas: int) -> bool:
     try:
         return made.up() == replicas
-    except (httpx.HTTPError, ValueError, KeyError):  # it is not up yet
+    except (httpx.HTTPError, ValueError, KeyError):  # Prometheus is not up yet
         return False
 
 

@@ -23,7 +23,7 @@ ERROR = 2  # a status
 
 @dataclass
 class Span:
-    """One span as the collector read it. Times are in ns of Unix time. resource: what its process told of itself."""
+    """A span as the collector read it. Times are in ns of Unix time. resource: attributes of its process."""
 
     name: str
     kind: int
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """``statuses``: of the next answers; then 200. ``busy``: no answer comes before it is set."""
+    """A collector. ``statuses``: of its next answers; then 200. ``busy``: no answer comes before it is set."""
 
     url: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Collector:
         return web.Response(status=status, text="" if status == 200 else "not now")
 
     async def requests(self, count: int = 1) -> list[Span]:
-        """The spans of requests, once so many came."""
+        """The spans of requests, once ``count`` came."""
         await poll(lambda: len(self._of(SERVER)) >= count, what=f"{count} traces")
         return self._of(SERVER)
 

@@ -156,7 +156,7 @@ class Answers:
         return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
 
     def hold(self) -> dict[str, Any]:
-        """Stop while three requests are under way: a foreign one that decodes, a foreign one that waits, one of the fleet."""
+        """Stop while three requests run: a foreign one that decodes, a foreign one that waits, one of the fleet."""
         core = self.core
         core.add("cmpl-foreign-decodes", [5] * 100, 500)
         core.add(f"cmpl-wf-{999:022}.x-0", [6] * 64, 500)

@@ -224,7 +224,7 @@ def split(packed: bytes) -> tuple[bytes, ...]:
 
 
 class Concurrency:
-    """How many requests were in the engines at a moment, running or waiting."""
+    """The number of requests in the engines over time, running or waiting."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._times, self._counts, count = [0.0], [0], 0

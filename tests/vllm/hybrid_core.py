@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python tests/vllm/hybrid_core.py SHAPE
 
-It runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and prints one
-JSON object: the scheme that the plugin announces, each prompt with what vLLM found cached of it and what the plugin had
-reported just before, and at the end the plugin's set beside the whole table.
+The program runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and
+prints a JSON object: the scheme that the plugin announces, each prompt with the tokens that vLLM found cached and the
+blocks that the plugin had reported just before, and at the end the plugin's set beside the whole table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def groups_of(shape: str) -> tuple[list[Any], int, int]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     common = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
-    if shape == "fine":  # what is hashed at a time is half of the full-attention group's block
+    if shape == "fine":  # a hash covers half of the full-attention group's block
         windows = SlidingWindowSpec(block_size=16, sliding_window=64, **common)
         return [windows, FullAttentionSpec(block_size=32, **common)], 16, 32
     if shape == "equal":  # as in most hybrid models: one size for all groups

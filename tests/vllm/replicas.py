@@ -24,7 +24,7 @@ PATIENT_SECONDS = "2"
 
 
 class Replica:
-    """A replica's process, on the same port each time it starts. deaths: how often it was killed. killed: it is dead now."""
+    """A replica, on the same port at each start. deaths: how often it was killed. killed: it is dead now."""
 
     def __init__(self, redis_url: str, policy: str = "cost", **settings: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
@@ -49,19 +49,19 @@ class Replica:
         self.process.wait()
 
     def ended(self) -> None:
-        """Wait until it has ended, and forget its log. Terminate it before."""
+        """Wait until the replica has ended, and delete its log. Terminate the replica before."""
         self.process.wait(20)
         self._log.close()
 
     @property
     def log(self) -> str:
-        """The end of what it has logged."""
+        """The end of the replica's log."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), 4_000, max(0, size - 4_000)).decode(errors="replace")
 
     @property
     def proven(self) -> int:
-        """How many workers are proven at this replica; -1 while it is not ready, or places requests by load alone."""
+        """The number of proven workers at the replica; -1 while it is not ready, or places requests by load alone."""
         try:
             if httpx.get(f"{self.url}/readyz", timeout=5).status_code != 200:
                 return -1  # /workers reads Redis anew, but its own last reading may be older

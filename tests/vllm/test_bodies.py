@@ -97,7 +97,7 @@ CHATS: tuple[Any, ...] = (
     *([{"role": "tool", "content": "x"}], [{"role": "odd", "content": None}], [{"role": "user", "content": []}]),
     *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "n": math.nan}]),
 )
-#: How a body can be written otherwise than everybody writes it.
+#: Unusual ways to write a body.
 SPELLINGS: dict[str, Any] = {
     "a mark before it": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "UTF-16": lambda text: text.encode("utf-16"),

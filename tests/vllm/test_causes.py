@@ -116,7 +116,7 @@ def test_another_prompt_is_never_explained() -> None:
 
 
 def test_a_prompt_that_a_replica_did_not_hash_is_never_explained() -> None:
-    """Not even when Redis has just come back: replicas keep what they hash prompts by."""
+    """A Redis that has just come back explains nothing: replicas keep their tokenizers."""
     case = Case(4, matched=0).struck(redis_back=[AT - 1])
     case.index.bookings["r"] = replace(case.index.bookings["r"], chain=())
     assert case.cause == "another prompt: unexplained"

@@ -46,7 +46,7 @@ pytestmark = [
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "3000"))
 BLOCKS = 192  # of 32 tokens, enough for about a third of the clients' conversations
 STEP_S = "0.05"  # as long as a larger model's step, so that requests overlap without starving the machine of CPU
-PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after so long the index must be right by itself
+PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after this time the index must be right by itself
 
 
 @pytest.mark.timeout(3_600)

@@ -1,4 +1,4 @@
-"""Real vLLM dies in the middle of its streams, and the clients get the text that they would have got."""
+"""Real vLLM dies in the middle of its streams, and the clients still get the same text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(number: int) -> tuple[str, dict[str, Any]]:
     """A path and a body. The random model answers with bytes of every kind, also with parts of characters."""
     text = " ".join(random.Random(number).choices(WORDS, k=120))
     body = {"model": SERVED_NAME, "temperature": 0, "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"stream_options": {"include_usage": True}, "repetition_penalty": 1_000.0}  # or it says one word for ever
+    body |= {"stream_options": {"include_usage": True}, "repetition_penalty": 1_000.0}  # or one word repeats
     if number % 2:
         return "/v1/completions", body | {"prompt": text}
     return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
@@ -92,7 +92,7 @@ async def hear(router: Replica, number: int, stream: Stream) -> None:
 
 
 async def run(router: Replica, *, kill: Callable[[list[Stream]], None] | None = None) -> list[Stream]:
-    """All streams at once; ``kill`` is called with them when each has got some of its text."""
+    """Run all streams at once, and call ``kill`` with them when each has got some of its text."""
     streams = [Stream() for _ in range(STREAMS)]
     tasks = [asyncio.create_task(hear(router, number, stream)) for number, stream in enumerate(streams)]
     if kill is not None:

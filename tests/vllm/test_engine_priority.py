@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
-#: Without it an engine spins on two cores while it works: replicas then wait for a core, at times for seconds.
+#: Engines sleep while they wait, or they would spin on two cores: replicas would wait seconds for a core.
 SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
-#: Of prompts, in tokens; the order in which they come.
+#: Sizes of prompts in tokens, in the order in which they come.
 SIZES = (3_200, 2_400, 1_600, 800, 100)
-#: From one to the next. A waiting prompt grows old: it goes before one that comes later by more than four times the
+#: Seconds between prompts. A waiting prompt grows old: it goes before one that comes later by more than four times the
 #: time that the difference of their work takes. Of two in a row that is .4 s at the 7,000 tokens a second of
 #: models/small; of models/tiny it is less than the time between two prompts on a busy machine.
 GAP_S = 0.03
@@ -62,7 +62,7 @@ async def sizes_as_they_end(url: str, engine: VllmEngine) -> list[int]:
         asyncio.TaskGroup() as group,
         client.stream("POST", "/v1/completions", json=body(40, 4_000, stream=True)) as busy,
     ):
-        tokens = busy.aiter_bytes()  # it ends the stream when nothing refers to it
+        tokens = busy.aiter_bytes()  # the stream ends when nothing refers to its task
         await anext(tokens)
         for size in SIZES:
             group.create_task(ask(client, size, ended))
@@ -84,7 +84,7 @@ async def ask(client: httpx.AsyncClient, size: int, ended: list[int]) -> None:
 
 
 async def waiting(client: httpx.AsyncClient, engine: VllmEngine) -> float:
-    """How many requests wait in this engine, by its own metrics."""
+    """The number of requests that wait in this engine, by its own metrics."""
     return gauge((await client.get(f"{engine.url}/metrics")).text, "vllm:num_requests_waiting")
 
 

@@ -229,7 +229,7 @@ async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> 
                     assert await ask(replica.url) == 200
                     assert await faults(store) == []
                     await asyncio.to_thread(leaves.kill)
-                    for _ in range(4):  # over the time in which its other half falls silent
+                    for _ in range(4):  # longer than it takes until the engine's other half counts as silent
                         await asyncio.sleep(5)
                         assert await state_of(old.fleet, leaves.worker_id) == "left"
                         assert await faults(store) == []

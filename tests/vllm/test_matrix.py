@@ -1,4 +1,4 @@
-"""The plugin on the core of every vLLM from 0.28 to 0.33: what it reports is what that core itself says.
+"""The plugin on the core of every vLLM from 0.28 to 0.33: its reports equal the core's own figures.
 
     make vllm-matrix
 

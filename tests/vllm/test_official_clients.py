@@ -36,7 +36,7 @@ pytestmark = [
 
 PACKAGES = ("openai", "anthropic", "langchain-openai")
 EMBEDDING = "embedding"
-#: A busy engine may answer a plain stream otherwise: floating-point sums depend on what is computed together.
+#: A busy engine may answer a plain stream differently: floating-point sums depend on what is computed together.
 TRIES = 3
 
 

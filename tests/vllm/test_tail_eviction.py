@@ -99,7 +99,7 @@ class Conversations:
         return views[0].load if views else None
 
     def first_again(self) -> int:
-        """Four conversations that do not fit; returns what is left of the first one.
+        """Four conversations that do not fit; returns how many tokens of the first are still cached.
 
         Prompts of 800 tokens come before them, so that ``auto`` means an objective of 480 tokens on any machine.
         """
@@ -112,7 +112,7 @@ class Conversations:
         return self.cached(a)
 
     def ended(self, **hint: Any) -> int:
-        """The second of two conversations ends, and a third needs room; returns what is left of the first."""
+        """The second of two conversations ends, and a third needs room; returns the first's cached tokens."""
         self.engine.reset_prefix_cache()
         a = prompt(1, 640)
         self.cached(a)

@@ -1,4 +1,4 @@
-"""One trace from a client's span over the router to real vLLM's own span, through a collector's process."""
+"""A trace leads from a client's span over the router to real vLLM's own span, through a collector's process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
 def installed(folder: Path, python: Path, *packages: str) -> Path:
-    """A folder with these packages, for the path of that interpreter."""
+    """A folder with ``packages``, for the path of the given interpreter."""
     command = [str(python), "-m", "pip", "install", "-qq", "--target", str(folder), *packages]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ async def test_a_trace_from_the_client_to_vllms_own_span(vllm_store: str, tmp_pa
             )
             settings = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS, "OTEL_EXPORTER_OTLP_ENDPOINT": http}
             with running(options), running_replicas(vllm_store, 1, 1, **settings) as [replica]:
-                for number in range(2):  # the second one finds the blocks of the first
+                for number in range(2):  # the second request finds the blocks of the first
                     began_ns, own = time.time_ns(), f"{int(span_id, 16) ^ number:016x}"
                     headers = {"traceparent": f"00-{trace_id}-{own}-01", "X-Request-Id": f"ask-{number}"}
                     async with httpx.AsyncClient(timeout=120) as client:

@@ -1,4 +1,4 @@
-"""Stock vLLM as an engine that is only a URL: what the fleet believes of its cache follows what its answers say."""
+"""Stock vLLM as an engine that is only a URL: the fleet's view of its cache follows its answers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
     exact = router.worker()["load"]["capacity_blocks"] == BLOCKS
     assert exact or router.worker()["load"]["capacity_blocks"] == BLOCKS * BLOCK_TOKENS // 16
 
-    # its own evictions: conversations that share the cache, more than it holds
+    # evictions by the fleet's own requests: more conversations than the cache holds
     choose, talks, off = random.Random(3), [prompt(seed, 300) for seed in range(12)], []
     for turn in range(40):
         at = choose.randrange(len(talks))

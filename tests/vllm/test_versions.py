@@ -39,7 +39,7 @@ pytestmark = [
 
 TURNS = 4
 START_SECONDS = 400.0
-#: A renamed internal, by a word for it: its name, its new name, and what the plugin says. vLLM works as before.
+#: Renamed internals, by a word: the name, the new name, and the plugin's message. vLLM works as before.
 RENAMED = {
     "blocks": (
         "cached_block_hash_to_block",

@@ -1,6 +1,6 @@
 """An engine without sockets for the tests of the bridge: real hashes, a real block pool, vLLM's events as bytes.
 
-Its hashes have a random seed, as those of vLLM 0.28, so nobody else can compute them. The truth is therefore told in
+Its hashes have a random seed, as those of vLLM 0.28, so nothing else can compute them. The truth is therefore told in
 the chain that routers compute.
 """
 

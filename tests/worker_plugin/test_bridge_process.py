@@ -1,4 +1,4 @@
-"""The bridge as a process: its list of engines, its counters, and what it says when it cannot start."""
+"""The bridge as a process: its list of engines, its counters, and its message when it cannot start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_bridge_that_is_told_to_stop_starts_no_further_engine(told: list[str])
 
 
 def test_an_engine_that_is_busy_while_it_leaves_holds_up_no_other(told: list[str]) -> None:
-    """A tokenizer may take minutes to load. Until that engine has said goodbye, nobody else reports under its name."""
+    """A tokenizer may take minutes to load. Until the engine has said goodbye, no successor reports under its name."""
     busy, other = EngineOptions("http://a:1"), EngineOptions("http://b:2")
     followed = Bridge("redis://store:6379")
     followed.follow([busy])

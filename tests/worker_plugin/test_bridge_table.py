@@ -223,7 +223,7 @@ ACTIONS = ("serve", "serve", "serve", "serve", "drop", "drop all", "repeat", "re
 def test_the_table_is_never_more_than_the_truth_and_equal_after_healing(
     seed: int, actions: list[str], replays: bool
 ) -> None:
-    """With a replay that reaches 6 batches back, or none."""
+    """The engine's replay reaches 6 batches back, or the engine has none."""
     engine = ScriptedEngine(seed, kept=6, replays=replays)
     follower, chance = Follower(engine), random.Random(seed)
     for action in actions:

@@ -25,7 +25,7 @@ UNRESOLVED = EngineDown("no address is found for gpu1", unresolved=True)
 
 @pytest.fixture
 def engine() -> Iterator[BridgedEngine]:
-    """Not started; its tokenizer is none."""
+    """An engine that is not started and has no tokenizer."""
     context = zmq.Context[zmq.Socket[bytes]]()
     yield BridgedEngine(EngineOptions("http://gpu1:8000"), "redis://store:6379", context, lambda *_: ({}, {}))
     context.destroy(linger=0)
@@ -57,7 +57,7 @@ def test_a_table_that_overflows_is_not_complete(engine: BridgedEngine) -> None:
 def test_a_name_that_is_not_resolved_is_no_engine_that_is_gone(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server's heartbeats end, so that replicas ask it themselves."""
+    """An unresolved name ends the server's heartbeats, so that replicas check the engine themselves."""
 
     def fails(*_: object, **__: object) -> None:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
@@ -170,7 +170,7 @@ def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.Mon
 def test_told_to_stop_while_it_reads_an_engine_it_joins_nothing(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tokenizer may take long to load; a worker that joined then would be reported by nobody."""
+    """A tokenizer may take long to load; no thread would report a worker that joined after the stop."""
     started: list[str] = []
     monkeypatch.setattr(engine.api, "healthy", lambda: None)
     monkeypatch.setattr(engine, "_facts", lambda: FACTS)

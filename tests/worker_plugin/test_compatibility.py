@@ -136,7 +136,7 @@ def test_every_import_of_vllm_is_in_the_list() -> None:
 
 
 def test_a_vllm_that_differs_is_not_hooked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its Scheduler still works, and the log has one line for each engine core, with version, internal, consequence."""
+    """A different vLLM's Scheduler still works; the log has a line per engine core: version, internal, consequence."""
 
     class Scheduler:
         made = 0

@@ -1,4 +1,4 @@
-"""The account of T-LRU against plain LRU, and what stops when it loses."""
+"""The account of T-LRU against plain LRU, and the end of T-LRU when it loses."""
 
 from __future__ import annotations
 

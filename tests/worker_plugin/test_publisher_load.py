@@ -45,12 +45,12 @@ async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model
                     assert (cached, prompt) == (64, 100)
                     delays[reservation] = int(entry_id.split(b"-")[0]) / 1_000 - told[reservation]
         assert delays.keys() == told.keys()
-        # The lower quartile: whatever else the machine does makes it longer.
+        # The lower quartile counts: other work on the machine makes times longer.
         assert sorted(delays.values())[len(delays) // 4] <= wire.PROGRESS_FLUSH_SECONDS
 
 
 async def test_a_prompts_blocks_are_reported_before_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
-    """Routers rely on it: a block that is not in the stream before its prefill is taken for missing."""
+    """Routers rely on the order: they take a block that comes after its prefill for missing."""
     tracker = Tracker()
     with publishing(redis_url, model, tracker) as publisher:
         await poll(lambda: publisher.state.joined)
@@ -209,7 +209,7 @@ async def test_a_stopped_publisher_says_goodbye(fleet: Fleet, redis_url: str, mo
             return await fleet.redis.zscore(fleet.keys.alive, WORKER) is None
 
         await poll(left)
-        await equal(fleet, tracker)  # what was queued went out first
+        await equal(fleet, tracker)  # queued entries went out first
 
 
 async def test_an_idle_engine_sends_almost_nothing(fleet: Fleet, redis_url: str, model: str) -> None:

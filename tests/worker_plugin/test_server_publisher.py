@@ -131,7 +131,7 @@ def server(redis_url: str, model: str) -> Iterator[ServerPublisher]:
 async def test_what_no_server_uses_any_more_expires(
     fleet: Fleet, store: aioredis.Redis, server: ServerPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was stored and never announced: the server ends here before any router hears of it."""
+    """Stored but never announced files expire, too: the server ends before any router learns of it."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.02)
     server.start()
     await poll(lambda: server.joined)
@@ -139,7 +139,7 @@ async def test_what_no_server_uses_any_more_expires(
     assert len(keys) > 4
     for key in keys:
         assert server_publisher.ARTIFACT_SECONDS - 60 < await store.ttl(key) <= server_publisher.ARTIFACT_SECONDS
-    # While the server lives, its files do.
+    # Files are kept while the server lives.
     await store.expire(keys[0], 100)
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
     await poll(lambda: _lives(store, keys[0]))

@@ -72,7 +72,7 @@ def plain_reporter(monkeypatch: pytest.MonkeyPatch, requests: dict[str, Any], **
 
 
 def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
+    """A paused engine keeps its requests and makes no step, which is no fault."""
     unfinished = [1]
     reporter = plain_reporter(monkeypatch, {}, get_num_unfinished_requests=lambda: unfinished[0])
     assert (reporter.load().running, reporter.load().steps) == (1, 0)

@@ -42,7 +42,7 @@ SPANS = Spans(lease_ms=6_000)  # short: if only the old master got a settle, tha
 
 @dataclass
 class BusyFleet:
-    """One running fleet. url: the address of Redis. failures: time and reason of each decision that failed.
+    """A running fleet. url: the address of Redis. failures: time and reason of each decision that failed.
 
     connections: of a replica that has other pools, too; they are closed with those.
     """
@@ -128,7 +128,7 @@ class BusyFleet:
         ]
 
     async def _decided(self) -> Decision:
-        """A decision, however often a busy machine lets Redis answer too late."""
+        """Decide, again while a busy machine lets Redis answer too late."""
         while True:
             one = new_reservation(1)
             try:

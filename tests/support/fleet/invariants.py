@@ -133,7 +133,7 @@ def check_index(chaos: ChaosFleet) -> None:
     for name in NAMES:
         process, record = owner(chaos, name), json.loads(chaos.store.hget(chaos.keys.workers, name) or "{}")
         for slot in [record[kind] for kind in ("slot", "shadow") if kind in record]:
-            held = chaos.store.smembers(chaos.keys.slot(slot))  # of a process that is gone: only both ways the same
+            held = chaos.store.smembers(chaos.keys.slot(slot))  # gone: only forward and reverse sets must agree
             slots |= {slot: held} if held else {}
         if process:
             slots |= {record["slot"]: process.table} if process.table else {}

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
-LAG = SPEED  # a second of work: a flow that was served is behind its class by no more, or by the largest work
+LAG = SPEED  # a second of work: a served flow is behind its class by that much at most, or by its largest ticket
 LEAST_S = 1e-6  # room of a worker without work
-TICKET_ARRIVAL = slice(26, 42)  # of a ticket's record: 16 digits of us
+TICKET_ARRIVAL = slice(26, 42)  # first bytes of a ticket's record: 16 digits of µs
 SUFFIXES = ("", ":tickets", ":leases", ":flows", ":lengths", ":served", ":clock")
 
 
@@ -120,7 +120,7 @@ class QueueModel:
 
 
 class CheckedQueue:
-    """A world with a queue, and the model beside it."""
+    """A keyspace with a queue, and the model beside it."""
 
     def __init__(self, keyspace: Keyspace, tickets: int, patience: float = 0.0) -> None:
         self.keyspace, self.model = keyspace, QueueModel(patience)
@@ -165,14 +165,14 @@ class CheckedQueue:
         )
 
     async def foretold(self, question: Question) -> tuple[str, bool, float]:
-        """As ``came_true`` tells a decision, told before it. Asserts that nothing was written."""
+        """Foretell a decision in the form of ``came_true``. Asserts that nothing was written."""
         before = await self.written()
         worker_id, _, seen = await self.keyspace.fleet.queue.consider(question)
         assert await self.written() == before
         return "" if seen.waits else worker_id, seen.waits, seen.turn_s
 
     async def written(self) -> int:
-        """How many changes the server has made since it started. It saves nothing."""
+        """The number of changes that the server has made since its start. It saves nothing to disk."""
         return int((await cast("Any", self.keyspace.store.info("persistence")))["rdb_changes_since_last_save"])
 
     async def turns(self) -> set[str]:

@@ -53,7 +53,7 @@ class SeveralReplicas:
         hashes = self.chains[a % 4]
         exclude = (WORKERS[b % 4],) if b % 7 == 0 else ()
         chains = (Chain(SCHEME.scheme_id, 16, hashes),)
-        order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # of a ring: for the policies that look at one
+        order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # a ring of workers, for the policies that use one
         return Question(
             f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude, order=order
         )

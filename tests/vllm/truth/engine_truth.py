@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def count_tokenised(path: Path) -> None:
-    """A byte in this file for every prompt that this server makes into token ids itself."""
+    """Write a byte to ``path`` for every prompt that this server tokenises itself."""
     from vllm.renderers.base import BaseRenderer
 
     original = BaseRenderer._tokenize_prompt
@@ -115,7 +115,7 @@ class Journal:
         self.file.write(json.dumps([time.monotonic(), *what]) + "\n")
 
     def keep(self, scheduler) -> None:  # type: ignore[no-untyped-def]
-        """Write down what this scheduler does from now on. All of it happens on the engine's thread."""
+        """Note all work of the scheduler from now on, on the engine's thread."""
 
         def around(owner, name, before=None, after=None) -> None:  # type: ignore[no-untyped-def]
             original = getattr(owner, name)
