@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 ENGINES, REPLICAS = 8, 4
 SKIP = 0.1  # share of the requests that warm up
 TRIES = 12  # runs of the oracle at most until its engines are as busy as wanted
-NEAR = 0.01  # of the wanted share of time: near enough
+NEAR = 0.01  # a share of time this close to the wanted one is good enough
 DISPATCH_S = 0.003  # HTTP to the engine and vLLM's own work before the scheduler sees the prompt
 LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 
@@ -78,7 +78,7 @@ LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 class Case:
     """A trace with engines that suit it.
 
-    speed: keeps them about half busy. rows: the first so many requests. closed: False makes a closed loop an open one.
+    speed: keeps them about half busy. rows: of the trace, from its first. closed: False makes a closed loop an open one.
     seeds: beginnings of the trace. Ten for agents: means of three of them differ from that of ten by up to 10 %.
     """
 
@@ -104,9 +104,9 @@ PUBLIC = tuple(name for name in CASES if name != "generated")
 STARVE = "starve"
 DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Settings)}
 OURS: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
-#: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
+#: Values of the routers' fleets in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
 #: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
-#: ``stock``: so many engines have no plugin.
+#: ``stock``: the number of engines without the plugin.
 RULES: Mapping[str, Mapping[str, float]] = {
     "ours": OURS,
     "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
@@ -188,7 +188,7 @@ class Job:
 
 
 def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
-    """Return these weights or limits with what the rule has in their place."""
+    """Return ``defaults`` with the rule's values in their place."""
     types = {field.name: int if field.type == "int" else float for field in fields(defaults)}
     return replace(defaults, **{name: types[name](value) for name, value in rule.items() if name in types})
 

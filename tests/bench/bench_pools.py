@@ -65,7 +65,7 @@ ENGINES, COPIES = 64, 8
 THOUSAND, THOUSAND_POOLS = 1_024, 16
 THOUSAND_ROWS = 150  # of each of 128 copies: one pool of 600 takes twenty minutes
 POOLS = (1, 2, 4, 8)
-SEEDS = 3  # of one pool and of the most
+SEEDS = 3  # of the runs with one pool and with the most
 LOADS = (0.5, 0.7, 0.85)
 DEPTH_TOKENS = 1_024  # of the trace's own tokens
 CASES_OF_POOLS = ("conversation", "agents-roomy", "generated")
@@ -151,7 +151,7 @@ def told(served: Sequence[Served], busy: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of a case at one load with so many pools."""
+    """The figures of a case at one load with one number of pools."""
 
     job: Job
     figures: Mapping[str, float]
@@ -163,7 +163,7 @@ def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
 
 
 def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> dict[tuple[str, float], float]:
-    """Return the figure with so many pools over that with one, by case and load, where both were played.
+    """Return the figure with ``pools`` pools over that with one, by case and load, where both were played.
 
     With several seeds it is the mean over the seeds, over the same mean.
     """

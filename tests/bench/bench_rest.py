@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 SETTLE_S = 20.0  # after the start: the tokenizer is loaded, and every pool has been at rest for a while
 SHAPES = "1x8,1x64,4x64,16x64,64x16"
-PAGES = 5  # of /metrics that are timed
+PAGES = 5  # requests of /metrics that are timed
 ASKED, TRIES = "warmfleet_health_checks_total", 4
-HURRIED_ENGINES, MOST_TIMES = 4_096, 100  # so many engines at their own pace tell as much as the hurried ones together
+HURRIED_ENGINES, MOST_TIMES = 4_096, 100  # all hurried engines send as much as this many at normal pace
 LEAST_PACE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A fleet: so many pools with so many engines each."""
+    """The size of a fleet: the number of pools, and of engines in each."""
 
     pools: int
     each: int
@@ -99,7 +99,7 @@ class Resting:
         return Router(name, port, (process.pid,))
 
     def watch(self, seconds: float) -> dict[str, float]:
-        """Shares of a core over so many seconds: of a replica (``replica``: the median), of Redis.
+        """Shares of a core over ``seconds``: of a replica (``replica``: the median), of Redis.
 
         Where the machine is so busy that nobody ticks for 2.5 s, replicas ask engines whether they live, which is no
         rest: it is measured again, a few times.

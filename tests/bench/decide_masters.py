@@ -96,7 +96,7 @@ async def burn(fleet: Fleet, chains: Sequence[bytes], routes: int, at_once: int,
 
 @dataclass
 class Setting:
-    """POOLS pools on so many masters, and what each round has measured."""
+    """POOLS pools on a number of masters, and the measurements of each round."""
 
     masters: int
     pools: list[tuple[Fleet, list[bytes]]]

@@ -110,7 +110,7 @@ class Engine:
 
 
 class Engines:
-    """All engines, and what a decision asks of them. ready_s: when each has done all that it has."""
+    """All engines, with the data for decisions. ready_s: when each has done all its work."""
 
     def __init__(self, number: int, setup: Setup) -> None:
         self._setup = setup
@@ -199,7 +199,7 @@ class Engines:
 
 
 def _put(found: Floats, engines: int, blocks: int) -> None:
-    """Note that these engines, as bits, hold so many blocks."""
+    """Note that the engines of these bits hold ``blocks`` blocks."""
     if not engines or not blocks:
         return
     if engines.bit_count() <= 8:
@@ -321,7 +321,7 @@ class ExactPools:
         return max(1 - float(share.mean()), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
-        """As lua/parts/decide/cost_rule.lua has it."""
+        """The costs of engines, as in lua/parts/decide/cost_rule.lua."""
         token_s, most = self._setup.token_s, matched.max()
         weight = RULE.lambda_ if wait_s.min() > 0 else 1.0
         costs: Floats = RULE.wait_price * wait_s + token_s * weight * (job.prompt_tokens - matched)
@@ -359,10 +359,10 @@ class ExactPools:
             job.size_s = float(own_s.min())
             costs = ahead_s + own_s
             near, free = int(costs.argmin()), int(np.lexsort((share, np.where(full, np.inf, costs)))[0])
-            more = max(1 - 2 * float(share[free]), wait_price) / wait_price - 1  # by what that engine has to do
+            more = max(1 - 2 * float(share[free]), wait_price) / wait_price - 1  # by the work that the engine has to do
             saved_s = costs[free] - costs[near] + more * (ahead_s[free] - ahead_s[near])
             if saved_s > TIE * job.prompt_tokens * setup.token_s:
-                ahead_s[near] += wait_price * job.size_s  # it waits for that engine
+                ahead_s[near] += wait_price * job.size_s  # the request waits for that engine
                 left.append(job)
                 continue
             ruled = np.where(full, np.inf, self._costs(job, pool, wait_s, matched))

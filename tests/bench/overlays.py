@@ -19,10 +19,10 @@ from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, FIRST_TOKEN, TOKENS, A
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SYSTEM_PROMPT = 3  # sessions that begin so make it one
+SYSTEM_PROMPT = 3  # a text with which this many sessions begin is a system prompt
 SHIFT = 977  # between the tokens of two copies
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, are spread evenly
-WORDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS))  # one object for each token
+WORDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS))  # each token is one object
 
 
 class Blocks:
@@ -72,7 +72,7 @@ def _pieces(prompt: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]]:
-    """Return so many copies of all arrivals in the order of time, each with its copy; prompts are the trace's own.
+    """Return ``number`` copies of all arrivals in order of time, each with its copy; prompts are the trace's own.
 
     Copies of equal number have the same text, so those of a seed s are numbered from s * number on.
     """
@@ -86,7 +86,7 @@ def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]
 
 
 def overlaid(trace: Trace, number: int, seed: int = 0) -> Trace:
-    """Return the trace with so many copies of it, in each of which the text of sessions is another."""
+    """Return the trace with ``number`` copies of it, each with other text in its sessions."""
     if number == 1 and not seed:
         return trace
     blocks = Blocks(trace)

@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connected(port: int, burst: Burst, count: int) -> list[Connection]:
-    """So many idle connections to a port of this machine."""
+    """Return ``count`` idle connections to a port of this machine."""
     loop, idle = asyncio.get_running_loop(), list[Connection]()
     for _ in range(count):
         _transport, connection = await loop.create_connection(lambda: Connection(burst, idle), "127.0.0.1", port)
@@ -141,7 +141,7 @@ async def in_turn(burst: Burst, idle: list[Connection]) -> None:
 
 
 async def at_rate(port: int, requests: Sequence[bytes], rate: float, seed: int) -> list[tuple[float, float]]:
-    """Open loop: requests come at random times, so many a second on average. Returns ``Burst.spans``."""
+    """Open loop: requests come at random times, ``rate`` a second on average. Returns ``Burst.spans``."""
     rng, burst = random.Random(seed), burst_of(())
     burst.left = len(requests)
     idle = await connected(port, burst, CONNECTIONS)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 KINDS = {kind.key.removesuffix("_stream"): kind for kind in STREAMED}
 MIX = ("200b",) * 4 + ("500t",) * 4 + ("10kt_warm",) * 2
 PARTS = ("200b", "500t", "10kt_warm", "mix")
-WARM_UP = 0.1  # of the requests, which find every cache of the processor cold
+WARM_UP = 0.1  # share of the first requests, which find every cache of the processor cold
 
 
 @dataclass(frozen=True, slots=True)

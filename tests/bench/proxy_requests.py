@@ -30,7 +30,7 @@ Messages = list[dict[str, str]]
 
 
 def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
-    """A conversation of about so many tokens. Other seeds differ from their first word on."""
+    """A conversation of about ``tokens`` tokens. Other seeds differ from their first word on."""
     rng, left, messages = random.Random(seed), int(tokens * CHARACTERS_PER_TOKEN), Messages()
     while left > 0:
         length = min(left, int(message_tokens * CHARACTERS_PER_TOKEN))
@@ -41,7 +41,7 @@ def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
 
 
 def body(messages: Messages, chunks: int = 0, gap_ms: int = 0, *, stamped: bool = False) -> bytes:
-    """A request's body. chunks: so many has the stub's streamed answer; 0 = a plain answer. stamped: with times."""
+    """A request's body. chunks: of the stub's streamed answer; 0 = a plain answer. stamped: with times."""
     more = {"stream": True} if chunks else {}
     mark = f"stub:{chunks}:{gap_ms}{':stamped' * stamped}"
     given = {"model": MODEL, "stop": mark, "messages": messages, "max_tokens": 16, **more}
@@ -79,7 +79,7 @@ def next_turn(seed: str, number: int) -> Messages:
 class Kind:
     """A kind of request. messages: of a seed, and the request's number in its burst. share: of ``--requests``.
 
-    together: so many requests are under way at a time.
+    together: how many requests are under way at a time.
     """
 
     key: str

@@ -169,7 +169,7 @@ class Fleet:
 
 @contextmanager
 def fleet_of(cores: Cores, count: int, python: str) -> Iterator[Fleet]:
-    """A store and so many stub engines. This process runs on their core meanwhile."""
+    """A store and ``count`` stub engines. The bench's process runs on their core meanwhile."""
     with (
         tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
         Processes(Path(folder)) as processes,

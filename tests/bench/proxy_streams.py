@@ -60,7 +60,7 @@ def memory(router: Router) -> int:
 
 
 def allow_files(count: int) -> None:
-    """Let this process and its children have so many open files. Raises StackError."""
+    """Let the process and its children have ``count`` open files. Raises StackError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= count:
         return

@@ -90,7 +90,7 @@ class Stream(asyncio.Protocol):
 
 
 async def opened(port: int, requests: Sequence[bytes], rate: float) -> tuple[Streams, list[Stream]]:
-    """Open a stream for each request, so many a second."""
+    """Open a stream for each request, ``rate`` a second."""
     loop, streams, made = asyncio.get_running_loop(), Streams(len(requests)), list[Stream]()
     begun = loop.time()
     for number, request in enumerate(requests):

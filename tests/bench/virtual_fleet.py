@@ -56,7 +56,7 @@ TENANT = b"one     "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. engines: one configuration each. joins_s: numbers of the engines that join later, and their times.
+    """A run. engines: one configuration each. joins_s: numbers of the engines that join later, and their times.
 
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.

@@ -98,7 +98,7 @@ class Toxic:
             server_reader, server = await asyncio.open_connection("127.0.0.1", self.target)
             link.writers.append(server)
             await asyncio.gather(self._pump(link, reader, server), self._pump(link, server_reader, writer, back=True))
-        except OSError:  # one side is gone
+        except OSError:  # a side has closed its connection
             link.reset()
         finally:
             link.close()

@@ -101,7 +101,7 @@ async def test_half_as_much_again_as_they_can_serve(own_store: str, fleet: Fleet
 
 
 async def test_two_tenants_at_ten_to_one_get_the_same(own_store: str, fleet: Fleet) -> None:
-    """Each tenant uses a replica of its own, and the engines have told their speed."""
+    """Each tenant uses a replica of its own, and the speed of the engines is known."""
     share = CAPACITY / 2 / 800
     streams = [Stream("much", 11.5 * share, ((800, 1.0),), 0), Stream("little", 1.15 * share, ((800, 1.0),), 1)]
     with processes(own_store, ENGINES, queue_max=48) as running:

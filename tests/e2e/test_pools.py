@@ -102,7 +102,7 @@ async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
         assert await asyncio.gather(*begun) == [""] * ENGINES
         assert await asyncio.to_thread(given_up, four) == 0
         await asyncio.to_thread(pools, four, "remove", "demo", "--force")
-        await asyncio.to_thread(pools, four, "add", "demo#3")  # it has no engine yet
+        await asyncio.to_thread(pools, four, "add", "demo#3")  # the pool has no engine yet
         first = [await asyncio.to_thread(pool_of, four, number, 0) for number in range(PREFIXES)]
         again = [await asyncio.to_thread(pool_of, four, number, 1) for number in range(PREFIXES)]
         print(first, again)

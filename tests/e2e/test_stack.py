@@ -119,7 +119,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     stack = fragile_stack
     clients = Clients(list(stack.replicas))
     running = asyncio.create_task(clients.run(6))
-    stream(stack.replicas[0].url)  # it lasts longer than this test
+    stream(stack.replicas[0].url)  # the request lasts longer than the test
     await poll(lambda: clients.outcomes["whole"] > 10, 20, "requests are under way")
     victim = clients.replicas.pop(0)
     clients.killed.add(victim.name)

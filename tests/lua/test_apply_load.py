@@ -141,7 +141,7 @@ async def test_progress_gives_the_prefill_back_once(reporter: ReportingWorker, f
     started = await leased(reporter, "wf-a")
     assert (started.stage, started.prefill_tokens, started.decode_tokens) == (Stage.STARTED, 0, 50)
     assert started.checkpoints == (block(1),)
-    assert await fleet.index.counts() == {"exact": 1}  # one prediction is compared once
+    assert await fleet.index.counts() == {"exact": 1}  # each prediction is compared once
 
 
 async def test_progress_after_the_end_leaves_a_lease_as_it_is(reporter: ReportingWorker) -> None:

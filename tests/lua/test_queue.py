@@ -607,7 +607,7 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         await q.keyspace.change(1, prefill_tokens=2_000, busy_share=share, **going)
         answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
         assert isinstance(answer, Queued)
-        ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
+        ahead_s = 0.19 if overdue_s else 0.2  # the running prefills should have ended by now
         assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
         await q.keyspace.fleet.queue.poll((), ["wf-a"])
 

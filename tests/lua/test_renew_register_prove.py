@@ -259,7 +259,7 @@ async def test_a_replica_takes_it_out_if_no_check_has_passed_since_its_own_faile
 
 
 async def test_replicas_that_hash_otherwise_do_not_take_its_slot_in_turn(keyspace: Keyspace) -> None:
-    """One replica has WARMFLEET_TOKENIZER and the other has not: the scheme that stands stays while it is confirmed."""
+    """A replica has WARMFLEET_TOKENIZER, another has not: the recorded scheme stays while a replica confirms it."""
     other = RECORD | {"scheme_id": 8}
     slot = (await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
     assert (await keyspace.fleet.workers.register("stock", other, 50, Check("PASSED", "B"))).slot == slot
@@ -341,7 +341,7 @@ async def test_what_register_refuses(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     before = await keyspace.row(1)
     with pytest.raises(BadArgument):
-        await keyspace.fleet.workers.register("w1.0", RECORD, 50)  # it joined by its own stream
+        await keyspace.fleet.workers.register("w1.0", RECORD, 50)  # the worker joined by its own stream
     with pytest.raises(BadArgument):
         await keyspace.fleet.workers.register("stock", RECORD, 0)
     with pytest.raises(BadArgument):

@@ -95,11 +95,11 @@ async def test_the_row_keeps_the_share_of_time_in_prefill(keyspace: Keyspace, en
     await keyspace.workers(1)
     await aged(keyspace, MEMORY_S, busy_share=30_000, evicted=7)
     ask = keyspace.ask(keyspace.chain(10))
-    await keyspace.fleet.bookings.decide(ask)  # it was idle
+    await keyspace.fleet.bookings.decide(ask)  # the worker was idle
     row = await keyspace.row(1)
     assert row.busy_share == pytest.approx(30_000 * math.exp(-1), rel=0.01)
     await aged(keyspace, MEMORY_S)
-    await keyspace.fleet.bookings.settle(ask.reservation, ends)  # it computed
+    await keyspace.fleet.bookings.settle(ask.reservation, ends)  # the worker computed
     row = await keyspace.row(1)
     assert row.busy_share == pytest.approx(30_000 * math.exp(-2) + ALWAYS * (1 - math.exp(-1)), rel=0.01)
     assert (row.evicted, row.in_flight) == (7, 1 if ends == "started" else 0)

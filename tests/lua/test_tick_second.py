@@ -94,7 +94,7 @@ async def test_the_index_of_a_worker_is_bounded_by_the_fleets_caches(
         await answering(store, fleet, name, capacity_blocks=typical)
     liar = await answering(store, fleet, "d", capacity_blocks=2**31 - 1)
     await slow_tick(fleet)
-    held = struct.pack(">3I", bound + 8 * 128 - 3 * 128, 0, 0)  # as if it had reported so many already
+    held = struct.pack(">3I", bound + 8 * 128 - 3 * 128, 0, 0)  # as if the worker had reported this many
     await cast("Any", store.hset(fleet.keys.digest, liar.worker_id, held))
     for at in range(20):
         await liar.send("stored", blocks(*range(128 * at, 128 * at + 128)))

@@ -113,7 +113,7 @@ async def send(url: str, prompts: Sequence[str], **fields: Any) -> list[int]:
 
 
 async def for_a_while(url: str, seconds: float, **fields: Any) -> set[int]:
-    """Conversations that grow, for so many seconds; returns the statuses of their answers."""
+    """Send growing conversations for ``seconds``; returns the statuses of their answers."""
     ends, turns, seen = time.monotonic() + seconds, 1, set[int]()
     while time.monotonic() < ends:
         prompts = [f"{name} {WORDS * 4 * turns}" for name in "ABCD"]

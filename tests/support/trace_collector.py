@@ -105,7 +105,7 @@ def read(body: bytes) -> list[Span]:
 
 
 def attributes(pairs: Any) -> dict[str, Any]:
-    """As Python values."""
+    """The attributes as Python values."""
     return {pair.key: _value(pair) for pair in pairs}
 
 

@@ -22,7 +22,7 @@ HEAL_S = 7.0  # after Redis is back: one period of 5 s, 1 s, and a snapshot
 #: So long the index expects the prompt of a decision that its replica gave up, or whose client left. A starved replica
 #: waits 1.05 s for the decision and 2 s for the settle, and repeats the settle after 1 s.
 GIVEN_UP_S = 4.1
-LEASE_S = 31.0  # leases stay open so long after a replica was killed, or after Redis lost a settle
+LEASE_S = 31.0  # leases stay open this long after a replica was killed, or Redis lost a settle
 CROWD = 16  # differences at this many concurrent requests, or more, are counted apart
 
 

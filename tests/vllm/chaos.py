@@ -44,7 +44,7 @@ class Cut(Exception):  # noqa: N818  an expected end
 
 @dataclass
 class Load:
-    """``total`` requests by so many ``clients``. replicas: those that a load balancer would use now."""
+    """``total`` requests of ``clients`` clients. replicas: to which a load balancer would send now."""
 
     replicas: list[Replica]
     total: int

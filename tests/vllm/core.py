@@ -1,7 +1,7 @@
 """One version's own core without a model: Scheduler, KV cache manager, block pool and hasher, hooked by the plugin.
 
 It runs in the interpreter of ``.venv-vllm`` (see ``trees.py``) and answers each line of JSON on standard input by one
-line of JSON, always with what the core itself says. What the plugin reports goes to Redis, as from any engine.
+line of JSON, always with the core's own figures. What the plugin reports goes to Redis, as from any engine.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Answers:
         self.said = said
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
-        """Run so many requests to their end, four at a time; every second one continues an earlier prompt.
+        """Run this many requests to their end, four at a time; every second one continues an earlier prompt.
 
         Returns (prompt tokens, cached tokens) by id as vLLM itself counts them, and the table.
         """
@@ -137,7 +137,7 @@ class Answers:
         return {"counted": counted, "table": core.table()}
 
     def bench(self, requests: int, tokens: int, answer: int, pause_s: float) -> dict[str, Any]:
-        """Run so many new prompts to their end, four at a time; a pause after each step stands for the model's work.
+        """Run this many new prompts to their end, four at a time; a pause after each step stands for the model's work.
 
         Returns CPU seconds of the whole process so far, and (seconds, CPU seconds of this thread) of each step.
         """

@@ -40,7 +40,7 @@ SIZES = (3_200, 2_400, 1_600, 800, 100)
 #: time that the difference of their work takes. Of two in a row that is .4 s at the 7,000 tokens a second of
 #: models/small; of models/tiny it is less than the time between two prompts on a busy machine.
 GAP_S = 0.03
-#: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.
+#: Rules under comparison. ``engines``: the engines sort, and enough requests wait there for sorting.
 RULES: dict[str, dict[str, str]] = {
     "held_2s": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2"},
     "default": {},

@@ -212,7 +212,7 @@ async def faults(store: str) -> list[str]:
 
 
 async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> None:
-    """One engine is replaced by another, which is then replaced by the first under its old name."""
+    """A second engine replaces the first, which then replaces the second under its old name."""
     async with life(store) as old:
         await serving(old)
         options = replace(old.engine.options, worker_id="vllm-b")

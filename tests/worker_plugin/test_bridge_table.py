@@ -158,7 +158,7 @@ def test_arrays_of_earlier_engines() -> None:
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_batches_of_sglang(page: int) -> None:
-    """As SGLang 0.5.23 records and encodes them: a node, a child, a salted node, removals, a reset."""
+    """Batches as SGLang 0.5.23 records and encodes them: a node, a child, a salted node, removals, a reset."""
     recorded = json.loads((Path(__file__).parent / "sglang_batches.json").read_text())[str(page)]
     batches = [decode(bytes.fromhex(batch), sglang=True) for batch in recorded]
     head, more = list(range(100, 100 + 4 * 64)), list(range(1_000, 1_128))

@@ -193,7 +193,7 @@ def test_a_pool_moves_a_few_servers_at_a_time(town: Town) -> None:
             other_half = take(town.client, town.name, Member(server), town.present[server])
             assert other_half == town.present[server]
         moved = len(now)
-        for server in now:  # they have settled in
+        for server in now:  # the servers have settled in
             place = town.place(server)
             settled = replace(place, moved_ms=place.moved_ms - SETTLE_MS)
             town.client.hset(town.keys.placement, server, settled.encode())

@@ -182,7 +182,7 @@ def no_model(name: str) -> bytes:
 
 
 async def answer_by_name(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-    """As ``answer_well``, but 404 for a name that the engine does not list."""
+    """Answer as ``answer_well``, but with 404 for a name that the engine does not list."""
     name = seen.json.get("model", "")
     if name in engine.names or not name:
         await answer_well(engine, seen, writer)

@@ -38,7 +38,7 @@ class ChaosFleet:
         self.dead: dict[str, SteppedPublisher] = {}
         self.saved: list[tuple[bytes, bytes]] | None = None
         self.cancelled: set[str] = set()
-        self.commands: dict[str, dict[str, Any]] = {}  # that were lost
+        self.commands: dict[str, dict[str, Any]] = {}  # lost commands
         self.turn = 0
         self._reset()
 

@@ -181,7 +181,7 @@ class Watched:
 def sentinels(users: str = "", lost_ms: int = 1_000) -> Iterator[Watched]:
     """users: lines of an ACL file with `replica`, `sentinel` and `admin`. Each name is also the password.
 
-    lost_ms: a master is lost that was silent for so long. Sentinels promote no replica that its master lost ten times
+    lost_ms: silence after which a master is lost. Sentinels promote no replica that its master lost ten times
     as long before.
     """
     with Servers() as servers:

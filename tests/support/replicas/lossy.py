@@ -191,7 +191,7 @@ class LossyReplica:
             await self.settlements.drained()
 
     async def end_cancelled(self, which: int) -> str:
-        """Its task is cancelled twice, the second time while it gives back; returns the reservation."""
+        """A request's task is cancelled twice, the second time while it gives back; returns the reservation."""
         attempt = self.attempts.pop(which % len(self.attempts))
 
         async def request() -> None:

@@ -195,7 +195,7 @@ class SeveralReplicas:
         await self._reaped()
         twin = Fleet(self.store, f"twin/{self.model}", timeouts=PATIENT, constants=Constants(spans=SPANS))
         await self._copy(self.keys.prefix, twin.keys.prefix)
-        # What is done of a prefill, and a share of time, go by the clock, which a twin cannot turn back: both are free.
+        # A prefill's computed part and the share of time follow the clock, which a twin cannot turn back: both cost 0.
         weights, free = twin.constants.weights, replace(twin.constants.weights, wait_price=0.0, place=0.0)
         twin.use(weights=free)
         for replica in self.replicas:

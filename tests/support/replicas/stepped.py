@@ -61,9 +61,7 @@ class SteppedReplica:
 
     async def look(self) -> dict[str, Any]:
         """Read the whole fleet, and return the JSON that ``/workers`` would answer."""
-        self.pool.fleet.workers._servers_until = (
-            0.0  # as if so much time had passed that servers' records are read again
-        )
+        self.pool.fleet.workers._servers_until = 0.0  # so that servers' records are due and read again
         await self.reader.refresh()
         await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view

@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Also in each process of ``-n``, where tests run in the main thread."""
+    """Set the handlers, also in each process of ``-n``, where tests run in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     watchdog = None if hasattr(config, "workerinput") else Watchdog()

@@ -69,7 +69,7 @@ def runs_long_tests(marks: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One unit of work for each file, or for all files of one entry of ``TOGETHER``, in the order of the tests."""
+    """Make a unit of work for each file, or for all files of one entry of ``TOGETHER``, in the order of the tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False

@@ -95,8 +95,8 @@ def reseed(file: Path) -> None:
 class Journal:
     """A JSON line for each event, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
 
-    ``table`` appeared, gone: block hashes, told before anything that depends on them. ``add`` id, tokens, chain: a
-    request came. ``look`` id, tokens: so many are cached, now. ``run`` ids: these are scheduled, with what their last
+    ``table`` appeared, gone: block hashes, noted before anything that depends on them. ``add`` id, tokens, chain: a
+    request came. ``look`` id, tokens: this many are cached now. ``run`` ids: these are scheduled, with what their last
     look found. ``preempt`` id; ``end`` id, status.
     """
 
