@@ -78,7 +78,7 @@ LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 class Case:
     """A trace with engines that suit it.
 
-    speed: keeps them about half busy. rows: of the trace, from its first. closed: False makes a closed loop an open one.
+    speed: keeps them about half busy. rows: of the trace. closed: False makes a closed loop an open one.
     seeds: beginnings of the trace. Ten for agents: means of three of them differ from that of ten by up to 10 %.
     """
 
