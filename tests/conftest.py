@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.get_closest_marker("in_turn") or item.get_closest_marker("long"):
             continue
         name, _, rest = item.nodeid.partition("[")
-        for number, one in enumerate(SERVERS):
-            if one in rest and cases.setdefault((name, rest.replace(one, "")), len(cases)) % 2 != number:
+        for number, choice in enumerate(SERVERS):
+            if choice in rest and cases.setdefault((name, rest.replace(choice, "")), len(cases)) % 2 != number:
                 item.add_marker(OTHER_SERVER)
 
 
@@ -88,7 +88,7 @@ def redis7_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session", params=SERVERS)
 def redis_url(request: pytest.FixtureRequest) -> str:
-    """Both servers, one after the other: for tests of scripts."""
+    """The URL of each of the two servers in turn, for tests of scripts."""
     return str(request.getfixturevalue(f"{request.param}_url"))
 
 

@@ -111,7 +111,7 @@ def test_a_run_that_is_ended_leaves_no_process(case: Case, tmp_path: Path) -> No
 
 
 def test_a_run_that_ends_by_itself_leaves_no_process_and_has_its_own_status(tmp_path: Path) -> None:
-    """What a test leaves behind is killed; the run is not, also if it takes a while to exit."""
+    """Processes that a test leaves behind are killed; the run is not killed, even if its exit takes a while."""
     (tmp_path / "test_it.py").write_text(LEAVES)
     with run_of(Case("waiting", 0, signal.SIGTERM), tmp_path) as run:
         until(lambda: [*tmp_path.glob("*.started")] or not run.is_running(), "the run is in its middle", 60)

@@ -1,4 +1,4 @@
-"""How much one Redis core can follow: ``make -s bench NAME=apply ARGS="--follow"``.
+"""Measures how many block changes a Redis core can apply: ``make -s bench NAME=apply ARGS="--follow"``.
 
 64, 256 and 1,024 workers flush the changes of 100 ms. Their engines have full caches, so each block that is stored
 comes with a block that is removed. Flushes are written and then applied to the end. The figures are CPU time of the

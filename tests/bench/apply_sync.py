@@ -1,4 +1,4 @@
-"""What keeping in sync costs decisions: ``make -s bench NAME=apply ARGS="--sync"``.
+"""Measures the cost of resynchronisation for decisions: ``make -s bench NAME=apply ARGS="--sync"``.
 
 64 workers hold 100,000 blocks each. In every phase a separate process (``sync_load``) asks for 500 decisions a second
 at random moments, each for 10,000 tokens, and settles them half a second later. Two phases take turns:
@@ -103,7 +103,7 @@ def quantiles_ms(latencies_us: Sequence[int]) -> tuple[float, float, float]:
 
 
 class Bench:
-    """One server and one fleet, with the generator in a process of its own."""
+    """A server and a fleet, with the load generator in a process of its own."""
 
     def __init__(self, url: str, size: Size) -> None:
         self.size = size

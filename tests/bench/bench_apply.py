@@ -1,4 +1,4 @@
-"""What ``apply`` costs the Redis server: ``make -s bench NAME=apply`` prints one JSON object as its last line.
+"""Measures the cost of ``apply``: ``make -s bench NAME=apply`` prints one JSON object as its last line.
 
     make -s bench NAME=apply                       # blocks stored and removed per second of the server's CPU
     make -s bench NAME=apply ARGS="--follow"       # how much one core can follow (``apply_follow``)

@@ -1,4 +1,4 @@
-"""What decisions cost the Redis server: ``make -s bench NAME=decide`` prints one JSON object as its last line.
+"""Measures the cost of decisions: ``make -s bench NAME=decide`` prints one JSON object as its last line.
 
     make -s bench NAME=decide                       # 64 workers, 1 M (block, worker) pairs
     make -s bench NAME=decide ARGS="--queue"        # calls of the fleet's queue, with 100 to 10,000 tickets

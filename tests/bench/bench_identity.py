@@ -86,7 +86,7 @@ class Ours:
         self._new = partial(Identity, self.encoder, compiled, {}, executor, cuts=cuts)
 
     def new(self) -> Identity:
-        """Return an identity of the same model that has seen no prompt."""
+        """Return an identity of the same model with empty caches."""
         return self._new(trie=Trie(2**28))
 
     async def known(self, identity: Identity, body: bytes) -> Any:
@@ -121,8 +121,8 @@ async def mean_us(bodies: list[tuple[list[bytes], bytes]], ours: Ours) -> float:
     spent = 0.0
     for before, body in bodies:
         identity = ours.new()
-        for one in (OTHER, *before):  # a replica has served other requests before
-            await ours.known(identity, one)
+        for request in (OTHER, *before):  # a replica has served other requests before
+            await ours.known(identity, request)
         started = time.process_time()
         await ours.known(identity, body)
         spent += time.process_time() - started
@@ -155,12 +155,12 @@ async def table(ours: Ours, plain: Plain, per_token: float) -> dict[str, Any]:
         out[f"{name}_plain"] = round(statistics.mean(plain_us), 1)
         if not warm:
             parts = [ours.parts(body) for _, body in cases[:3]]
-            out[f"parts_{tokens}"] = {key: round(min(one[key] for one in parts), 1) for key in parts[0]}
+            out[f"parts_{tokens}"] = {key: round(min(part[key] for part in parts), 1) for key in parts[0]}
     return out
 
 
 def step_requests(per_token: float) -> dict[str, Callable[[int], tuple[list[bytes], bytes]]]:
-    """Return by name what makes a round's earlier bodies, and the one to measure."""
+    """Return by name a function that makes a round's earlier bodies and the body to measure."""
 
     def next_turn(seed: int) -> tuple[list[bytes], bytes]:
         talk = Talk(seed, 10_000 - NEW_TOKENS, per_token)
@@ -189,13 +189,13 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
         least = [1e9] * 3
         for seed in range(rounds):
             before, body = make(seed)
-            for one in (*before, body):
+            for raw in (*before, body):
                 times = [time.process_time_ns()]
-                request = prompt.parse("chat", one)
+                request = prompt.parse("chat", raw)
                 times.append(time.process_time_ns())
                 found = await identify_here(request, pool)
                 times.append(time.process_time_ns())
-                assert spliced("chat", one, [given.json() for given in found.prompts])
+                assert spliced("chat", raw, [given.json() for given in found.prompts])
                 times.append(time.process_time_ns())
             taken = [(end - begin) / 1e3 for begin, end in itertools.pairwise(times)]
             least = list(map(min, least, taken))

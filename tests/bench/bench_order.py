@@ -1,4 +1,4 @@
-"""The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best there is?
+"""The fleet beside choosers that look into its engines, on the virtual clock: how far is it from the best choice?
 
     make -s bench NAME=order                                     # all of it: half an hour of two cores
     make -s bench NAME=order ARGS="--case starve"                # no starvation, and tenants: one minute
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 ENGINES, REPLICAS = 8, 4
 SKIP = 0.1  # share of the requests that warm up
 TRIES = 12  # runs of the oracle at most until its engines are as busy as wanted
-NEAR = 0.01  # of the wanted share of time: near enough
+NEAR = 0.01  # a share of time this close to the wanted one is good enough
 DISPATCH_S = 0.003  # HTTP to the engine and vLLM's own work before the scheduler sees the prompt
 LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 
@@ -78,7 +78,7 @@ LOADS = (0.3, 0.5, 0.7, 0.83, 0.95)
 class Case:
     """A trace with engines that suit it.
 
-    speed: keeps them about half busy. rows: the first so many requests. closed: False makes a closed loop an open one.
+    speed: keeps them about half busy. rows: of the trace. closed: False makes a closed loop an open one.
     seeds: beginnings of the trace. Ten for agents: means of three of them differ from that of ten by up to 10 %.
     """
 
@@ -102,11 +102,11 @@ CASES = {
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
 STARVE = "starve"
-DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Settings)}
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Settings)}
 OURS: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
-#: What the routers' fleets have in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
+#: Values of the routers' fleets in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
 #: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
-#: ``stock``: so many engines have no plugin.
+#: ``stock``: the number of engines without the plugin.
 RULES: Mapping[str, Mapping[str, float]] = {
     "ours": OURS,
     "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
@@ -117,7 +117,7 @@ USUAL = tuple(name for name in FLEETS if name != "engines")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as plain values that another process can read.
+    """A run, as plain values that another process can read.
 
     rule, policy: of a fleet with routers, rule as in RULES. speed: 0 while it is not known.
     """
@@ -169,10 +169,10 @@ class Job:
     def run(self) -> dict[str, float]:
         trace, engines = self.trace(), self.engines(self.speed)
         if self.rule.get("sorting"):
-            engines = tuple(replace(one, limits=replace(one.limits, sorts=True)) for one in engines)
+            engines = tuple(replace(engine, limits=replace(engine.limits, sorts=True)) for engine in engines)
         if self.fleet in RIVALS:
             told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
-            return figures(told.served, [one.busy_s for one in told.engines], self.speed)
+            return figures(told.served, [engine.busy_s for engine in told.engines], self.speed)
         plan = Plan(engines, self.policy, _with(Weights(), self.rule), REPLICAS, self.speed, self.seed)
         stock = frozenset(range(int(self.rule.get("stock", 0))))
         plan = replace(plan, queue=_with(QueueLimits(), self.rule), sorting=bool(self.rule.get("sorting")), stock=stock)
@@ -182,26 +182,27 @@ class Job:
             played = uvloop.run(play(url, trace, plan))
         if len(played.served) < len(trace.arrivals):
             raise RuntimeError(f"{self.case} at {self.load}: {self.fleet} refused requests, its queue was full")
-        served = [replace(one, ttft_s=one.ttft_s - DISPATCH_S) for one in played.served]
+        served = [replace(request, ttft_s=request.ttft_s - DISPATCH_S) for request in played.served]
         busy_s = [worker.engine.busy_s for worker in played.cluster.workers]
         return figures(served, busy_s, self.speed) | gaps.figures()
 
 
 def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
-    """Return these weights or limits with what the rule has in their place."""
-    types = {one.name: int if one.type == "int" else float for one in fields(defaults)}
+    """Return ``defaults`` with the rule's values in their place."""
+    types = {field.name: int if field.type == "int" else float for field in fields(defaults)}
     return replace(defaults, **{name: types[name](value) for name, value in rule.items() if name in types})
 
 
 def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -> dict[str, float]:
     """Return the figures of a run without its first requests. TTFT is in trace seconds."""
-    own = sorted(served, key=lambda one: one.at_s)
+    own = sorted(served, key=lambda request: request.at_s)
     counted = own[int(SKIP * len(own)) :]
-    ttft = sorted(one.ttft_s * speed for one in counted)
+    ttft = sorted(request.ttft_s * speed for request in counted)
     return {
         "mean": statistics.fmean(ttft),
         **{f"p{q}": quantile(ttft, q / 100) for q in (50, 90, 99)},
-        "hit_ratio": sum(one.cached_tokens for one in counted) / sum(one.prompt_tokens for one in counted),
+        "hit_ratio": sum(request.cached_tokens for request in counted)
+        / sum(request.prompt_tokens for request in counted),
         "busy": statistics.fmean(busy_s) / own[-1].at_s,
         "requests": len(own),
     }
@@ -235,10 +236,10 @@ class Row:
 def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
     """Run the jobs of all fleets and seeds; return a row for each case, load and fleet."""
     found: dict[tuple[str, float, str], list[tuple[float, dict[str, float]]]] = {}
-    for job, one in run_all(wanted, processes):
-        found.setdefault((job.case, job.load, job.fleet), []).append((job.speed, one))
+    for job, result in run_all(wanted, processes):
+        found.setdefault((job.case, job.load, job.fleet), []).append((job.speed, result))
     return [
-        Row(*key, statistics.fmean(speed for speed, _ in runs), _mean([one for _, one in runs]))
+        Row(*key, statistics.fmean(speed for speed, _ in runs), _mean([row for _, row in runs]))
         for key, runs in found.items()
     ]
 
@@ -253,9 +254,9 @@ def over(rows: Iterable[Row], figure: str, fleet: str, rivals: Sequence[str]) ->
     for row in rows:
         found.setdefault((row.case, row.load), {})[row.fleet] = row.figures[figure]
     return {
-        place: one[fleet] / min(one[rival] for rival in rivals)
-        for place, one in found.items()
-        if one.keys() >= {fleet, *rivals}
+        place: row[fleet] / min(row[rival] for rival in rivals)
+        for place, row in found.items()
+        if row.keys() >= {fleet, *rivals}
     }
 
 
@@ -309,7 +310,7 @@ def _rule(text: str) -> tuple[str, dict[str, float]]:
     """Parse NAME:SETTING=VALUE,... into a fleet's name and its rule. Raises ValueError."""
     name, _, values = text.partition(":")
     known = {weight.name for defaults in (Weights, QueueLimits) for weight in fields(defaults)} | {"stock"}
-    rule = {setting: float(value) for setting, _, value in (one.partition("=") for one in values.split(","))}
+    rule = {setting: float(value) for setting, _, value in (item.partition("=") for item in values.split(","))}
     if name in FLEETS or rule.keys() - known:
         raise argparse.ArgumentTypeError(f"{text!r}: NAME:SETTING=VALUE, settings of {', '.join(sorted(known))}")
     return name, {**OURS, **rule}

@@ -1,4 +1,4 @@
-"""What the plugin costs an engine: ``python -m tests.bench.bench_plugin`` prints one JSON object as its last line.
+"""Measures the plugin's cost: ``python -m tests.bench.bench_plugin`` prints one JSON object as its last line.
 
 Real vLLM's own core (Scheduler, block pool, hasher; no model) works off prompts of 4,000 tokens that no other one
 shares, in blocks of 16, through a cache that is full: each request stores 250 blocks and evicts 250. It runs in several
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 TOKENS, ANSWER, PAUSE_S = 4_000, 16, 0.002
 BLOCK_TOKENS, BLOCKS = 16, 1_500
-TURN = 16  # requests of one way before the next one's turn
+TURN = 16  # requests of one way before the turn of the next way
 LATE_S = 0.2
 UPKEEP_S = 0.05
-TTFT_TARGET_S = "0.5"  # by which T-LRU gives up the ends of prompts
+TTFT_TARGET_S = "0.5"  # an objective by which T-LRU gives up the ends of prompts
 
 
 class Core:
-    """One process of ``tests/vllm/core.py``."""
+    """A process of ``tests/vllm/core.py``."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         pipe = subprocess.PIPE
@@ -77,7 +77,7 @@ class Core:
         self.turns.append(done | {"process_s": used})
 
     def figures(self) -> dict[str, float]:
-        turns = self.turns[1:]  # the first one fills the cache
+        turns = self.turns[1:]  # the first turn fills the cache
         walls, cpus = (sorted(1e3 * step[at] for turn in turns for step in turn["steps_s"]) for at in (0, 1))
         thread = [1e3 * sum(cpu for _, cpu in turn["steps_s"]) / TURN for turn in turns]
         process = [1e3 * turn["process_s"] / TURN for turn in turns]

@@ -1,4 +1,4 @@
-"""One served model in several pools, on the virtual clock: what does the choice of a pool cost?
+"""A served model in several pools, on the virtual clock: what does the choice of a pool cost?
 
     make -s bench NAME=pools                                  # all of it: an hour of two cores
     make -s bench NAME=pools ARGS="--quick"                   # a first look: two minutes
@@ -65,7 +65,7 @@ ENGINES, COPIES = 64, 8
 THOUSAND, THOUSAND_POOLS = 1_024, 16
 THOUSAND_ROWS = 150  # of each of 128 copies: one pool of 600 takes twenty minutes
 POOLS = (1, 2, 4, 8)
-SEEDS = 3  # of one pool and of the most
+SEEDS = 3  # of the runs with one pool and with the most
 LOADS = (0.5, 0.7, 0.85)
 DEPTH_TOKENS = 1_024  # of the trace's own tokens
 CASES_OF_POOLS = ("conversation", "agents-roomy", "generated")
@@ -75,7 +75,7 @@ OF_THOUSAND = ("conversation", "generated")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run, as plain values that another process can read. speed: 0 while it is not known.
+    """A run, as plain values that another process can read. speed: 0 while it is not known.
 
     exact: by the exact simulation, without the scripts. rows: of one copy of the trace; None for all. unequal: engines
     of each pool; empty: all have as many. seed: of the copies.
@@ -138,11 +138,12 @@ class Job:
 def told(served: Sequence[Served], busy: float) -> dict[str, float]:
     """Return the figures of a simulation without its first requests, as ``bench_order.figures``."""
     counted = sorted(served)[int(SKIP * len(served)) :]
-    ttft = sorted(one.ttft_s for one in counted)
+    ttft = sorted(request.ttft_s for request in counted)
     return {
         "mean": statistics.fmean(ttft),
         **{f"p{q}": quantile(ttft, q / 100) for q in (50, 90, 99)},
-        "hit_ratio": sum(one.cached_tokens for one in counted) / sum(one.prompt_tokens for one in counted),
+        "hit_ratio": sum(request.cached_tokens for request in counted)
+        / sum(request.prompt_tokens for request in counted),
         "busy": busy,
         "requests": len(served),
     }
@@ -150,7 +151,7 @@ def told(served: Sequence[Served], busy: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of a case at one load with so many pools."""
+    """The figures of a case at one load with one number of pools."""
 
     job: Job
     figures: Mapping[str, float]
@@ -158,11 +159,11 @@ class Row:
 
 def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
     """Run the jobs; return a row for each. The longest are begun first."""
-    return [Row(job, one) for job, one in run_all(wanted, processes)]
+    return [Row(job, row) for job, row in run_all(wanted, processes)]
 
 
 def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> dict[tuple[str, float], float]:
-    """Return the figure with so many pools over that with one, by case and load, where both were played.
+    """Return the figure with ``pools`` pools over that with one, by case and load, where both were played.
 
     With several seeds it is the mean over the seeds, over the same mean.
     """
@@ -171,8 +172,11 @@ def over_one(rows: Iterable[Row], figure: str, pools: int, *, exact: bool) -> di
         if row.job.exact == exact:
             of_place = found.setdefault((row.job.case, row.job.load), {})
             of_place.setdefault(row.job.pools, []).append(row.figures[figure])
-    means = {place: {count: statistics.fmean(seeds) for count, seeds in one.items()} for place, one in found.items()}
-    return {place: one[pools] / one[1] for place, one in means.items() if one.keys() >= {1, pools}}
+    means = {
+        place: {count: statistics.fmean(seeds) for count, seeds in by_count.items()}
+        for place, by_count in found.items()
+    }
+    return {place: by_count[pools] / by_count[1] for place, by_count in means.items() if by_count.keys() >= {1, pools}}
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
@@ -181,7 +185,7 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         found.setdefault(replace(row.job, seed=0), []).append(row.figures)
     return [
-        Row(job, {name: statistics.fmean(one[name] for one in figures) for name in figures[0]})
+        Row(job, {name: statistics.fmean(row[name] for row in figures) for name in figures[0]})
         for job, figures in found.items()
     ]
 

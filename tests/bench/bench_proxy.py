@@ -60,7 +60,7 @@ IDLE = "idle"  # a part of a run beside the kinds
 
 
 def starters(options: argparse.Namespace) -> dict[str, Callable[[Fleet], Router]]:
-    """How each router that takes part is started, by name: ours first."""
+    """Functions that start each router that takes part, by name, ours first."""
     made: dict[str, Callable[[Fleet], Router]] = {OURS: partial(Fleet.replica, name=OURS, more={})}
     if not options.quick:
         made[NO_HANDOFF] = partial(Fleet.replica, name=NO_HANDOFF, more={"WARMFLEET_TOKEN_HANDOFF": "0"})

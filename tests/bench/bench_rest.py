@@ -1,6 +1,6 @@
-"""What a fleet costs while no request comes: ``make -s bench NAME=rest``.
+"""Measures the cost of a fleet without requests: ``make -s bench NAME=rest``.
 
-Engines of which only heartbeats come (``resting_engines.py``) rest in pools of one store, and replicas that serve all
+Engines that send only heartbeats (``resting_engines.py``) rest in pools of one store, and replicas that serve all
 pools rest beside them. A share is CPU time (all threads, user and system) over time. Each pool is a model of its own.
 """
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 SETTLE_S = 20.0  # after the start: the tokenizer is loaded, and every pool has been at rest for a while
 SHAPES = "1x8,1x64,4x64,16x64,64x16"
-PAGES = 5  # of /metrics that are timed
+PAGES = 5  # requests of /metrics that are timed
 ASKED, TRIES = "warmfleet_health_checks_total", 4
-HURRIED_ENGINES, MOST_TIMES = 4_096, 100  # so many engines at their own pace tell as much as the hurried ones together
+HURRIED_ENGINES, MOST_TIMES = 4_096, 100  # all hurried engines send as much as this many at normal pace
 LEAST_PACE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A fleet: so many pools with so many engines each."""
+    """The size of a fleet: the number of pools, and of engines in each."""
 
     pools: int
     each: int
@@ -69,7 +69,7 @@ class Shape:
 
 
 class Resting:
-    """One fleet at rest. Raises StackError if a process of it ends."""
+    """A fleet at rest. Raises StackError if a process of it ends."""
 
     def __init__(
         self, processes: Processes, shape: Shape, replicas: int, *, sampled: bool = False, times: int = 1
@@ -99,7 +99,7 @@ class Resting:
         return Router(name, port, (process.pid,))
 
     def watch(self, seconds: float) -> dict[str, float]:
-        """Shares of a core over so many seconds: of a replica (``replica``: the median), of Redis.
+        """Shares of a core over ``seconds``: of a replica (``replica``: the median), of Redis.
 
         Where the machine is so busy that nobody ticks for 2.5 s, replicas ask engines whether they live, which is no
         rest: it is measured again, a few times.
@@ -114,12 +114,12 @@ class Resting:
         return used | {"disturbed": float(disturbed)}
 
     def asked(self) -> list[str]:
-        """How many engines the replicas have asked for their health."""
-        pages = [self._page(one.port).decode() for one in self.replicas]
+        """The number of health checks that replicas have sent to engines."""
+        pages = [self._page(replica.port).decode() for replica in self.replicas]
         return [line for page in pages for line in page.splitlines() if line.startswith(ASKED)]
 
     def _shares(self, seconds: float) -> dict[str, float]:
-        pids = {one.name: one.pids for one in self.replicas} | {"redis": (self.processes.pid("store"),)}
+        pids = {replica.name: replica.pids for replica in self.replicas} | {"redis": (self.processes.pid("store"),)}
         before, began = {name: cpu_s(some) for name, some in pids.items()}, time.perf_counter()
         time.sleep(seconds)
         lasted = time.perf_counter() - began
@@ -153,10 +153,10 @@ class Resting:
         return page
 
     def calls(self) -> dict[str, int]:
-        """How often Redis was called so far, by command."""
+        """The number of calls of Redis so far, by command."""
         with redis.Redis.from_url(self.store_url) as store:
             told: dict[str, dict[str, int]] = store.info("commandstats")
-        return {name.removeprefix("cmdstat_"): one["calls"] for name, one in told.items()}
+        return {name.removeprefix("cmdstat_"): counts["calls"] for name, counts in told.items()}
 
     def memory_mb(self) -> float:
         """Resident memory of a replica."""
@@ -216,14 +216,14 @@ def totals(found: dict[str, Any]) -> dict[str, float]:
     ``idle_redis_share_<engines>``: of each size the worst shape.
     """
     worst: dict[str, float] = {}
-    for key, one in found.items():
+    for key, measured in found.items():
         if "_" in key:
             continue
         engines = Shape.of(key).engines
         size = min(1000, engines)
         for name, part in (("core", "replica"), ("work", "work"), ("redis", "redis")):
             at = f"idle_{name}_share_{size}"
-            worst[at] = max(worst.get(at, 0.0), one[part])
+            worst[at] = max(worst.get(at, 0.0), measured[part])
     return worst
 
 

@@ -1,4 +1,4 @@
-"""What decisions cost when pools are spread over masters of a Cluster: ``make -s bench NAME=decide ARGS="--masters"``.
+"""Measures decisions of pools on several masters of a Cluster: ``make -s bench NAME=decide ARGS="--masters"``.
 
 A Cluster of three masters has six pools: all of them on one master, then three on each of two, then two on each of
 three. A router's own client asks each pool for decisions and settles them, many at a time. On a machine with few cores
@@ -96,7 +96,7 @@ async def burn(fleet: Fleet, chains: Sequence[bytes], routes: int, at_once: int,
 
 @dataclass
 class Setting:
-    """POOLS pools on so many masters, and what each round has measured."""
+    """POOLS pools on a number of masters, and the measurements of each round."""
 
     masters: int
     pools: list[tuple[Fleet, list[bytes]]]
@@ -114,7 +114,7 @@ class Setting:
         return cls(masters, pools)
 
     async def measure(self, nodes: Sequence[Any], size: Size) -> None:
-        """One round."""
+        """Run one round."""
         rng, each = random.Random(len(self.rounds)), size.routes // POOLS
         spent, run = [cpu_us(node) for node in nodes], [scripts_run(node) for node in nodes]
         began, client = time.monotonic(), time.process_time()
@@ -144,7 +144,7 @@ class Setting:
 
 
 async def measured(cluster: WholeCluster, size: Size, rounds: int) -> list[dict[str, Any]]:
-    """One row for each number of masters; the rounds take turns, so that other work hits all alike."""
+    """Return a row for each number of masters; the rounds take turns, so that other work hits all alike."""
     connections = RedisConnections(cluster.url)
     settings = [Setting.filled(cluster, connections, masters, size) for masters in range(1, MASTERS + 1)]
     nodes = [redis.Redis(port=node.port) for node in cluster.masters]
@@ -152,7 +152,7 @@ async def measured(cluster: WholeCluster, size: Size, rounds: int) -> list[dict[
         for setting in settings:
             await setting.measure(nodes, size)
             if number == 0:
-                setting.rounds.clear()  # Redis was told the scripts
+                setting.rounds.clear()  # the scripts are loaded into Redis
     lines = await connected(nodes)
     for setting in settings:
         for fleet, _ in setting.pools:

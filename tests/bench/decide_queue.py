@@ -1,4 +1,4 @@
-"""What each call of the fleet's queue costs Redis: ``make -s bench NAME=decide ARGS="--queue"``.
+"""Measures the cost of each call of the fleet's queue for Redis: ``make -s bench NAME=decide ARGS="--queue"``.
 
 For each number of workers and tickets the CPU of one call, in µs:
 
@@ -60,11 +60,11 @@ class Line(FilledStore):
         self.names: list[str] = []
 
     def booked(self, first: int, others: int) -> None:
-        """Book so many tokens at the first worker, and at each of the others."""
+        """Book ``first`` tokens at the first worker, and ``others`` at each other worker."""
         self.book([first, *[others] * (self.workers - 1)])
 
     def book(self, booked: Sequence[int]) -> None:
-        """Book so many tokens at each worker."""
+        """Book ``booked`` tokens at the workers, a number for each."""
         for slot, tokens in enumerate(booked, 1):
             name = self.worker(slot)
             row = LoadRow(
@@ -115,7 +115,7 @@ class Line(FilledStore):
         return [f"wf-{number:022d}" for number in range(self.serial - count, self.serial)]
 
     def enter(self, count: int) -> tuple[list[str], float]:
-        """Let so many requests enter while all engines are busy; return their ids and the µs of one."""
+        """Let ``count`` requests enter while all engines are busy; return their ids and the µs of one."""
         names = self.new_names(count)
         return names, self.burn([self.wish(name) for name in names])
 

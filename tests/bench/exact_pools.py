@@ -84,7 +84,7 @@ class Job:
 
 
 class Answer(NamedTuple):
-    """What a pool answers. engine: None if the request would have to wait."""
+    """A pool's answer. engine: None if the request would have to wait."""
 
     pool: int
     engine: int | None
@@ -110,7 +110,7 @@ class Engine:
 
 
 class Engines:
-    """All engines, and what a decision asks of them. ready_s: when each has done all that it has."""
+    """All engines, with the data for decisions. ready_s: when each has done all its work."""
 
     def __init__(self, number: int, setup: Setup) -> None:
         self._setup = setup
@@ -199,7 +199,7 @@ class Engines:
 
 
 def _put(found: Floats, engines: int, blocks: int) -> None:
-    """Note that these engines, as bits, hold so many blocks."""
+    """Note that the engines of these bits hold ``blocks`` blocks."""
     if not engines or not blocks:
         return
     if engines.bit_count() <= 8:
@@ -238,7 +238,7 @@ class ExactPools:
         for copy, arrival in reversed(arrivals):
             if arrival.think_s is not None:
                 following.setdefault(arrival.session, []).append((copy, arrival))
-        coming = deque(one for one in arrivals if one[1].think_s is None)
+        coming = deque(arrival for arrival in arrivals if arrival[1].think_s is None)
         self._following, self._blocks = following, blocks
         while coming or self._events:
             if coming and (not self._events or coming[0][1].at_s <= self._events[0][0]):
@@ -288,7 +288,7 @@ class ExactPools:
         if len(self._pools) == 1:
             return self._ask(job, 0)
         answers = [self._ask(job, pool) for pool in self._in_order(job)[: self._setup.homes]]
-        priced = prices([one.offer for one in answers], RULE.stay)
+        priced = prices([answer.offer for answer in answers], RULE.stay)
         return answers[priced.index(min(priced))]
 
     def _in_order(self, job: Job) -> list[int]:
@@ -313,15 +313,15 @@ class ExactPools:
         near = int(
             (self._wait_price(self.engines.share(pool, self._now)) * wait_s + own_s).argmin()
         )  # as decide/wait_turn.lua has it
-        turn = turn_s(float(wait_s[near]) + sum(one.size_s for one in line) / len(wait_s), float(own_s[near]))
+        turn = turn_s(float(wait_s[near]) + sum(request.size_s for request in line) / len(wait_s), float(own_s[near]))
         return Answer(number, None, Offer(None, turn, int(matched[near]), token_s))
 
     def _wait_price(self, share: Floats) -> float:
-        """How much a second of waiting counts: see lua/parts/shared/turns.lua."""
+        """The price of a second of waiting: see lua/parts/shared/turns.lua."""
         return max(1 - float(share.mean()), LEAST_WAIT_PRICE)
 
     def _costs(self, job: Job, pool: slice, wait_s: Floats, matched: Floats) -> Floats:
-        """As lua/parts/decide/cost_rule.lua has it."""
+        """The costs of engines, as in lua/parts/decide/cost_rule.lua."""
         token_s, most = self._setup.token_s, matched.max()
         weight = RULE.lambda_ if wait_s.min() > 0 else 1.0
         costs: Floats = RULE.wait_price * wait_s + token_s * weight * (job.prompt_tokens - matched)
@@ -331,7 +331,7 @@ class ExactPools:
         return costs + RULE.place * token_s * job.prompt_tokens * self.engines.share(pool, self._now)
 
     def _chosen(self, job: Job, costs: Floats, matched: Floats) -> tuple[int, float]:
-        """The engine of the least cost, and that. Among equals the one that holds most, then any."""
+        """The engine of the least cost, and its cost. Of equals, an engine that holds most."""
         least = float(costs.min())
         near = np.flatnonzero(costs <= least + TIE * job.prompt_tokens * self._setup.token_s)
         steps = np.floor(matched[near] / (TIE * job.prompt_tokens))
@@ -359,10 +359,10 @@ class ExactPools:
             job.size_s = float(own_s.min())
             costs = ahead_s + own_s
             near, free = int(costs.argmin()), int(np.lexsort((share, np.where(full, np.inf, costs)))[0])
-            more = max(1 - 2 * float(share[free]), wait_price) / wait_price - 1  # by what that engine has to do
+            more = max(1 - 2 * float(share[free]), wait_price) / wait_price - 1  # by the work that the engine has to do
             saved_s = costs[free] - costs[near] + more * (ahead_s[free] - ahead_s[near])
             if saved_s > TIE * job.prompt_tokens * setup.token_s:
-                ahead_s[near] += wait_price * job.size_s  # it waits for that engine
+                ahead_s[near] += wait_price * job.size_s  # the request waits for that engine
                 left.append(job)
                 continue
             ruled = np.where(full, np.inf, self._costs(job, pool, wait_s, matched))
@@ -377,5 +377,5 @@ def simulate(setup: Setup, arrivals: Sequence[tuple[int, Arrival]], blocks: Bloc
     """Play arrivals. Returns them as they were served, and the share of time that each pool was busy."""
     played = ExactPools(setup)
     served = played.run(arrivals, blocks)
-    ends, busy_s = max(one.at_s for one in served), iter(played.engines.busy_s)
+    ends, busy_s = max(request.at_s for request in served), iter(played.engines.busy_s)
     return served, [sum(next(busy_s) for _ in range(size)) / size / ends for size in setup.sizes]

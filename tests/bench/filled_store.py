@@ -83,7 +83,7 @@ class Data:
 
 
 class FilledStore:
-    """One server, one model; counts the CPU time of the server's main thread."""
+    """A server with one model; counts the CPU time of the server's main thread."""
 
     def __init__(self, url: str, workers: int, model: str = "bench") -> None:
         self.client: Any = redis.Redis.from_url(url)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Job(Protocol):
-    """One run, as plain values (a dataclass) that another process can read. speed: 0 while it is not known."""
+    """A run, as plain values (a dataclass) that another process can read. speed: 0 while it is not known."""
 
     @property
     def place(self) -> Hashable: ...

@@ -1,4 +1,4 @@
-"""What a bench prints: progress on standard error, and one JSON object as the last line of standard output."""
+"""Prints the output of a bench: progress on standard error, and one JSON object as the last line of standard output."""
 
 from __future__ import annotations
 

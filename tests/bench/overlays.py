@@ -19,10 +19,10 @@ from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, FIRST_TOKEN, TOKENS, A
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SYSTEM_PROMPT = 3  # sessions that begin so make it one
+SYSTEM_PROMPT = 3  # a text with which this many sessions begin is a system prompt
 SHIFT = 977  # between the tokens of two copies
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, are spread evenly
-WORDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS))  # one object for each token
+WORDS = tuple(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS))  # each token is one object
 
 
 class Blocks:
@@ -57,7 +57,7 @@ class Blocks:
         }
 
     def chain(self, prompt: Sequence[int], copy: int) -> tuple[int, ...]:
-        """Return the numbers of a prompt, which must be one of the trace's, in the copy of this number."""
+        """Return the block numbers of a prompt of the trace in the copy of this number."""
         chain, own = self._chains[id(prompt)], copy * self.count
         return tuple(number if number < self.system else number + own for number in chain) if copy else chain
 
@@ -72,7 +72,7 @@ def _pieces(prompt: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]]:
-    """Return so many copies of all arrivals in the order of time, each with its copy; prompts are the trace's own.
+    """Return ``number`` copies of all arrivals in order of time, each with its copy; prompts are the trace's own.
 
     Copies of equal number have the same text, so those of a seed s are numbered from s * number on.
     """
@@ -82,11 +82,11 @@ def copies(trace: Trace, number: int, seed: int = 0) -> list[tuple[int, Arrival]
         for copy in range(number)
         for arrival in rotated(trace, (copy + seed * GOLDEN % 1) / number).arrivals
     ]
-    return sorted(made, key=lambda one: one[1].at_s)
+    return sorted(made, key=lambda pair: pair[1].at_s)
 
 
 def overlaid(trace: Trace, number: int, seed: int = 0) -> Trace:
-    """Return the trace with so many copies of it, in each of which the text of sessions is another."""
+    """Return the trace with ``number`` copies of it, each with other text in its sessions."""
     if number == 1 and not seed:
         return trace
     blocks = Blocks(trace)
@@ -124,14 +124,14 @@ class Shape:
 
 
 SHAPES = {
-    "rag": Shape(system=16, prompts=200, first=2.0, turn=1.0, again=0.0),  # a question behind one of many documents
+    "rag": Shape(system=16, prompts=200, first=2.0, turn=1.0, again=0.0),  # a question about a document
     "one-prompt": Shape(system=16, prompts=1, first=6.0, turn=2.0, again=0.6),  # everybody has the same 8,192 tokens
     "chat": Shape(system=1, prompts=1, first=6.0, turn=3.0, again=0.7),  # short conversations
 }
 
 
 def shaped(name: str, rows: int, seed: int = 0) -> Trace:
-    """Return so many requests of one of SHAPES."""
+    """Return ``rows`` requests of a shape of SHAPES."""
     shape, generator = SHAPES[name], random.Random(seed)
     fresh, sessions = count(1), count()
     systems = [[next(fresh) for _ in range(shape.system)] for _ in range(shape.prompts)]

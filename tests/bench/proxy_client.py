@@ -59,7 +59,7 @@ class Burst:
 
 
 class Connection(asyncio.Protocol):
-    """One connection. After each answer it sends the next request of its burst."""
+    """A connection, which sends the next request of its burst after each answer."""
 
     def __init__(self, burst: Burst, idle: list[Connection]) -> None:
         self.burst, self.idle = burst, idle
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connected(port: int, burst: Burst, count: int) -> list[Connection]:
-    """So many idle connections to a port of this machine."""
+    """Return ``count`` idle connections to a port of this machine."""
     loop, idle = asyncio.get_running_loop(), list[Connection]()
     for _ in range(count):
         _transport, connection = await loop.create_connection(lambda: Connection(burst, idle), "127.0.0.1", port)
@@ -127,31 +127,31 @@ async def finish(burst: Burst, connections: Sequence[Connection], count: int) ->
     except TimeoutError as error:
         raise AnswerError(f"{burst.left} of {count} requests were not answered") from error
     finally:
-        for one in connections:
-            one.transport.close()
+        for connection in connections:
+            connection.transport.close()
 
 
 async def in_turn(burst: Burst, idle: list[Connection]) -> None:
     """Closed loop: each connection has one request under way until all are answered."""
     count, everyone = burst.left, [*idle]
     idle.clear()
-    for one in everyone:
-        one.next()
+    for connection in everyone:
+        connection.next()
     await finish(burst, everyone, count)
 
 
 async def at_rate(port: int, requests: Sequence[bytes], rate: float, seed: int) -> list[tuple[float, float]]:
-    """Open loop: requests come at random times, so many a second on average. Returns ``Burst.spans``."""
+    """Open loop: requests come at random times, ``rate`` a second on average. Returns ``Burst.spans``."""
     rng, burst = random.Random(seed), burst_of(())
     burst.left = len(requests)
     idle = await connected(port, burst, CONNECTIONS)
     everyone, due = [*idle], time.monotonic()
     with Alarm() as alarm:
-        for one in requests:
+        for raw in requests:
             due += rng.expovariate(rate)
             if due > time.monotonic():
                 await alarm.at(due)
-            burst.waiting.append(one)
+            burst.waiting.append(raw)
             if idle:
                 idle.pop().next()
     await finish(burst, everyone, len(requests))

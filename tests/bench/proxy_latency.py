@@ -1,4 +1,4 @@
-"""What routers add between a client and an engine: ``make -s bench NAME=proxy ARGS="--latency"``.
+"""Measures the latency that routers add between a client and an engine: ``make -s bench NAME=proxy ARGS="--latency"``.
 
 Four replicas get 200 requests a second at random times (an open loop). Their engines are stubs that answer at once, so
 the time to the first byte through a replica, less that of the same requests sent to the stubs, is the replica's.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 KINDS = {kind.key.removesuffix("_stream"): kind for kind in STREAMED}
 MIX = ("200b",) * 4 + ("500t",) * 4 + ("10kt_warm",) * 2
 PARTS = ("200b", "500t", "10kt_warm", "mix")
-WARM_UP = 0.1  # of the requests, which find every cache of the processor cold
+WARM_UP = 0.1  # share of the first requests, which find every cache of the processor cold
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Latency:
         return {**told["mix"], **{part: told[part] for part in PARTS}, "rounds": found["mix"]}
 
     async def round(self, part: str, number: int) -> dict[str, float]:
-        """Send the requests through the replicas, then to the engines; returns what the way through added, in ms."""
+        """Send the requests through the replicas, then to the engines; returns the added latency in ms."""
         requests = self.load.requests(part, number)
         pids = tuple(pid for replica in self.replicas for pid in replica.pids)
         mine = (*pids, *self.fleet.store, *self.fleet.engine_pids, os.getpid())

@@ -1,4 +1,4 @@
-"""Where a replica's CPU time goes, kind by kind: the part ``--profile`` of ``bench_proxy``."""
+"""Shows where a replica's CPU time goes, for each kind of request: the part ``--profile`` of ``bench_proxy``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 25  # of a printed table
 
 
 async def profile(rounds: Rounds, cpu_s: float) -> dict[str, Any]:
-    """CPU µs per request by place and by module of warmfleet, for each kind. cpu_s: so long each kind is sampled."""
+    """CPU µs per request by place and by module of warmfleet, for each kind. cpu_s: for which each kind is sampled."""
     file = rounds.fleet.folder / "samples.json"
     program = ("-m", "tests.bench.sampled_replica", str(file))
     router = rounds.fleet.replica("sampled", {}, program)
@@ -48,14 +48,14 @@ async def profile(rounds: Rounds, cpu_s: float) -> dict[str, Any]:
 
 
 def samples(router: Router, file: Path) -> list[tuple[str, str, int]]:
-    """What the replica has sampled since the last call. Raises StackError."""
+    """The samples of the replica since the last call. Raises StackError."""
     file.unlink(missing_ok=True)
     os.kill(router.pids[0], signal.SIGUSR1)
     deadline = time.monotonic() + WRITTEN_S
     while not file.exists():
         if time.monotonic() > deadline:
             raise StackError("the sampled replica writes nothing")
-        time.sleep(0.05)  # another process gives no signal
+        time.sleep(0.05)  # the sampled process gives no signal
     return [(place, module, count) for place, module, count in json.loads(file.read_text())]
 
 

@@ -19,7 +19,7 @@ CHARACTERS_PER_TOKEN = 4.6  # mean of the words below with the demo's tokenizer
 SMALL_BYTES, LARGE_BYTES = 200, 40_000
 SHORT_TOKENS, LONG_TOKENS, NEW_TOKENS = 500, 10_000, 650
 STREAM_CHUNKS, LONG_CHUNKS, GAP_MS = 18, 200, 5
-KNOWN = 64  # prompts whose beginnings routers and engines have seen
+KNOWN = 64  # prompts whose beginnings routers and engines know
 WORDS = Path(__file__).with_name("words.txt").read_text().split()
 _RNG = random.Random(1)
 SENTENCES = [
@@ -30,7 +30,7 @@ Messages = list[dict[str, str]]
 
 
 def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
-    """A conversation of about so many tokens. Other seeds differ from their first word on."""
+    """A conversation of about ``tokens`` tokens. Other seeds differ from their first word on."""
     rng, left, messages = random.Random(seed), int(tokens * CHARACTERS_PER_TOKEN), Messages()
     while left > 0:
         length = min(left, int(message_tokens * CHARACTERS_PER_TOKEN))
@@ -41,7 +41,7 @@ def talk(seed: str, tokens: int, message_tokens: int = 500) -> Messages:
 
 
 def body(messages: Messages, chunks: int = 0, gap_ms: int = 0, *, stamped: bool = False) -> bytes:
-    """A request's body. chunks: so many has the stub's streamed answer; 0 = a plain answer. stamped: with times."""
+    """A request's body. chunks: of the stub's streamed answer; 0 = a plain answer. stamped: with times."""
     more = {"stream": True} if chunks else {}
     mark = f"stub:{chunks}:{gap_ms}{':stamped' * stamped}"
     given = {"model": MODEL, "stop": mark, "messages": messages, "max_tokens": 16, **more}
@@ -77,9 +77,9 @@ def next_turn(seed: str, number: int) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of request. messages: of a seed, and the request's number in its burst. share: of ``--requests``.
+    """A kind of request. messages: of a seed, and the request's number in its burst. share: of ``--requests``.
 
-    together: so many requests are under way at a time.
+    together: how many requests are under way at a time.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Kind:
 
     def requests(self, seed: str, count: int) -> list[bytes]:
         made = (self.messages(f"{seed} {number}", number) for number in range(count))
-        return [request(body(one, self.chunks, self.gap_ms)) for one in made]
+        return [request(body(messages, self.chunks, self.gap_ms)) for messages in made]
 
 
 PLAIN = (
@@ -102,7 +102,7 @@ PLAIN = (
     Kind("10kt_cold", lambda seed, _number: talk(seed, LONG_TOKENS), 0.3),
     Kind("10kt_warm", next_turn, 0.4),
 )
-STREAMED = tuple(Kind(f"{one.key}_stream", one.messages, one.share / 2, STREAM_CHUNKS) for one in PLAIN)
+STREAMED = tuple(Kind(f"{kind.key}_stream", kind.messages, kind.share / 2, STREAM_CHUNKS) for kind in PLAIN)
 #: The difference between these two is the price of a chunk.
 SLOW = (
     Kind("slow_short", PLAIN[0].messages, 0.5, STREAM_CHUNKS, GAP_MS, 64),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SATURATING = Kind("max", PLAIN[0].messages, 4.0, together=48)
-KNOWN_S = 60.0  # until the index must know the prompts that the engines were given
+KNOWN_S = 60.0  # until the index must hold the prompts that the engines have computed
 LATENCY_SHARE = 0.5  # of a router's most requests a second, while latency is measured
 LATENCY_S = 3.0
 WARM_UP_S = 0.5  # of each measurement of latency
@@ -43,7 +43,7 @@ CHUNK = "chunk"  # the part of a run that compares streams of few and of many ch
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured.
+    """The extent of a measurement.
 
     count: requests of a burst of the smallest kind. rest_s: how long routers rest. idle_engines: of the fleet whose
     routers show what they use at rest; 0 = that is not measured. profile_s: CPU time that is sampled of each kind.
@@ -68,13 +68,13 @@ class Plan:
         return [kind for kind in (*KINDS, SATURATING) if self.has(CHUNK if kind.gap_ms else kind.key)]
 
     def requests(self, kind: Kind) -> int:
-        """How many requests a burst of this kind has."""
+        """The number of requests in a burst of this kind."""
         return max(1, int(self.count * kind.share))
 
 
 @dataclass
 class Measured:
-    """What the rounds gave for one router: by key, one value for each round. tokens: of a prompt, by kind."""
+    """The results of a router: by key, a value for each round. tokens: of a prompt, by kind."""
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -98,13 +98,13 @@ class Rounds:
 
     async def rest(self) -> None:
         """Learn what routers and store use without requests."""
-        before, started = [cpu_s(one.pids) for one in self.routers], time.perf_counter()
+        before, started = [cpu_s(router.pids) for router in self.routers], time.perf_counter()
         store = cpu_s(self.fleet.store)
         await asyncio.sleep(self.plan.rest_s)
         lasted = time.perf_counter() - started
         self.store_idle = (cpu_s(self.fleet.store) - store) / lasted
-        for one, spent in zip(self.routers, before, strict=True):
-            one.idle = (cpu_s(one.pids) - spent) / lasted
+        for router, spent in zip(self.routers, before, strict=True):
+            router.idle = (cpu_s(router.pids) - spent) / lasted
 
     async def make_known(self) -> None:
         """Let each known prompt be computed by an engine, and wait until the index shows all of it."""
@@ -112,7 +112,7 @@ class Rounds:
         inner = self.fleet.engines.inner
         for number, port in enumerate(inner):
             mine = range(number, self.plan.known, len(inner))
-            requests = [request(body(make(one))) for one in mine for make in (known_large, known_talk)]
+            requests = [request(body(make(number))) for number in mine for make in (known_large, known_talk)]
             burst = burst_of(requests)
             await in_turn(burst, await connected(port, burst, 2))
         ours, deadline = self.routers[0], time.monotonic() + KNOWN_S
@@ -224,7 +224,7 @@ class Rounds:
 
     def ratios(self, peer: Router) -> dict[str, float]:
         """Our figures over those of a peer: medians of the ratios within a round."""
-        ours, theirs = (self.measured[one.name].rounds for one in (self.routers[0], peer))
+        ours, theirs = (self.measured[router.name].rounds for router in (self.routers[0], peer))
         found = {key: _ratio(ours[key], theirs[key]) for key in self.plain_keys}
         if self.plan.has(CHUNK):
             found["us_chunk"] = _ratio(self.chunks(self.routers[0]), self.chunks(peer))
@@ -238,8 +238,8 @@ class Rounds:
             found["redis_us_per_request"] = round(measured.median(f"redis_us_{PLAIN[0].key}"))
         found["redis_us"] = {key: round(measured.median(f"redis_us_{key}")) for key in kinds}
         found["tokens"] = {key: measured.tokens[key] for key in kinds}
-        for one in others:
-            found[key_of(one)] = self.figures(one) | {"ours_over_theirs": self.ratios(one)}
+        for router in others:
+            found[key_of(router)] = self.figures(router) | {"ours_over_theirs": self.ratios(router)}
         return found
 
 

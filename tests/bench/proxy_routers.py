@@ -63,7 +63,7 @@ class Cores:
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """This process, and those that are started in this block, run on one core."""
+    """Run this process, and processes that are started in the block, on one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -169,7 +169,7 @@ class Fleet:
 
 @contextmanager
 def fleet_of(cores: Cores, count: int, python: str) -> Iterator[Fleet]:
-    """A store and so many stub engines. This process runs on their core meanwhile."""
+    """A store and ``count`` stub engines. The bench's process runs on their core meanwhile."""
     with (
         tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
         Processes(Path(folder)) as processes,

@@ -45,7 +45,7 @@ KIB, MIB = 1_024, 2**20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. hold_s: all streams flow so long. settled_s: from their ends until memory is measured."""
+    """The extent of a measurement. hold_s: all streams flow. settled_s: from their ends to the last reading."""
 
     streams: int
     gap_ms: int = 1_000
@@ -60,7 +60,7 @@ def memory(router: Router) -> int:
 
 
 def allow_files(count: int) -> None:
-    """Let this process and its children have so many open files. Raises StackError."""
+    """Let the process and its children have ``count`` open files. Raises StackError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= count:
         return
@@ -75,7 +75,7 @@ def allow_files(count: int) -> None:
 
 @dataclass
 class Held:
-    """One round of streams. Bytes of memory: before, while all flowed, and after. ``share``: of a core."""
+    """A round of streams. Bytes of memory: before, while all flowed, and after. ``share``: of a core."""
 
     before: int = 0
     held: int = 0
@@ -104,7 +104,7 @@ async def hold(fleet: Fleet, router: Router, plan: Plan, number: int) -> Held:
     found.held = memory(router)
     lasted, now = (time.monotonic_ns() - begun) / 1e9, _spent(fleet, router)
     found.share, found.stubs_share, found.client_share = (
-        (one - was) / lasted for one, was in zip(now, spent, strict=True)
+        (after - was) / lasted for after, was in zip(now, spent, strict=True)
     )
     fleet.check()
     with suppress(TimeoutError):
@@ -124,8 +124,8 @@ def _spent(fleet: Fleet, router: Router) -> tuple[float, float, float]:
 
 def _gaps(found: Held, made: Sequence[Stream], begun: int, ended: int) -> None:
     """Keep the chunks that the engines sent while all streams flowed."""
-    for one in made:
-        within = [(sent, came) for sent, came in zip(one.sent, one.came, strict=True) if begun <= sent < ended]
+    for stream in made:
+        within = [(sent, came) for sent, came in zip(stream.sent, stream.came, strict=True) if begun <= sent < ended]
         found.late += [(came - sent) / 1e6 for sent, came in within]
         for (sent, came), (next_sent, next_came) in pairwise(within):
             found.engine_gaps.append((next_sent - sent) / 1e6)

@@ -47,7 +47,7 @@ class Streams:
 
 
 class Stream(asyncio.Protocol):
-    """One connection with one request. ``sent``, ``came``: of each chunk, when the engine sent it and when it came."""
+    """A connection with one request. ``sent``, ``came``: of each chunk, when the engine sent it and when it came."""
 
     def __init__(self, streams: Streams, request: bytes) -> None:
         self.streams, self.request = streams, request
@@ -90,13 +90,13 @@ class Stream(asyncio.Protocol):
 
 
 async def opened(port: int, requests: Sequence[bytes], rate: float) -> tuple[Streams, list[Stream]]:
-    """Open a stream for each request, so many a second."""
+    """Open a stream for each request, ``rate`` a second."""
     loop, streams, made = asyncio.get_running_loop(), Streams(len(requests)), list[Stream]()
     begun = loop.time()
     for number, request in enumerate(requests):
         if (early := begun + number / rate - loop.time()) > 0:
             await asyncio.sleep(early)
-        one = Stream(streams, request)
-        made.append(one)
-        await loop.create_connection(lambda one=one: one, "127.0.0.1", port)  # type: ignore[misc]
+        stream = Stream(streams, request)
+        made.append(stream)
+        await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
     return streams, made

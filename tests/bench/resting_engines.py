@@ -59,9 +59,9 @@ split = cache(artifacts.split)
 
 
 def unstored(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a server announces of a file, without pieces: 1,000 copies of a tokenizer are over a gigabyte.
+    """A server's announcement of a file without its pieces: 1,000 copies of a tokenizer are over a gigabyte.
 
-    Without their names, too: routers would ask again and again for pieces that are to be there.
+    The names of pieces are left out, too: routers would ask for missing pieces again and again.
     """
     return {**split(content)[0], "chunks": []}, {}
 
@@ -107,7 +107,7 @@ async def join(url: str, pool: str, engines: list[Engine]) -> None:
             with patch.object(artifacts, "split", unstored if number else split):
                 engine.join()
         async with asyncio.timeout(JOINS_S):
-            while len(known := await fleet.workers.read()) < len(engines) or not all(one.server for one in known):
+            while len(known := await fleet.workers.read()) < len(engines) or not all(worker.server for worker in known):
                 await fleet.upkeep.step()
                 await asyncio.sleep(fleet.upkeep.pace.min_gap_ms / 1000)
         for worker in known:

@@ -65,7 +65,7 @@ class Sampler:
         while frame is not None and not frame.f_code.co_filename.endswith(RUNS_THE_LOOP):
             places.append(place(frame.f_code.co_filename))
             frame = frame.f_back
-        module = next((one for one in places if one.startswith(OURS)), "")
+        module = next((place for place in places if place.startswith(OURS)), "")
         self._seen[places[0] if places else LOOP, module] += 1
 
     def write(self, _number: int, _frame: FrameType | None) -> None:

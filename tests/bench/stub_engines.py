@@ -40,7 +40,7 @@ TOKENISING = (b"/tokenize", b"/render")
 
 
 class Stub(asyncio.Protocol):
-    """One connection of a router to a stub. inner: the port of the simulated engine behind it."""
+    """A connection of a router to a stub. inner: the port of the simulated engine behind it."""
 
     def __init__(self, inner: int) -> None:
         self.inner = inner
@@ -170,7 +170,7 @@ def chunked(content: bytes) -> bytes:
 def tokenised(body: bytes) -> bytes:
     """An answer of ``/tokenize`` or ``/render`` in which equal beginnings of bodies have equal tokens."""
     count = len(body) // TOKEN_BYTES
-    ids = [one & 0x7FFF for one in struct.unpack_from(f"<{count}I", body)]
+    ids = [token_id & 0x7FFF for token_id in struct.unpack_from(f"<{count}I", body)]
     return framed(orjson.dumps({"count": count, "max_model_len": 131_072, "tokens": ids, "token_ids": ids}))
 
 

@@ -25,7 +25,7 @@ class Data:
         self.fixed = [random.Random(f"fixed {worker}").randbytes(4 * self.entries) for worker in range(self.workers)]
 
     def held_heads(self, worker: int) -> bytes:
-        """Return the heads that a worker holds: every other worker has seen every other tenant."""
+        """Return the heads that a worker holds: every second worker holds every second tenant's."""
         return b"".join(head for tenant, head in enumerate(self.heads) if (tenant + worker) % 2)
 
     def ring(self, worker: int) -> bytes:

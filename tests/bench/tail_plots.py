@@ -45,7 +45,7 @@ def _policies(panels: Mapping[str, Mapping[int, Any]]) -> Sequence[str]:
 
 def _figure(panels: Mapping[str, Mapping[int, Any]], policies: Sequence[str], unit: str) -> Any:
     """A row of panels for each workload, a column for each figure, a line for each policy."""
-    from matplotlib.figure import Figure  # this import takes 0.3 s
+    from matplotlib.figure import Figure  # the import takes 0.3 s
 
     picture = Figure(figsize=(3.4 * len(FIGURES), 3.2 * len(panels) + 0.6), layout="constrained")
     grid = picture.subplots(len(panels), len(FIGURES), sharey=True, squeeze=False)

@@ -68,7 +68,7 @@ class ThresholdLru(Lru):
 
 
 class EndedLru(Lru):
-    """Is told when a conversation has ended, and evicts those first."""
+    """LRU that learns when a conversation has ended, and evicts the blocks of ended conversations first."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
@@ -159,7 +159,7 @@ class TailBelady(TailLru):
 
 
 class PluginLru(Lru):
-    """What the plugin does: its own ``TailEviction``, which learns the next prompt's length and the turn gap."""
+    """The plugin's own ``TailEviction``, which learns the next prompt's length and the turn gap."""
 
     def __init__(self, blocks: int, target: str) -> None:
         super().__init__(blocks)

@@ -54,7 +54,7 @@ class ConversationRun:
         made = {}
         for name, policy in policies.items():
             ttft_ms = [ALPHA_MS * policy.serve(turn) for turn in played]
-            made[name] = _figures(ttft_ms) | {"misses": float(sum(one > OBJECTIVE_MS for one in ttft_ms))}
+            made[name] = _figures(ttft_ms) | {"misses": float(sum(ttft > OBJECTIVE_MS for ttft in ttft_ms))}
         return made
 
 

@@ -26,7 +26,7 @@ LATE_MS = 10.0
     shows="the virtual clock of the benchmarks gives the figures of real processes (needs a quiet machine)",
 )
 def test_both_clocks_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This needs a quiet machine. Over HTTP the engines sleep, but routers, Redis and client compute."""
+    """The test needs a quiet machine. Over HTTP the engines sleep, but routers, Redis and client compute."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     trace, speed = generate(300), 6.0
     engines, blocks = 8, 1_953

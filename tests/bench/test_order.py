@@ -26,7 +26,7 @@ HOT = 3.0  # at this speed the engines are busy for two thirds of the time
 
 
 def mean_s(served: list[Answered]) -> float:
-    return statistics.fmean(one.ttft_s for one in served)
+    return statistics.fmean(request.ttft_s for request in served)
 
 
 async def rivals(trace: Trace) -> dict[str, float]:
@@ -58,19 +58,24 @@ async def test_a_run_without_a_router_serves_every_request_once() -> None:
     trace = generate(60, 2)
     for name in ("oracle", "sticky", "central"):
         told = await play_rival(name, trace, FOUR, HOT)
-        assert sorted(one.session for one in told.served) == sorted(one.session for one in trace.arrivals)
+        assert sorted(request.session for request in told.served) == sorted(
+            arrival.session for arrival in trace.arrivals
+        )
         assert 0 < told.busy < 1
-        assert not any(one.scheduler.busy for one in told.engines)
+        assert not any(engine.scheduler.busy for engine in told.engines)
 
 
 def test_a_rotated_trace_has_the_same_requests_at_other_times() -> None:
     trace = generate(100)
     half = rotated(trace, 0.5)
-    assert sorted(tuple(one.prompt) for one in half.arrivals) == sorted(tuple(one.prompt) for one in trace.arrivals)
-    assert (
-        half.arrivals[0].prompt == next(one for one in trace.arrivals if one.at_s >= trace.arrivals[-1].at_s / 2).prompt
+    assert sorted(tuple(arrival.prompt) for arrival in half.arrivals) == sorted(
+        tuple(arrival.prompt) for arrival in trace.arrivals
     )
-    times = [one.at_s for one in half.arrivals]
+    assert (
+        half.arrivals[0].prompt
+        == next(arrival for arrival in trace.arrivals if arrival.at_s >= trace.arrivals[-1].at_s / 2).prompt
+    )
+    times = [arrival.at_s for arrival in half.arrivals]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] < 1.1 * trace.arrivals[-1].at_s
 
@@ -81,11 +86,13 @@ def test_sessions_of_a_closed_loop_stay_whole() -> None:
         for session in range(4)
         for step in range(15)
     ]
-    half = rotated(Trace("t", tuple(sorted(steps, key=lambda one: one.at_s)), closed=True), 0.5)
+    half = rotated(Trace("t", tuple(sorted(steps, key=lambda arrival: arrival.at_s)), closed=True), 0.5)
     for session in range(4):
-        assert [list(one.prompt) for one in half.arrivals if one.session == session] == [[step] for step in range(15)]
+        assert [list(arrival.prompt) for arrival in half.arrivals if arrival.session == session] == [
+            [step] for step in range(15)
+        ]
     assert half.arrivals[0].session == 2
-    assert all(one.think_s is None for one in opened(half).arrivals)
+    assert all(arrival.think_s is None for arrival in opened(half).arrivals)
 
 
 def test_a_bound_is_the_worst_of_its_loads() -> None:
@@ -123,7 +130,7 @@ async def test_nobody_starves_and_tenants_get_the_same(url: str) -> None:
 
 
 def test_a_bound_follows_from_those_who_may_overtake() -> None:
-    """One engine, patience 1: the second request comes before the first one has waited for its own size."""
+    """At an engine with patience 1 the second request comes before the first has waited for its own size."""
     came = [(0.0, 10.0), (1.0, 4.0), (2.0, 1.0), (7.0, 3.0)]
     first_come, bound = bounds_s(came, 1.0, 1)
     assert first_come == [0.0, 9.0, 12.0, 8.0]

@@ -1,4 +1,4 @@
-"""One served model in several pools: overlaid traces, exact simulation, virtual clock, and what the bench prints."""
+"""A served model in several pools: overlaid traces, exact simulation, virtual clock, and the bench's output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOT = Setup((8,) * 8, 1_024, 0.004, 32.0)  # engines are busy for about 60 % of 
 
 
 def mean_s(served: list[Served]) -> float:
-    return statistics.fmean(one.ttft_s for one in served)
+    return statistics.fmean(request.ttft_s for request in served)
 
 
 def simulated(setup: Setup, trace: Trace, number: int = 8) -> tuple[list[Served], list[float]]:
@@ -32,18 +32,20 @@ def simulated(setup: Setup, trace: Trace, number: int = 8) -> tuple[list[Served]
 def test_copies_of_a_trace_have_the_system_prompts_in_common_and_nothing_else() -> None:
     trace = generate(60, 3)
     thrice = overlaid(trace, 3)
-    assert [one.at_s for one in thrice.arrivals] == sorted(one.at_s for one in thrice.arrivals)
-    assert Counter(len(one.prompt) for one in thrice.arrivals) == Counter(
-        3 * [len(one.prompt) for one in trace.arrivals]
+    assert [arrival.at_s for arrival in thrice.arrivals] == sorted(arrival.at_s for arrival in thrice.arrivals)
+    assert Counter(len(arrival.prompt) for arrival in thrice.arrivals) == Counter(
+        3 * [len(arrival.prompt) for arrival in trace.arrivals]
     )
-    sessions = len({one.session for one in trace.arrivals})
-    assert len({one.session for one in thrice.arrivals}) == 3 * sessions
-    heads = Counter(tuple(one.prompt[:BLOCK_TOKENS]) for one in thrice.arrivals if len(one.prompt) >= BLOCK_TOKENS)
+    sessions = len({arrival.session for arrival in trace.arrivals})
+    assert len({arrival.session for arrival in thrice.arrivals}) == 3 * sessions
+    heads = Counter(
+        tuple(arrival.prompt[:BLOCK_TOKENS]) for arrival in thrice.arrivals if len(arrival.prompt) >= BLOCK_TOKENS
+    )
     assert len(heads) == 1, "all begin with one block"
-    second = [tuple(one.prompt[BLOCK_TOKENS : 2 * BLOCK_TOKENS]) for one in thrice.arrivals]
+    second = [tuple(arrival.prompt[BLOCK_TOKENS : 2 * BLOCK_TOKENS]) for arrival in thrice.arrivals]
     whole = Counter(piece for piece in second if len(piece) == BLOCK_TOKENS)
     once = Counter(
-        piece for piece in (tuple(one.prompt[16:32]) for one in trace.arrivals) if len(piece) == BLOCK_TOKENS
+        piece for piece in (tuple(arrival.prompt[16:32]) for arrival in trace.arrivals) if len(piece) == BLOCK_TOKENS
     )
     assert len(whole) == 3 * len(once)
 
@@ -62,15 +64,19 @@ def test_block_numbers_of_copies_tell_what_their_tokens_tell() -> None:
 
 def test_another_seed_begins_copies_at_other_places_and_has_no_text_in_common_but_system_prompts() -> None:
     trace = generate(60, 3)
-    system = {tuple(one.prompt[:BLOCK_TOKENS]) for one in trace.arrivals}
+    system = {tuple(arrival.prompt[:BLOCK_TOKENS]) for arrival in trace.arrivals}
     first, second = overlaid(trace, 3), overlaid(trace, 3, seed=1)
-    assert Counter(len(one.prompt) for one in first.arrivals) == Counter(len(one.prompt) for one in second.arrivals)
-    assert [one.at_s for one in first.arrivals] != [one.at_s for one in second.arrivals]
-    beginnings = [{tuple(one.prompt[: 3 * BLOCK_TOKENS]) for one in each.arrivals} for each in (first, second)]
+    assert Counter(len(arrival.prompt) for arrival in first.arrivals) == Counter(
+        len(arrival.prompt) for arrival in second.arrivals
+    )
+    assert [arrival.at_s for arrival in first.arrivals] != [arrival.at_s for arrival in second.arrivals]
+    beginnings = [{tuple(arrival.prompt[: 3 * BLOCK_TOKENS]) for arrival in each.arrivals} for each in (first, second)]
     assert {begin for begin in set.intersection(*beginnings) if len(begin) > BLOCK_TOKENS} == set()
     assert {begin[:BLOCK_TOKENS] for each in beginnings for begin in each if len(begin) > BLOCK_TOKENS} <= system
     blocks = Blocks(trace)
-    chains = [{n for copy, one in copies(trace, 3, seed) for n in blocks.chain(one.prompt, copy)} for seed in (0, 1)]
+    chains = [
+        {n for copy, arrival in copies(trace, 3, seed) for n in blocks.chain(arrival.prompt, copy)} for seed in (0, 1)
+    ]
     assert set.intersection(*chains) == set(range(blocks.system))
 
 
@@ -78,19 +84,23 @@ def test_another_seed_begins_copies_at_other_places_and_has_no_text_in_common_bu
 def test_shapes_are_what_they_say(name: str) -> None:
     trace, shape = shaped(name, 100), SHAPES[name]
     assert len(trace.arrivals) == 100
-    turns = Counter(one.session for one in trace.arrivals)
+    turns = Counter(arrival.session for arrival in trace.arrivals)
     assert (max(turns.values()) > 1) == (shape.again > 0)
-    assert len({tuple(one.prompt[: 16 * shape.system]) for one in trace.arrivals}) <= shape.prompts
+    assert len({tuple(arrival.prompt[: 16 * shape.system]) for arrival in trace.arrivals}) <= shape.prompts
 
 
 def test_a_simulation_serves_every_request_once_and_counts_its_work() -> None:
     trace = generate(150, 2)
     served, busy = simulated(HOT, trace)
     assert len(served) == 8 * 150
-    assert sum(one.prompt_tokens for one in served) == 8 * sum(len(one.prompt) for one in trace.arrivals)
-    worked = sum(HOT.token_s * (one.prompt_tokens - one.cached_tokens) for one in served)
-    assert sum(busy) * 8 * max(one.at_s for one in served) == pytest.approx(worked)
-    assert all(one.ttft_s >= HOT.token_s * (one.prompt_tokens - one.cached_tokens) - 1e-9 for one in served)
+    assert sum(request.prompt_tokens for request in served) == 8 * sum(
+        len(arrival.prompt) for arrival in trace.arrivals
+    )
+    worked = sum(HOT.token_s * (request.prompt_tokens - request.cached_tokens) for request in served)
+    assert sum(busy) * 8 * max(request.at_s for request in served) == pytest.approx(worked)
+    assert all(
+        request.ttft_s >= HOT.token_s * (request.prompt_tokens - request.cached_tokens) - 1e-9 for request in served
+    )
 
 
 def test_home_pools_are_nearly_as_good_as_one_pool_and_better_than_any_pool() -> None:
@@ -113,12 +123,12 @@ async def test_requests_go_to_pools_and_no_load_is_left(url: str) -> None:
     plan = Plan((config,) * 8, speed=3.0, replicas=2, queue=limits, pools=(2, 2, 4))
     trace = generate(150, 1)
     played = await play(url, trace, plan)
-    assert sorted(one.session for one in played.served) == sorted(one.session for one in trace.arrivals)
+    assert sorted(request.session for request in played.served) == sorted(arrival.session for arrival in trace.arrivals)
     assert played.cluster.queued == 0
     assert len(played.cluster.rows) == 8
     for row in map(LoadRow.unpack, played.cluster.rows.values()):
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-    used = Counter(one.engine for one in played.served)
+    used = Counter(request.engine for request in played.served)
     assert set(used) == set(range(8))
 
 
@@ -153,7 +163,7 @@ def test_ratios_are_those_of_the_means_over_seeds() -> None:
 
     rows = [row(1, 0, 10.0), row(8, 0, 13.0), row(1, 1, 14.0), row(8, 1, 11.0)]
     assert bounds(rows) == {"eight_over_one_mean": 1.0, "eight_over_one_p99": 1.0}
-    assert [(one.job.pools, one.figures["p99"]) for one in over_seeds(rows)] == [(1, 12.0), (8, 12.0)]
+    assert [(row.job.pools, row.figures["p99"]) for row in over_seeds(rows)] == [(1, 12.0), (8, 12.0)]
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:

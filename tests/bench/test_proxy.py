@@ -34,7 +34,7 @@ def test_a_small_run_reports_every_figure() -> None:
     keys = [f"us_{kind.key}" for kind in KINDS if not kind.gap_ms]
     assert {*PROMISED, *keys, "redis_us_per_request", "max_rps", "p50_ms", "p99_ms"} <= found.keys()
     assert all(isinstance(found[key], int) for key in keys)
-    assert sum(found[key] for key in keys) > 0  # a single request may cost less than the rest that is subtracted
+    assert sum(found[key] for key in keys) > 0  # a single request may cost less than the idle use that is subtracted
     assert found["tokens"]["500t"] == pytest.approx(500, rel=0.15)
     assert found["tokens"]["10kt_warm"] == pytest.approx(10_000, rel=0.15)
     assert "smg" not in found

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sizes(requests: Sequence[bytes]) -> Counter[str]:
-    return Counter("200b" if len(one) < 1_000 else "500t" if len(one) < 10_000 else "10kt" for one in requests)
+    return Counter("200b" if len(raw) < 1_000 else "500t" if len(raw) < 10_000 else "10kt" for raw in requests)
 
 
 def test_the_mix_has_each_size_in_its_share_and_every_round_has_other_requests() -> None:

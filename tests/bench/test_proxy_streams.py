@@ -34,13 +34,13 @@ def test_a_small_run_reports_every_figure() -> None:
 
 async def test_the_client_takes_the_times_of_every_chunk_and_tells_a_broken_stream() -> None:
     server = await asyncio.get_running_loop().create_server(partial(Stub, 0), "127.0.0.1", 0)
-    asked = [request(body(small(str(one)), 5, 1, stamped=True)) for one in range(3)]
+    asked = [request(body(small(str(number)), 5, 1, stamped=True)) for number in range(3)]
     plain = request(body(small("plain")))
     async with server:
         streams, made = await opened(server.sockets[0].getsockname()[1], [*asked, plain], 1_000.0)
         await streams.over.wait()
-    assert [len(one.sent) for one in made] == [5, 5, 5, 0]
-    assert all(sent <= came for one in made for sent, came in zip(one.sent, one.came, strict=True))
+    assert [len(stream.sent) for stream in made] == [5, 5, 5, 0]
+    assert all(sent <= came for stream in made for sent, came in zip(stream.sent, stream.came, strict=True))
     assert len(streams.failures) == 1
     assert 1 <= streams.most <= 3
 

@@ -58,8 +58,8 @@ async def test_resting_engines_are_proven_and_heard(valkey_url: str, monkeypatch
     await join(valkey_url, "rest-bench", engines)
     async with connect(valkey_url) as client:
         fleet = Fleet(client, "rest-bench")
-        before = {one.worker_id: one for one in await fleet.workers.read()}
-        assert [one.state for one in before.values()] == ["proven", "proven"]
+        before = {worker.worker_id: worker for worker in await fleet.workers.read()}
+        assert [worker.state for worker in before.values()] == ["proven", "proven"]
         later = time.monotonic() + wire.HEARTBEAT_SECONDS
         monkeypatch.setattr("time.monotonic", lambda: later)
         for engine in engines:

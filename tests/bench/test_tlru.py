@@ -44,7 +44,7 @@ def uncached(policy: Lru) -> list[int]:
 
 
 def excess(tokens: list[int]) -> int:
-    return sum(max(0, one - XI) for one in tokens)
+    return sum(max(0, count - XI) for count in tokens)
 
 
 @pytest.mark.parametrize("blocks", [125, 500])

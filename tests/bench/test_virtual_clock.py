@@ -40,7 +40,7 @@ async def test_a_run_is_reproducible_and_its_books_close_at_zero(url: str) -> No
     assert len(first.served) == 60
     for row in (LoadRow.unpack(packed) for packed in first.cluster.rows.values()):
         assert (row.prefill_tokens, row.decode_tokens, row.in_flight) == (0, 0, 0)
-        assert 0 < row.speed_tps < 1_300  # heartbeats told it: 8e-4 s a token, and the time of the steps
+        assert 0 < row.speed_tps < 1_300  # speed by heartbeats: 8e-4 s a token, and the time of the steps
     assert figures(first, skip=0.0)["foreseen"] == 1.0
 
 
@@ -58,7 +58,9 @@ async def test_requests_wait_their_turn_in_virtual_time(url: str) -> None:
     waiting = await play(url, trace, replace(plan, queue=QueueLimits(0.3)))
     cluster = waiting.cluster
     assert min(tickets.most for tickets in cluster.tickets.values()) >= 2
-    assert sorted(one.session for one in waiting.served) == sorted(one.session for one in at_once.served)
+    assert sorted(request.session for request in waiting.served) == sorted(
+        request.session for request in at_once.served
+    )
     assert figures(waiting, skip=0.0)["foreseen"] == 1.0
     assert figures(waiting)["ttft_mean_s"] < 1.3 * figures(at_once)["ttft_mean_s"], "no engine stands idle meanwhile"
     for row in (LoadRow.unpack(packed) for packed in cluster.rows.values()):

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
     """Return the figures of the fleet's own requests but the first ``skip``. Seconds are virtual."""
     cluster = played.cluster
-    own = sorted((one for one in played.served if one.session not in cluster.plan.direct), key=lambda one: one.at_s)
+    own = sorted(
+        (request for request in played.served if request.session not in cluster.plan.direct),
+        key=lambda request: request.at_s,
+    )
     counted = own[int(skip * len(own)) :]
-    prompt, cached = sum(one.prompt_tokens for one in counted), sum(one.cached_tokens for one in counted)
+    prompt, cached = (
+        sum(request.prompt_tokens for request in counted),
+        sum(request.cached_tokens for request in counted),
+    )
     engines = [worker.engine for worker in cluster.workers]
-    mean_s = statistics.fmean(one.ttft_s for one in counted)
+    mean_s = statistics.fmean(request.ttft_s for request in counted)
     busy = [engine.busy_s for engine in engines]
     evicted = [engine.scheduler.pool.evicted for engine in engines]
     off = [abs(cluster.predicted[request] - request.cached_tokens) for _, _, request in cluster.routed]
@@ -32,12 +38,12 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
         "ttft_mean_s": mean_s,
         "ttft_mean_trace_s": mean_s * cluster.plan.speed,
         **tails(counted),
-        "busy": statistics.fmean(busy) / max(one.at_s for one in played.served),
+        "busy": statistics.fmean(busy) / max(request.at_s for request in played.served),
         "busy_max_over_mean": over_mean(busy),
         "work_max_over_mean": over_mean([engine.work_tokens for engine in engines]),
         "evicted_max_over_mean": over_mean(evicted, nothing=1.0),
         "evicted": statistics.fmean(evicted),
-        "foreseen": sum(one == 0 for one in off) / len(off),
+        "foreseen": sum(error == 0 for error in off) / len(off),
         "corrections": cluster.corrections,
         "cpu_s": played.cpu_s,
         "requests_per_cpu_s": len(played.served) / played.cpu_s,
@@ -46,5 +52,5 @@ def figures(played: Played, skip: float = 0.1) -> dict[str, float]:
 
 def tails(served: Sequence[Answered]) -> dict[str, float]:
     """Return the quantiles of the TTFT in virtual seconds, or 0 without requests."""
-    ttft = sorted(one.ttft_s for one in served)
+    ttft = sorted(request.ttft_s for request in served)
     return {f"ttft_p{q}_s": quantile(ttft, q / 100) for q in (50, 90, 99)}

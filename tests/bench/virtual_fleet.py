@@ -56,7 +56,7 @@ TENANT = b"one     "
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run. engines: one configuration each. joins_s: numbers of the engines that join later, and their times.
+    """A run. engines: one configuration each. joins_s: numbers of the engines that join later, and their times.
 
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
@@ -134,7 +134,7 @@ class Cluster:
         self.predicted: dict[Request, int] = {}  # matched tokens
         self.rows: dict[str, bytes] = {}  # load rows at the end
         self.queued = 0  # keys of the queue that are left at the end
-        self.corrections = 0  # answers of engines without the plugin that told fewer cached tokens than were believed
+        self.corrections = 0  # answers of engines without the plugin with fewer cached tokens than predicted
         self._believed: dict[Request, tuple[float, int]] = {}  # (time, matched tokens) at engines without the plugin
         self._balancer = random.Random(plan.seed)
         self._ids = random.Random(plan.seed)
@@ -159,7 +159,7 @@ class Cluster:
             worker.keep_going(self.virtual)
         for number, at_s in self.plan.joins_s.items():
             self.virtual.at(at_s, self._join_later(self.workers[number]), duty=True)
-        for fleet in self.fleets:  # all at the same moments, where the tick lets one of them do the work
+        for fleet in self.fleets:  # all at the same moments: the tick lets one of them do the work
             self._every(Timing.apply_interval_s, self._step(fleet), 0.0)
         self._every(Timing.renew_interval_s, self._renew, Timing.renew_interval_s)
         if self.plan.watch is not None:
@@ -315,7 +315,7 @@ class Cluster:
             tickets.ask_soon(now)
 
     def _shortfall(self, request: Request, engine: int, now: float) -> Shortfall | None:
-        """What the answer of an engine without the plugin says, as ``pools/cache_reports`` reads it."""
+        """The missing cached tokens in an answer of an engine without the plugin, as in ``pools/cache_reports``."""
         asked, believed = self._believed.pop(request, (0.0, 0))
         block = self.plan.engines[engine].scheme.block_tokens
         if believed - request.cached_tokens <= max(block, TOLERATED_SHARE * believed):

@@ -1,4 +1,4 @@
-"""How long engines of a virtual fleet have nothing to do while requests wait that they could serve."""
+"""Measures how long engines of a virtual fleet are idle while requests wait that they could serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class IdleGaps:
     async def __call__(self, cluster: Cluster, _now: float) -> None:
         engines = [worker.engine for worker in cluster.workers]
         waits = any(tickets.waiting for tickets in cluster.tickets.values())
-        idle = [number for number, one in enumerate(engines) if one.step is None and not one.scheduler.waiting]
+        idle = [number for number, engine in enumerate(engines) if engine.step is None and not engine.scheduler.waiting]
         if not waits and len(idle) == len(engines):
             return  # before the first request, and after the last one
         self._looks += len(engines)

@@ -77,5 +77,5 @@ def steady(rate: float, seconds: float, seed: int, *, blocks: float = 2.6, sessi
 
 
 def merged(*parts: Trace) -> Trace:
-    every = sorted((arrival for part in parts for arrival in part.arrivals), key=lambda one: one.at_s)
+    every = sorted((arrival for part in parts for arrival in part.arrivals), key=lambda arrival: arrival.at_s)
     return Trace("+".join(part.name for part in parts), tuple(every))

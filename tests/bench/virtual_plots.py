@@ -24,7 +24,7 @@ def drawn(draw: Callable[[], None]) -> int:
 
 def draw_panels(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> None:
     """Draw a panel for each name, with a line per fleet through its points (load, ratio). Raises ValueError."""
-    from matplotlib.figure import Figure  # this import takes 0.3 s
+    from matplotlib.figure import Figure  # the import takes 0.3 s
 
     if not panels:
         raise ValueError("there is nothing to draw: the oracle was not played")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HomePools:
-    """What one replica knows of a model's pools.
+    """A replica's knowledge of a model's pools.
 
     sizes: engines of each pool. depth_tokens: of a prompt's beginning; token_s: of prefill.
     """
@@ -30,7 +30,7 @@ class HomePools:
         self._beginnings = Beginnings()
 
     def order(self, ask: Question) -> list[Fleet]:
-        """The pools in the order in which the request would be asked for there."""
+        """The pools in the order in which a replica would ask them to decide the request."""
         key = self._beginnings.key(ask.chains, self._depth_tokens, len(self._pools)) or os.urandom(8)
         return [self._pools[tag] for tag in in_order(key, self._sizes)]
 

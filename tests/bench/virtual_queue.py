@@ -46,7 +46,7 @@ class VirtualTickets:
         return len(self._waiting)
 
     async def choose(self, request: Request, ask: Question, now: float) -> int | None:
-        """As ``Router.choose``; a request that must wait is sent by a later poll."""
+        """Choose as ``Router.choose`` does; a later poll sends a request that must wait."""
         answer = await self._fleet.queue.decide_in_turn(ask)
         if isinstance(answer, Decision):
             return self._booked(self._fleet, request, answer, now)

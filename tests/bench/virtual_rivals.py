@@ -32,11 +32,11 @@ class Rivalled:
     def busy(self) -> float:
         """The share of the arrivals' time that engines spent in steps."""
         spent = sum(engine.busy_s for engine in self.engines) / len(self.engines)
-        return spent / max(one.at_s for one in self.served)
+        return spent / max(request.at_s for request in self.served)
 
 
 class Rival:
-    """One of RIVALS as the router of a ``VirtualFleet``."""
+    """A chooser of RIVALS as the router of a ``VirtualFleet``."""
 
     def __init__(self, name: str, engines: Sequence[EngineConfig], speed: float, seed: int) -> None:
         self.engines = [VirtualEngine(config.scheduler(), config.costs) for config in engines]
@@ -59,7 +59,7 @@ class Rival:
 async def play_rival(
     name: str, trace: Trace, engines: Sequence[EngineConfig], speed: float = 1.0, seed: int = 0
 ) -> Rivalled:
-    """Play a trace through engines that one of RIVALS chooses among. It needs no Redis."""
+    """Play a trace through engines among which a chooser of RIVALS chooses, without Redis."""
     began = time.process_time()
     rival = Rival(name, engines, speed, seed)
     served = await rival.fleet.run(trace)
@@ -88,4 +88,4 @@ def rotated(trace: Trace, share: float) -> Trace:
 
 def opened(trace: Trace) -> Trace:
     """Return a closed loop's trace as an open loop: every step arrives at its own time, whatever became of the last."""
-    return replace(trace, arrivals=tuple(replace(one, think_s=None) for one in trace.arrivals), closed=False)
+    return replace(trace, arrivals=tuple(replace(arrival, think_s=None) for arrival in trace.arrivals), closed=False)

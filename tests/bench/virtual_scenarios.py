@@ -57,9 +57,9 @@ async def hot(url: str, plan: Plan, seconds: float = 120.0) -> dict[str, float]:
     told = {"holders": level, "holders_max": max(held for _, held in holders), "holders_end": holders[-1][1]}
     told |= {"spread_s": spread, "contracted_to_half_s": left, "holders_before_end": during[-1]}
     for name, since, until in (("before", begin / 3, begin), ("first", begin, begin + 5), ("during", begin, end)):
-        served = [one for one in played.served if since <= one.at_s < until]
+        served = [request for request in played.served if since <= request.at_s < until]
         told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
-    of_hot = [one.engine for one in played.served if one.session >= DIRECT]
+    of_hot = [request.engine for request in played.served if request.session >= DIRECT]
     told["share_of_busiest"] = max(of_hot.count(number) for number in range(engines)) / len(of_hot)
     return told
 
@@ -110,7 +110,7 @@ async def speeds(url: str, plan: Plan, seconds: float = 60.0) -> dict[str, float
 
 
 async def foreign(url: str, plan: Plan, seconds: float = 120.0) -> dict[str, float]:
-    """One of four engines gets half of its capacity past the fleet; one run for each way to report that load."""
+    """Requests past the fleet take half of an engine's capacity, of four engines; a run for each kind of report."""
     engines = plan.engines[:4]
     direct = steady(0.5 * PER_ENGINE, seconds, plan.seed + 77, session=DIRECT)
     trace = merged(steady(0.58 * PER_ENGINE * 4, seconds, plan.seed), direct)
@@ -141,9 +141,9 @@ async def join(url: str, plan: Plan, seconds: float = 80.0) -> dict[str, float]:
     told["share_last"] = statistics.fmean(share for at, share in shares if at >= at_s + 0.25 * seconds)
     spans = {"before": (at_s - 20, at_s), "after": (at_s, at_s + 20)}
     for name, (since, until) in spans.items():
-        served = [one for one in played.served if since <= one.at_s < until]
+        served = [request for request in played.served if since <= request.at_s < until]
         told |= {f"{what[:-2]}_{name}_s": value for what, value in tails(served).items()}
-    own = [one for one in played.served if one.engine == last and one.at_s < at_s + 20]
+    own = [request for request in played.served if request.engine == last and request.at_s < at_s + 20]
     told |= {f"{what[:-2]}_joiner_s": value for what, value in tails(own).items()}
     return told
 

@@ -1,4 +1,4 @@
-"""Whom the queue lets wait: prompts of 100,000 tokens beside short ones, and two tenants of unequal demand.
+"""Measures the queue's longest waits: prompts of 100,000 tokens beside short ones, and two tenants of unequal demand.
 
 No prompt shares anything with another, so all engines are the same to a request, and its size is known.
 
@@ -67,7 +67,7 @@ def _arrivals(
 
 @dataclass(slots=True)
 class FirstCome:
-    """One line of first come, first served before engines that are all the same."""
+    """A line of first come, first served before equal engines."""
 
     free: list[float]  # when each engine will be free, as a heap
 
@@ -109,13 +109,13 @@ async def starve(
     small = _arrivals((1 - LONG_SHARE) * rate / SHORT, seconds, seed + 1, len(large.arrivals), (SHORT, 0.8))
     trace = merged(large, small)
     played = await play(url, trace, Plan(_engines(), replicas=REPLICAS, speed=1.0, seed=seed, queue=queue))
-    came = [(one.at_s, len(one.prompt) / SPEED_TPS) for one in trace.arrivals]
+    came = [(arrival.at_s, len(arrival.prompt) / SPEED_TPS) for arrival in trace.arrivals]
     first_come, bound = bounds_s(came, queue.patience, ENGINES)
-    place = {one.session: number for number, one in enumerate(trace.arrivals)}
-    ttft = {place[one.session]: one.ttft_s for one in played.served}
+    place = {arrival.session: number for number, arrival in enumerate(trace.arrivals)}
+    ttft = {place[request.session]: request.ttft_s for request in played.served}
     if len(ttft) < len(came):
         raise RuntimeError(f"{len(came) - len(ttft)} of {len(came)} requests were refused")
-    of_long = [number for number, one in enumerate(trace.arrivals) if len(one.prompt) > long]
+    of_long = [number for number, arrival in enumerate(trace.arrivals) if len(arrival.prompt) > long]
     mine = sorted(ttft[number] for number in of_long)
     theirs = sorted(first_come[number] + came[number][1] for number in of_long)
     ratios = [ttft[number] / (first_come[number] + came[number][1]) for number in of_long]
@@ -137,7 +137,7 @@ async def starve(
 async def tenants(
     url: str, queue: QueueLimits, *, pools: int = 1, alike: bool = False, seconds: float = 120.0, seed: int = 0
 ) -> dict[str, float]:
-    """Return what two tenants got of which one wants ten times as much as the other.
+    """Return the shares of two tenants, of which the first wants ten times as much as the second.
 
     ``tenants_work_ratio``: the work done for it, over the other's. Either of them alone has more than half of what the
     engines can do. The first sixth of the time is not counted. pools: of the model; several have two engines each.
@@ -147,12 +147,12 @@ async def tenants(
     half, size = len(engines) * SPEED_TPS / 2 / TENANT_TOKENS, (TENANT_TOKENS, 0.0)
     little = _arrivals(LITTLE * half, seconds, seed, 0, size, [7] * HEAD_TOKENS if alike else ())
     much = _arrivals(MUCH * half, seconds, seed + 1, len(little.arrivals), size)
-    of_much = {one.session for one in much.arrivals}
+    of_much = {arrival.session for arrival in much.arrivals}
     plan = Plan(engines, replicas=REPLICAS, speed=1.0, seed=seed, queue=replace(queue, tickets=PLACES))
     plan = replace(plan, tenants=dict.fromkeys(of_much, b"another "), pools=(2,) * pools if pools > 1 else ())
     played = await play(url, merged(little, much), plan)
     done = {True: 0, False: 0}
-    for one in played.served:
-        if seconds / 6 <= one.at_s + one.ttft_s < seconds:
-            done[one.session in of_much] += one.prompt_tokens
+    for request in played.served:
+        if seconds / 6 <= request.at_s + request.ttft_s < seconds:
+            done[request.session in of_much] += request.prompt_tokens
     return {"tenants_work_ratio": done[True] / done[False]}

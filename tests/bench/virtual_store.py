@@ -128,7 +128,7 @@ class WorkerClient(redis.Redis):
 
 
 class VirtualStore:
-    """One private server, emptied for each run. fleet: the client of a replica. worker: the client of a plugin."""
+    """A private server, emptied for each run. fleet: the client of a replica. worker: the client of a plugin."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -147,7 +147,7 @@ class StockWorker:
         fleet.at(fleet.clock.now, self._check, duty=True)
 
     def prefilled(self, reservation: str, request: Request, now: float) -> None:
-        """It reports nothing."""
+        """The end of a prefill is not reported."""
 
     async def _check(self, now: float) -> None:
         if self._register and self._fleet:

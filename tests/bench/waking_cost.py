@@ -1,4 +1,4 @@
-"""How much dearer a piece of work is after a rest, on this machine at this minute.
+"""Measures how much more CPU time work costs after a rest, on this machine at this minute.
 
 A program that wakes a few times a second finds caches cold, and on some virtual machines the host has to map its memory
 again. Its CPU time is then several times that of the same work in a row, whatever the program does. So figures of

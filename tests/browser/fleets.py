@@ -130,7 +130,7 @@ def slow(number: int) -> dict[str, Any]:
 
 
 def history(points: int, *, away_since: int = 0) -> dict[str, list[float | None]]:
-    """away_since: so many points ago Redis went away."""
+    """away_since: number of points since Redis went away."""
     rng, ages = random.Random(1), [5.0 * (points - 1 - place) for place in range(points)]
     found: dict[str, list[float | None]] = {"age_s": list(ages)}
     names = ("decisions_per_s", "fallbacks_per_s", "hit_ratio", "p50_s", "p90_s", "p99_s", "waiting")

@@ -1,4 +1,4 @@
-"""A status page in Debian's chromium, and what a person, a keyboard or a screen reader would find wrong with it."""
+"""A status page in Debian's chromium, and its faults for a person, a keyboard or a screen reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DESK, PHONE = (1280, 900), (360, 740)
 #: Lets every timer of the page's scripts, which asks for figures every two seconds, take a twentieth of that at most.
 HASTE = "const after = setTimeout; window.setTimeout = (call, ms, ...more) => after(call, Math.min(ms, 100), ...more);"
 
-#: Each problem that one look at the whole page finds, in words. A control's name is what a screen reader would tell.
+#: Finds the problems of the whole page, in words. A control's name is the text that a screen reader reads out.
 PROBLEMS = r"""() => {
   const found = [], text = (e) => (e.textContent || "").trim();
   const name = (e) => e.getAttribute("aria-label") || [...(e.labels || [])].map(text).join(" ") || text(e);
@@ -68,7 +68,7 @@ class Look:
     faults: list[str] = field(default_factory=list)
 
     def console(self, message: ConsoleMessage) -> None:
-        refused = "401" in message.text and "status.json" in str(message.location)  # the key is still to be given
+        refused = "401" in message.text and "status.json" in str(message.location)  # the page asks for the key first
         if message.type in ("error", "warning") and not refused:
             self.faults.append(f"{message.type}: {message.text}")
 

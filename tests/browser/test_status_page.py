@@ -112,7 +112,7 @@ async def _unwell(route: Route) -> None:
 
 
 async def _a_forgotten_key_shows_nothing(look: Look) -> None:
-    """An answer that was asked for with the key comes after the key was forgotten."""
+    """The answer to a request with the key comes after the page has forgotten the key."""
     page, came, go_on, keyless, end = look.page, *(asyncio.Event() for _ in range(4))
 
     async def give(route: Route) -> None:

@@ -32,7 +32,7 @@ def _numbers(record: type, positions: str = "") -> str:
 
 
 def _codes() -> str:
-    """What stands in Redis. The codes of an answer are explained by the header of its script."""
+    """The codes that are stored in Redis. The codes of an answer are explained by the header of its script."""
     return _table(
         ("constant", "value", "meaning"),
         (

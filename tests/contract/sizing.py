@@ -65,11 +65,11 @@ class Need:
     redis_gbit: float
 
 
-CHUNK_BYTES, HASH_BYTES, CALL_BYTES = 250, 8, 400  # on the wire: a chunk of an answer; a block hash; the rest of a call
+CHUNK_BYTES, HASH_BYTES, CALL_BYTES = 250, 8, 400  # on the wire: a chunk; a block hash; a call without hashes
 
 
 def need(load: Load, unit: UnitCosts) -> Need:
-    """What such a load needs."""
+    """The cores, memory and network that a load needs."""
     pools = math.ceil(load.engines / load.pool)
     homes = load.home_pools if pools > 1 else 1
     decisions = load.requests * homes

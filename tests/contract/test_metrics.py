@@ -10,9 +10,9 @@ from tests.support.run.required_tools import require
 
 from warmfleet.metrics import Metrics
 
-#: What a value is measured in, as the end of its name.
+#: A metric's name ends in its unit.
 UNITS = ("seconds", "bytes", "ratio", "info", "tokens", "blocks", "batches", "tokens_per_second")
-#: A truth of 0 or 1 is an adjective.
+#: A metric that is 0 or 1 has an adjective as its name.
 TRUTHS = ("routable",)
 LABELS = {
     *("model", "worker", "client", "endpoint", "status", "reservation", "result", "reason", "outcome", "where"),

@@ -27,7 +27,7 @@ KEY = "k" * 16
 
 
 def doors(**chosen: Any) -> Doors:
-    """Of a replica with one port, unless a port for operators is chosen."""
+    """The applications of a replica with one port, or with a port for operators."""
     return create_app(Settings(models=("any",), **({"admin_port": 0} | chosen)))
 
 
@@ -87,7 +87,7 @@ async def test_every_reference_has_a_target_and_every_schema_is_one() -> None:
             place = place[part]
         assert place, reference
     for path, method, operation in operations(found):
-        named = {one["name"] for one in operation.get("parameters", ()) if one.get("in") == "path"}
+        named = {parameter["name"] for parameter in operation.get("parameters", ()) if parameter.get("in") == "path"}
         assert named == set(re.findall(r"{(\w+)}", path)), (path, method)
         assert {"400", "404", "405"} <= operation["responses"].keys()
         for content in operation.get("requestBody", {}).get("content", {}).values():
@@ -106,17 +106,19 @@ async def test_keys_are_named_where_they_are_needed(tmp_path: Any) -> None:
 
 
 def classes(above: type[errors.WarmfleetError]) -> Iterator[type[errors.WarmfleetError]]:
-    for one in above.__subclasses__():
-        if one.__module__ == errors.__name__:  # others never reach a client
-            yield one
-        yield from classes(one)
+    for error in above.__subclasses__():
+        if error.__module__ == errors.__name__:  # others never reach a client
+            yield error
+        yield from classes(error)
 
 
 async def test_every_error_that_clients_can_cause_is_in_the_document() -> None:
     found = await document(doors().clients)
     told = json.dumps(found["components"]["responses"]) + json.dumps(found["paths"])
     internal = {errors.WarmfleetError, errors.BadArgument, errors.UpstreamError}
-    assert [one.code for one in classes(errors.WarmfleetError) if one not in internal and one.code not in told] == []
+    assert [
+        error.code for error in classes(errors.WarmfleetError) if error not in internal and error.code not in told
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def python(interpreter: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def test_the_plugin_imports_in_an_environment_with_nothing_but_redis(
     wheels: dict[str, zipfile.ZipFile], tmp_path: Path
 ) -> None:
-    """Every module, also those that hook vLLM: they import it only when an engine calls them."""
+    """Every module is imported; modules that hook vLLM import it only when an engine calls them."""
     interpreter = clean_environment(tmp_path / "clean", wheels["warmfleet-worker"], {"redis"})
     done = python(interpreter, "-c", IMPORT_ALL, "warmfleet_worker", "warmfleet_worker.bridge.")
     assert done.returncode == 0, done.stderr
@@ -261,7 +261,7 @@ def distributions(folder: Path) -> set[str]:
 
 
 def declared(folder: Path) -> set[str]:
-    """What the project in ``folder`` declares for its package: dependencies and extras."""
+    """The dependencies and extras that the project in ``folder`` declares."""
     table = project(folder)["project"]
     return names(table["dependencies"]).union(*map(names, table.get("optional-dependencies", {}).values()))
 

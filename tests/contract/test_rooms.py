@@ -18,7 +18,11 @@ PACKAGES = (ROUTER, ROOT / "worker_plugin/warmfleet_worker", ROOT / "loadtest/wa
 def layers() -> list[set[str]]:
     """The rooms that the contract allows to import each other downwards, from the top to the bottom."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (contract,) = (one for one in contracts if one["type"] == "layers" and one["containers"] == ["warmfleet"])
+    (contract,) = (
+        candidate
+        for candidate in contracts
+        if candidate["type"] == "layers" and candidate["containers"] == ["warmfleet"]
+    )
     return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
 
 
@@ -41,7 +45,7 @@ def test_every_folder_and_module_of_the_router_has_its_place() -> None:
     assert set.union(*layers()) == on_disk - {"__init__"}
 
 
-#: What the tool says -> a module, and what it may not import: upwards, sideways, for the type checker, in a circle.
+#: Message of the tool -> a module, and an import that it may not have: up, sideways, for types, in a circle.
 FORBIDDEN = {
     "warmfleet.prompt.tokenizer -> warmfleet.pools.pool": ("prompt/tokenizer.py", "import warmfleet.pools.pool"),
     "warmfleet.routing.tenants -> warmfleet.background.upkeep": (

@@ -1,4 +1,4 @@
-"""The table of large fleets: what it adds up, and that its unit costs give what a Redis core was measured to do."""
+"""The table of large fleets: its sums, and unit costs that agree with the measured work of a Redis core."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "app/docs"
 CSS = (FOLDER / "page.css").read_text()
 LARGEST_BYTES = 60_000  # all files together: a page for a phone at the end of a tunnel
-#: What is text (and must have a contrast of 4.5) or a line that means something (3), each on what it stands on.
+#: Text (with a contrast of 4.5 or more) and lines with a meaning (3 or more), each with its background.
 TEXTS, LINES = ("ink", "quiet", "accent", "good", "warn", "bad"), ("line-1", "line-2", "line-3", "edge")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
-#: A program that writes its arguments down; the apt-get of these tests also creates what it is asked to install.
+#: A program that writes its arguments down; the apt-get of these tests also creates the tool that it should install.
 RECORD = '#!/bin/sh\necho "{name} $@" >> {log}\n{more}\n'
 
 

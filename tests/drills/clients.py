@@ -15,7 +15,7 @@ from tests.drills.fleet import MODEL
 if TYPE_CHECKING:
     from tests.drills.fleet import Fleet, Replica
 
-ANSWER_S = 120.0  # no fault lasts nearly as long
+ANSWER_S = 120.0  # every fault is much shorter
 CONNECT_S = 5.0
 PREFIXES = 4
 WORDS = ("water", "river", "stone", "paper", "light", "table", "green", "sound", "house", "north")
@@ -28,7 +28,7 @@ class AnswerError(Exception):
 
 @dataclass
 class Asked:
-    """One request, until its answer has ended. first_s: seconds to the first byte of the answer's body."""
+    """A request, until its answer has ended. first_s: seconds to the first byte of the answer's body."""
 
     replica: Replica
     began: float

@@ -1,4 +1,4 @@
-"""A fleet of real processes: three replicas, three simulated engines and Redis, with a proxy on each of their ways."""
+"""Three replicas, three simulated engines and Redis as real processes, with proxies between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAIN_S = "2"
 
 @dataclass
 class Replica:
-    """``redis``: its way to Redis. ``ready``: by its last /readyz. ``killed``: by SIGKILL, and not started since."""
+    """``redis``: the proxy to Redis. ``ready``: by the last /readyz. ``killed``: by SIGKILL, not restarted."""
 
     name: str
     port: int
@@ -51,7 +51,7 @@ class Replica:
 
 @dataclass
 class Engine:
-    """``http``: the way of all replicas to it. ``redis``: the way of its plugin to Redis."""
+    """An engine. ``http``: the proxy between all replicas and it. ``redis``: the proxy between its plugin and Redis."""
 
     name: str
     port: int
@@ -61,7 +61,7 @@ class Engine:
 
 @dataclass
 class Fleet:
-    """The processes by their names, and the ways between them."""
+    """The processes by their names, and the proxies between them."""
 
     processes: Processes
     redis_port: int
@@ -72,9 +72,9 @@ class Fleet:
     @property
     def toxics(self) -> list[Toxic]:
         return [
-            *(one.redis for one in self.replicas),
-            *(one.redis for one in self.engines),
-            *(one.http for one in self.engines),
+            *(replica.redis for replica in self.replicas),
+            *(engine.redis for engine in self.engines),
+            *(engine.http for engine in self.engines),
         ]
 
     async def start_redis(self) -> None:
@@ -147,7 +147,7 @@ class Fleet:
             return 0, None
 
     async def whole(self) -> bool:
-        """Whether every engine answers, and every replica can use all of them and knows how tokens are made."""
+        """Whether every engine answers, and every replica can use all engines and has their tokenizer."""
         for engine in self.engines:
             if (await self.get(f"http://127.0.0.1:{engine.port}/health"))[0] != 200:
                 return False

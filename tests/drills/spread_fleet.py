@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 POOLS, ENGINES, REPLICAS = 6, 4, 3  # ENGINES: of each pool
 START_S = 240.0  # for all processes on a busy machine
-NODE_TIMEOUT_MS = 2_000  # a node that is silent so long is lost: not one that a busy machine keeps waiting
-NO_TOXIC = cast("Toxic", None)  # its replicas have no proxy on their ways
+NODE_TIMEOUT_MS = 2_000  # a node is lost after this silence, which a busy machine alone does not cause
+NO_TOXIC = cast("Toxic", None)  # its replicas connect without a proxy
 
 
 @dataclass
 class Spread:
-    """The processes. ``tags``: of the pools. ``tables``: by the tag, the port that tells what its engines hold."""
+    """The processes. ``tags``: of the pools. ``tables``: by tag, the port that shows its engines' tables."""
 
     cluster: WholeCluster
     processes: Processes
@@ -109,7 +109,7 @@ class Spread:
         return found
 
     async def whole(self, engines: int) -> bool:
-        """Whether every replica is ready and can use so many engines."""
+        """Whether every replica is ready and can use ``engines`` engines."""
         for replica in self.replicas:
             found = await self.workers(replica)
             if not replica.ready or sum(map(len, found.values())) != engines:

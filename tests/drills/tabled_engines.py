@@ -1,4 +1,4 @@
-"""Simulated engines of one pool in one process, which tell what they hold: their tables are the truth of the index.
+"""Simulated engines of a pool in one process, which show their tables, with which the index is compared.
 
 ``python -m tests.drills.tabled_engines --port P --redis URL --model NAME --fleet TAG --worker-id ID --count N`` and
 the other options of ``warmfleet_loadtest.engine``. Port P tells the tables: block hashes in hex, by worker.

@@ -47,7 +47,7 @@ Fault = Callable[[Fleet], AbstractAsyncContextManager[None]]
 
 @dataclass(frozen=True)
 class Row:
-    """What a drill showed.
+    """The results of a drill.
 
     before, after: requests that failed before, and after, the first byte of their answers. lost: with a killed replica.
     slowest_s: the longest wait for a first byte: requests that are at an engine when its way breaks are tried elsewhere
@@ -79,7 +79,7 @@ HEAD = " ".join(f"{name:>10}" if number else f"{name:<28}" for number, name in e
 
 
 def toxic(ways: Callable[[Fleet], list[Toxic]], spoil: Callable[[Toxic], None]) -> Fault:
-    """A fault on these ways, which heals."""
+    """A fault at the proxies of ``ways``, which heals."""
 
     @asynccontextmanager
     async def fault(fleet: Fleet) -> AsyncIterator[None]:
@@ -126,11 +126,11 @@ def engine_and_plugin(fleet: Fleet) -> list[Toxic]:
 
 
 def plugins(fleet: Fleet) -> list[Toxic]:
-    return [one.redis for one in fleet.engines]
+    return [engine.redis for engine in fleet.engines]
 
 
 def routers(fleet: Fleet) -> list[Toxic]:
-    return [one.redis for one in fleet.replicas]
+    return [replica.redis for replica in fleet.replicas]
 
 
 def a_router(fleet: Fleet) -> list[Toxic]:
@@ -172,7 +172,7 @@ async def replica_killed(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def redis_killed(fleet: Fleet) -> AsyncIterator[None]:
-    """It comes back empty."""
+    """Redis is killed, and comes back empty."""
     fleet.processes.kill("redis")
     yield
     await fleet.start_redis()
@@ -180,7 +180,7 @@ async def redis_killed(fleet: Fleet) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def redis_full(fleet: Fleet) -> AsyncIterator[None]:
-    """It refuses every write, as at its maxmemory."""
+    """Redis refuses every write, as at its maxmemory."""
     async with aioredis.Redis(port=fleet.redis_port) as client:
         await client.config_set("maxmemory", "1")
         try:
@@ -239,8 +239,8 @@ DRILLS = [
     Drill("rolling restart", rolling_restart, 0),
     Drill("spaced 4.9 to 5.1 s", nothing, 30, pause=(ENGINE_KEEPALIVE_S - 0.1, ENGINE_KEEPALIVE_S + 0.1)),
 ]
-PARAMETERS = [pytest.param(one, id=one.name) for one in SHORT]
-PARAMETERS += [pytest.param(one, id=one.name, marks=LONG) for one in DRILLS]
+PARAMETERS = [pytest.param(drill, id=drill.name) for drill in SHORT]
+PARAMETERS += [pytest.param(drill, id=drill.name, marks=LONG) for drill in DRILLS]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -278,16 +278,16 @@ async def test_drill(fleet: Fleet, rows: list[Row], drill: Drill) -> None:
     while load != 0 and time.monotonic() - ended < Spans().lease_ms / 1000 + 15:
         await asyncio.sleep(0.2)
         load = await fleet.load()
-    failed = [one for one in clients.asked if one.failure]
-    lost = [one for one in failed if one.failure.startswith("lost with")]
-    before = [one for one in failed if one.first_s is None and one not in lost]
-    after = [one for one in failed if one.first_s is not None and one not in lost]
-    slowest = max((one.first_s or 0.0 for one in clients.asked), default=0.0)
+    failed = [request for request in clients.asked if request.failure]
+    lost = [request for request in failed if request.failure.startswith("lost with")]
+    before = [request for request in failed if request.first_s is None and request not in lost]
+    after = [request for request in failed if request.first_s is not None and request not in lost]
+    slowest = max((request.first_s or 0.0 for request in clients.asked), default=0.0)
     counts = (len(clients.asked), len(before), len(after), len(lost), round(slowest, 1))
     row = Row(drill.name, *counts, round(recover_s, 1), load, round(time.monotonic() - ended, 1))
     rows.append(row)
     print(f"\n{HEAD}\n{row.line}")
-    assert [one.failure for one in before] == []
-    assert drill.cuts or [one.failure for one in after] == []
+    assert [request.failure for request in before] == []
+    assert drill.cuts or [request.failure for request in after] == []
     assert load == 0
     assert len(clients.asked) - len(failed) > CLIENTS, "requests were served"

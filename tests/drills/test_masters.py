@@ -1,4 +1,4 @@
-"""One master of a Cluster is lost, with six pools on three masters: only its own pools degrade."""
+"""A Cluster of three masters with six pools loses one master: only that master's pools degrade."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ async def test_a_master_is_killed_under_load() -> None:
         await unbooked(fleet)
         load_s = time.monotonic() - ended
         await right(fleet)
-        slowest = max(one.first_s for one in clients.asked if one.first_s is not None)
+        slowest = max(request.first_s for request in clients.asked if request.first_s is not None)
         print(f"\nthe lost master had {', '.join(sorted(hit))}; {recovered}")
         print(f"{len(clients.asked)} requests, the slowest first byte {slowest:.2f} s, load 0 after {load_s:.1f} s")
         print(f"index right {time.monotonic() - ended:.1f} s after the last answer")
         for metric, counted in zip(DEGRADED, counts, strict=True):
             print(metric, counted)
-        assert [one.failure for one in clients.asked if one.failure] == []
+        assert [request.failure for request in clients.asked if request.failure] == []
         others = [sum(count for tag, count in counted.items() if tag not in hit) for counted in counts]
         assert others[0] == 0, "no request of another pool is placed without Redis"
         assert others[1] <= LATE_SHARE * len(clients.asked), others
 
 
 async def test_a_replica_starts_while_a_master_is_away() -> None:
-    """Nothing takes its place: the pools of the other two masters are served all the same."""
+    """No node replaces the lost master: the pools of the other two masters are served all the same."""
     async with spread() as fleet:
         await started(fleet)
         for node in (fleet.cluster.masters[0], fleet.cluster.replicas[0]):
@@ -88,7 +88,7 @@ async def test_a_replica_starts_while_a_master_is_away() -> None:
         await running
         decided = await fleet.counted(DECISIONS)
         print(f"{len(clients.asked)} requests, decided by pool: {decided}")
-        assert [one.failure for one in clients.asked if one.failure] == []
+        assert [request.failure for request in clients.asked if request.failure] == []
         assert {tag for tag, count in decided.items() if count} == {*fleet.tags} - fleet.on_master(0)
 
 

@@ -53,14 +53,14 @@ class Hits:
         while True:
             await asyncio.sleep(1)
             now = await self._sums()
-            matched, prompt = (one - two for one, two in zip(now, before, strict=True))
+            matched, prompt = (count - was for count, was in zip(now, before, strict=True))
             if prompt > 0:
                 self.shares.append((time.monotonic() - self.began, matched / prompt))
             before = now
 
     async def _sums(self) -> tuple[float, float]:
         sums = [
-            sum((await self.fleet.counted(f"warmfleet_{one}_tokens_total")).values()) for one in ("matched", "prompt")
+            sum((await self.fleet.counted(f"warmfleet_{kind}_tokens_total")).values()) for kind in ("matched", "prompt")
         ]
         return sums[0], sums[1]
 
@@ -101,12 +101,12 @@ async def test_pools_come_and_go_under_load() -> None:
         await unbooked(fleet)
         await right(fleet)
 
-        print(f"\n{len(clients.asked)} requests, {sum(bool(one.failure) for one in clients.asked)} failed")
-        for what, (one, two) in zip(("added", "removed"), pairwise(homes), strict=True):
-            print(f"a pool was {what}: {moved(one, two)} of {2 * PREFIXES} home pools of prefixes are others")
+        print(f"\n{len(clients.asked)} requests, {sum(bool(request.failure) for request in clients.asked)} failed")
+        for what, (old, new) in zip(("added", "removed"), pairwise(homes), strict=True):
+            print(f"a pool was {what}: {moved(old, new)} of {2 * PREFIXES} home pools of prefixes are others")
         print("hits by second:", " ".join(f"{when:.0f}:{share:.2f}" for when, share in hits.shares))
         print("clock: warm, added, removed, end at", " ".join(f"{when:.0f}" for when in clock))
-        assert [one.failure for one in clients.asked if one.failure] == []
+        assert [request.failure for request in clients.asked if request.failure] == []
         assert moved(*homes[:2]) < 2 * PREFIXES * 0.4, "a fourth pool gets a quarter"
         assert moved(*homes[1:]) < 2 * PREFIXES * 0.4, "only those of the removed pool move"
         assert hits.mean(clock[-1] - SETTLED_S / 2, clock[-1]) > hits.mean(clock[0] - WARM_S / 2, clock[0]) - 0.1
@@ -130,7 +130,7 @@ async def pools(fleet: Spread, *words: str) -> None:
 
 async def filled(fleet: Spread, tag: str) -> bool:
     found = [await fleet.workers(replica) for replica in fleet.replicas]
-    return all(len(one.get(tag, ())) >= ENGINES for one in found)
+    return all(len(workers.get(tag, ())) >= ENGINES for workers in found)
 
 
 async def emptied(fleet: Spread, tag: str) -> bool:
@@ -146,14 +146,14 @@ async def homes_of(fleet: Spread) -> list[frozenset[str]]:
     found: list[frozenset[str]] = []
 
     async def told() -> bool:
-        """Whether both pools were asked at once: a request that waited in a line, or met a late pool, tells less."""
+        """Whether both pools decided at once: a request that waited in a line, or met a late pool, does not count."""
         prefix = " ".join(random.Random(len(found)).choices(WORDS, k=300))
         body = {"model": MODEL, "prompt": f"{prefix} x", "max_tokens": 1}
         headers = {"X-Warmfleet-Explain": "1"}
         async with fleet.http.post(f"{fleet.replicas[0].url}/v1/completions", json=body, headers=headers) as answer:
             assert answer.status == 200, await answer.text()
             asked = json.loads(answer.headers.get("x-warmfleet-explain", "{}")).get("pools", ())
-        homes = frozenset(one["pool"] for one in asked)
+        homes = frozenset(attempt["pool"] for attempt in asked)
         if len(homes) == HOMES:
             found.append(homes)
         return len(homes) == HOMES
@@ -164,5 +164,5 @@ async def homes_of(fleet: Spread) -> list[frozenset[str]]:
 
 
 def moved(before: list[frozenset[str]], after: list[frozenset[str]]) -> int:
-    """How many home pools are new; each prefix has two."""
-    return sum(len(two - one) for one, two in zip(before, after, strict=True))
+    """The number of new home pools; each prefix has two."""
+    return sum(len(new - old) for old, new in zip(before, after, strict=True))

@@ -15,7 +15,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 seconds: closing sends RST ins
 
 @dataclass(eq=False)
 class Link:
-    """One connection through the proxy. ``open`` while its bytes may pass."""
+    """A connection through the proxy. ``open`` while its bytes may pass."""
 
     client: asyncio.StreamWriter
     open: asyncio.Event = field(default_factory=asyncio.Event)
@@ -40,7 +40,7 @@ class Link:
 
 
 class Toxic:
-    """Passes everything on to a port of this machine, until it is told otherwise; ``heal`` ends every fault."""
+    """A proxy for a port of this machine, which passes all bytes on until a fault is set; ``heal`` ends every fault."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -98,7 +98,7 @@ class Toxic:
             server_reader, server = await asyncio.open_connection("127.0.0.1", self.target)
             link.writers.append(server)
             await asyncio.gather(self._pump(link, reader, server), self._pump(link, server_reader, writer, back=True))
-        except OSError:  # one side is gone
+        except OSError:  # a side has closed its connection
             link.reset()
         finally:
             link.close()

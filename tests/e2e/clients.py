@@ -22,7 +22,7 @@ HANG_UP = 0.1  # share of the streams that the client leaves before their end
 
 @dataclass
 class Clients:
-    """replicas: those that a load balancer would use now. engine_deaths: monotonic times of kills."""
+    """replicas: to which a load balancer would send now. engine_deaths: monotonic times of kills."""
 
     replicas: list[Member]
     killed: set[str] = field(default_factory=set)

@@ -47,7 +47,7 @@ def patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def started(left: ExitStack, plan: Plan) -> Stack:
-    """A stack that ends with ``left``. It is begun anew if a server of another test took one of its ports first."""
+    """A stack that ends with ``left``. It is started again if another test's server took one of its ports."""
     try:
         return left.enter_context(Stack(plan))
     except CommandError as error:
@@ -65,14 +65,14 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def new_stack() -> Iterator[Stack]:
-    """The same, as it is when it has just started: no engine's speed is known yet."""
+    """A stack that has just started, so that no engine's speed is known."""
     with patient(), ExitStack() as left:
         yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
 
 
 @pytest.fixture(scope="module")
 def fragile_stack() -> Iterator[Stack]:
-    """Three engines and two replicas for the tests of one file that kill one of them each."""
+    """Three engines and two replicas for a file whose tests kill one of these processes each."""
     with patient(), ExitStack() as left:
         yield started(left, Plan(engines=EngineOptions(count=3)))
 
@@ -110,7 +110,7 @@ def wait_for_no_load(stack: Stack, seconds: float = 15.0) -> None:
 
 
 def chat(url: str, messages: list[dict[str, str]], model: str = "demo") -> httpx.Response:
-    """One chat answer of 8 tokens, not streamed; fails unless it is a 200."""
+    """Ask for a chat answer of 8 tokens, not streamed; fails unless the status is 200."""
     body = {"model": model, "messages": messages, "max_tokens": 8}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

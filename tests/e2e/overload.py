@@ -84,7 +84,7 @@ def _ready(url: str, engines: int) -> None:
     while time.monotonic() < deadline:
         try:
             workers = httpx.get(url + "/workers", timeout=5).json()["models"][0]["workers"]
-            if sum(one["proof"] == "proven" for one in workers) == engines:
+            if sum(worker["proof"] == "proven" for worker in workers) == engines:
                 return
         except (httpx.HTTPError, KeyError):
             pass
@@ -108,7 +108,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Seen:
-    """One request. sent, first (first byte), end: seconds after the load began, or 0 if that never happened."""
+    """A request. sent, first (first byte), end: seconds after the load began, or 0 if that never happened."""
 
     tenant: str
     tokens: int
@@ -153,5 +153,9 @@ async def load(urls: Sequence[str], streams: Sequence[Stream], seconds: float, s
 
 def done_tokens(seen: Sequence[Seen], after: float, before: float, tenant: str = "") -> int:
     """Return the prompt tokens of the good answers that ended between ``after`` and ``before``."""
-    good = [one for one in seen if one.status == 200 and after <= one.end < before and tenant in (one.tenant, "")]
-    return sum(one.tokens for one in good)
+    good = [
+        request
+        for request in seen
+        if request.status == 200 and after <= request.end < before and tenant in (request.tenant, "")
+    ]
+    return sum(request.tokens for request in good)

@@ -16,7 +16,7 @@ class Stream:
 
     @classmethod
     def open(cls, url: str, prompt: str, max_tokens: int) -> Self:
-        """Start it, and return at the first bytes of the answer, while the engine decodes."""
+        """Start the client, and return at the first bytes of the answer, while the engine decodes."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         argv = ["curl", "-sN", "--max-time", "60", f"{url}/v1/completions", "-H", "content-type: application/json"]
         process = subprocess.Popen([*argv, "-d", json.dumps(body)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -31,7 +31,7 @@ class Stream:
         self._close()
 
     def read_to_end(self) -> tuple[bytes, int]:
-        """Return the rest of the answer, and curl's exit status, which is 18 for an answer that was cut off."""
+        """Return the unread part of the answer, and curl's exit status, which is 18 for an answer that was cut off."""
         assert self.process.stdout is not None
         rest = self.process.stdout.read()
         return rest, self._close()

@@ -58,8 +58,8 @@ def add_engine(stack: Stack) -> None:
 
 def state(stack: Stack) -> dict[str, Any]:
     """Return the new worker as a living replica lists it, or an empty dict where it is unknown."""
-    alive = [one for one in stack.replicas if one.child is not None and one.child.alive]
-    return next((one for one in stack.workers(alive[0]) if one["worker_id"] == f"{JOINED}.0"), {})
+    alive = [replica for replica in stack.replicas if replica.child is not None and replica.child.alive]
+    return next((worker for worker in stack.workers(alive[0]) if worker["worker_id"] == f"{JOINED}.0"), {})
 
 
 async def levels(operators: str, traffic: Traffic, until_s: float) -> list[dict[str, int]]:
@@ -67,13 +67,13 @@ async def levels(operators: str, traffic: Traffic, until_s: float) -> list[dict[
     seen = []
     while traffic.now_s < until_s:
         workers = (await get(f"{operators}/workers"))["models"][0]["workers"]
-        seen.append({one["worker_id"]: int(one["load"]["in_flight"]) for one in workers if one["routable"]})
+        seen.append({worker["worker_id"]: int(worker["load"]["in_flight"]) for worker in workers if worker["routable"]})
         await asyncio.sleep(0.1)
     return seen
 
 
 def test_a_joining_engine_gets_its_share_and_no_more() -> None:
-    """In its first seconds it gets at most a quarter of the requests, those that bring it level, and chance.
+    """A new engine gets at first a quarter of the requests, those that bring its load level, and some by chance.
 
     An engine that joins is idle, so each request ends sooner there until it is as busy as the others. That is no
     stampede. A router that chose by old readings of the load would send it every request until the next reading.
@@ -84,7 +84,7 @@ def test_a_joining_engine_gets_its_share_and_no_more() -> None:
 
 
 async def join(stack: Stack) -> None:
-    urls = [one.url for one in stack.replicas]
+    urls = [replica.url for replica in stack.replicas]
     traffic = Traffic(urls, 10.0, lambda _at: ("new", traffic.ids(800), 8))
     run = asyncio.ensure_future(traffic.run(END_S))
     watch = asyncio.ensure_future(levels(stack.replicas[0].operators, traffic, END_S))
@@ -92,16 +92,16 @@ async def join(stack: Stack) -> None:
     await asyncio.to_thread(add_engine, stack)
     await run
     seen = await watch
-    assert [one.reply.error for one in traffic.sent if one.reply.error] == []
-    there = [one for one in traffic.sent if one.reply.worker == f"{JOINED}.0"]
+    assert [sent.reply.error for sent in traffic.sent if sent.reply.error] == []
+    there = [sent for sent in traffic.sent if sent.reply.worker == f"{JOINED}.0"]
     assert there, "it gets requests"
-    begin = min(one.at_s for one in there)
-    first = [one for one in traffic.sent if begin <= one.at_s < begin + FIRST_S]
-    got = sum(one.reply.worker == f"{JOINED}.0" for one in first)
-    level = next(one for one in seen if f"{JOINED}.0" in one)
+    begin = min(sent.at_s for sent in there)
+    first = [sent for sent in traffic.sent if begin <= sent.at_s < begin + FIRST_S]
+    got = sum(sent.reply.worker == f"{JOINED}.0" for sent in first)
+    level = next(loads for loads in seen if f"{JOINED}.0" in loads)
     others = [count for name, count in level.items() if name != f"{JOINED}.0"]
     bound = len(first) / 4 + sum(others) / len(others) + 3 * math.sqrt(len(first) * 3 / 16)
-    peaks = {name: max(one.get(name, 0) for one in seen) for name in seen[-1]}
+    peaks = {name: max(loads.get(name, 0) for loads in seen) for name in seen[-1]}
     p99 = [quantile(traffic.waits(*span), 0.99) for span in ((0, begin), (begin, begin + FIRST_S), (begin, END_S))]
     print(f"\njoin: {got} of {len(first)} requests of its first {FIRST_S:.0f} s, bound {bound:.1f}; at most {peaks}")
     print(f"P99 of TTFT before {p99[0]:.2f} s, in these seconds {p99[1]:.2f} s, until the end {p99[2]:.2f} s")
@@ -112,7 +112,9 @@ async def join(stack: Stack) -> None:
 async def holders(operators: str, prefix: list[int]) -> set[str]:
     """Return the workers that hold most of the prefix, by the index."""
     told = await get(f"{operators}/explain", {"model": "demo", "prompt": [*prefix, 300]})
-    return {one["worker_id"] for one in told["candidates"] if one["matched_tokens"] > PREFIX_TOKENS // 2}
+    return {
+        candidate["worker_id"] for candidate in told["candidates"] if candidate["matched_tokens"] > PREFIX_TOKENS // 2
+    }
 
 
 def test_a_hot_prefix_gets_the_holders_that_its_load_needs() -> None:
@@ -124,7 +126,7 @@ def test_a_hot_prefix_gets_the_holders_that_its_load_needs() -> None:
 
 async def hot(stack: Stack) -> None:
     calm_s, hot_s, end_s = 10.0, 35.0, 75.0
-    urls = [one.url for one in stack.replicas]
+    urls = [replica.url for replica in stack.replicas]
     rng = random.Random(7)
     prefix = [256 + rng.randrange(4_096) for _ in range(PREFIX_TOKENS)]
 
@@ -140,7 +142,7 @@ async def hot(stack: Stack) -> None:
         await asyncio.sleep(0.5)
         seen.append((traffic.now_s, len(await holders(stack.replicas[0].operators, prefix))))
     await run
-    assert [one.reply.error for one in traffic.sent if one.reply.error] == []
+    assert [sent.reply.error for sent in traffic.sent if sent.reply.error] == []
     report(traffic, seen, calm_s, hot_s, end_s)
     first = next(at for at, count in seen if count >= 2 and at >= calm_s)
     assert first - calm_s < 5
@@ -151,9 +153,9 @@ async def hot(stack: Stack) -> None:
 def report(traffic: Traffic, seen: Sequence[tuple[float, int]], calm_s: float, hot_s: float, end_s: float) -> None:
     print("\nholders over time: " + " ".join(f"{at:.0f}s:{count}" for at, count in seen[::4]))
     for name, begin, end in (("before", 0, calm_s), ("hot", calm_s, hot_s), ("after", hot_s, end_s)):
-        hot: list[Sent] = [one for one in traffic.sent if one.kind == "hot" and begin <= one.at_s < end]
-        by = {one.reply.worker for one in hot}
-        cold = sum(one.reply.cached_tokens < PREFIX_TOKENS // 2 for one in hot)
+        hot: list[Sent] = [sent for sent in traffic.sent if sent.kind == "hot" and begin <= sent.at_s < end]
+        by = {sent.reply.worker for sent in hot}
+        cold = sum(sent.reply.cached_tokens < PREFIX_TOKENS // 2 for sent in hot)
         waits = traffic.waits(begin, end)
         spread = ", ".join(f"P{round(100 * share)} {quantile(waits, share):.2f} s" for share in (0.5, 0.9, 0.99))
         print(f"{name}: {len(waits)} requests, {len(hot)} hot on {len(by)} engines, {cold} of them cold; {spread}")
@@ -179,7 +181,7 @@ def test_a_replica_killed_while_it_warms_an_engine_leaves_it_routable_soon(monke
 
         until(lambda: any(map(warming, stack.replicas)), "a replica warms it", 60)
         assert (state(stack)["proof"], state(stack)["routable"]) == ("warming", False)
-        [owner] = [one for one in stack.replicas if warming(one)]
+        [owner] = [replica for replica in stack.replicas if warming(replica)]
         assert owner.child is not None
         owner.child.process.send_signal(signal.SIGKILL)
         owner.child.process.wait()

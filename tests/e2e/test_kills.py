@@ -71,7 +71,7 @@ class Killer:
         await self.engines(1, 0.0)
 
     async def engines(self, count: int, apart_s: float) -> None:
-        """Kill so many engines, this time apart, once all are there; start them again."""
+        """Kill ``count`` engines, ``apart_s`` apart, once all are there; start them again."""
         replica = self.clients.replicas[0]
         await poll(lambda: asyncio.to_thread(lambda: len(routable(self.stack, replica)) == ENGINES), 60, "all engines")
         # An engine that was killed is routable until its heartbeat is old.

@@ -72,8 +72,10 @@ async def most_tickets(fleet: Fleet, seconds: float) -> int:
 
 
 def told(name: str, seen: list[Seen]) -> None:
-    ttft = sorted(one.first - one.sent for one in seen if one.status == 200)
-    print(f"\n{name}: {dict(Counter(one.status for one in seen))}, TTFT p50 {quantile(ttft, 0.5):.2f} s", end="")
+    ttft = sorted(request.first - request.sent for request in seen if request.status == 200)
+    print(
+        f"\n{name}: {dict(Counter(request.status for request in seen))}, TTFT p50 {quantile(ttft, 0.5):.2f} s", end=""
+    )
     print(f", p99 {quantile(ttft, 0.99):.2f} s")
 
 
@@ -89,17 +91,17 @@ async def test_half_as_much_again_as_they_can_serve(own_store: str, fleet: Fleet
             told(f"{name} a queue, {done[name]:.0f} tokens/s done, {await looking} tickets at most", seen)
             if wait_s:
                 assert 40 <= await looking <= 48
-                refused = [one for one in seen if one.status == 429]
+                refused = [request for request in seen if request.status == 429]
                 assert refused
-                assert all(int(one.retry_after) >= 1 for one in refused)
-                assert {one.status for one in seen} <= {200, 429, 503}
+                assert all(int(request.retry_after) >= 1 for request in refused)
+                assert {request.status for request in seen} <= {200, 429, 503}
             await settled(fleet)
         await cast("Any", fleet.redis.flushall())
     assert done["with"] >= 0.95 * done["without"], done
 
 
 async def test_two_tenants_at_ten_to_one_get_the_same(own_store: str, fleet: Fleet) -> None:
-    """Each tenant uses a replica of its own, and the engines have told their speed."""
+    """Each tenant uses a replica of its own, and the speed of the engines is known."""
     share = CAPACITY / 2 / 800
     streams = [Stream("much", 11.5 * share, ((800, 1.0),), 0), Stream("little", 1.15 * share, ((800, 1.0),), 1)]
     with processes(own_store, ENGINES, queue_max=48) as running:
@@ -108,7 +110,7 @@ async def test_two_tenants_at_ten_to_one_get_the_same(own_store: str, fleet: Fle
         seen = await load(running.urls, streams, 50.0)
         done = {name: done_tokens(seen, 10.0, 50.0, name) / 40.0 for name in ("much", "little")}
         for name in done:
-            told(f"{name}: {done[name]:.0f} tokens/s done", [one for one in seen if one.tenant == name])
+            told(f"{name}: {done[name]:.0f} tokens/s done", [request for request in seen if request.tenant == name])
         await settled(fleet)
     assert 0.9 <= done["much"] / done["little"] <= 1.1, done
 
@@ -121,13 +123,13 @@ async def test_short_prompts_beside_long_ones(own_store: str, fleet: Fleet, wait
     with processes(own_store, engines, max_engine_wait_s=wait_s, queue_timeout_s=300) as running:
         seen = await load(running.urls, streams, 60.0)
         for name in ("short", "long"):
-            told(f"{name}, max_engine_wait_s {wait_s}", [one for one in seen if one.tenant == name])
-        assert all(one.status == 200 for one in seen)
+            told(f"{name}, max_engine_wait_s {wait_s}", [request for request in seen if request.tenant == name])
+        assert all(request.status == 200 for request in seen)
         await settled(fleet)
 
 
 async def test_a_replica_that_is_killed_leaves_nothing(own_store: str, fleet: Fleet) -> None:
-    """Its tickets expire, and requests that wait at the other replica are served."""
+    """Tickets of the killed replica expire, and requests that wait at the other replica are served."""
     streams = [Stream("a", 10.0, SHORT, 0), Stream("b", 10.0, SHORT, 1)]
     with processes(own_store, ENGINES, max_engine_wait_s=1.0, queue_max=64) as running:
         began = time.monotonic()
@@ -135,10 +137,10 @@ async def test_a_replica_that_is_killed_leaves_nothing(own_store: str, fleet: Fl
         await poll(lambda: waits(fleet, 30), 30, "30 tickets wait")
         running.kill(0)
         killed_s = time.monotonic() - began
-        seen = [one for one in await sent if one.tenant == "b"]
+        seen = [request for request in await sent if request.tenant == "b"]
         told("at the other replica", seen)
-        assert all(one.status in (200, 429) for one in seen)
-        assert len([one for one in seen if one.status == 200 and one.end > killed_s]) > 20
+        assert all(request.status in (200, 429) for request in seen)
+        assert len([request for request in seen if request.status == 200 and request.end > killed_s]) > 20
         rows = [worker.load for worker in await fleet.workers.read()]
         print(f"leases of the dead replica: {sum(row.in_flight for row in rows)}")
         assert [key async for key in fleet.redis.scan_iter(match="*:queue*")] == []

@@ -47,7 +47,7 @@ def seats(stack: Stack) -> dict[str, list[str]]:
         }
         for replica in stack.replicas
     ]
-    return seen[0] if all(one == seen[0] for one in seen) else {}
+    return seen[0] if all(answer == seen[0] for answer in seen) else {}
 
 
 def pool_of(stack: Stack, number: int, replica: int) -> tuple[str, int]:
@@ -69,7 +69,7 @@ async def long_one(stack: Stack, number: int) -> str:
 
 
 def given_up(stack: Stack) -> float:
-    """How many requests replicas have taken from engines that they believed to be dead."""
+    """The number of requests that replicas have taken from engines that they believed to be dead."""
     pages = [httpx.get(f"{replica.operators}/metrics", headers=admin_headers()).text for replica in stack.replicas]
     return sum(sample_of(page, "warmfleet_given_up_requests_total") for page in pages)
 
@@ -86,7 +86,9 @@ def given_up(stack: Stack) -> float:
 async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
     clients = Clients(list(four.replicas))
     begun = [asyncio.create_task(long_one(four, number)) for number in range(ENGINES)]
-    await poll(lambda: sum(one["load"]["in_flight"] for one in four.workers()) == ENGINES, 60, "all are under way")
+    await poll(
+        lambda: sum(worker["load"]["in_flight"] for worker in four.workers()) == ENGINES, 60, "all are under way"
+    )
     running = asyncio.create_task(clients.run(CLIENTS))
     try:
         await asyncio.to_thread(pools, four, "add", "demo#1", "demo#2")
@@ -100,7 +102,7 @@ async def test_a_fleet_is_split_and_a_pool_dies(four: Stack) -> None:
         assert await asyncio.gather(*begun) == [""] * ENGINES
         assert await asyncio.to_thread(given_up, four) == 0
         await asyncio.to_thread(pools, four, "remove", "demo", "--force")
-        await asyncio.to_thread(pools, four, "add", "demo#3")  # it has no engine yet
+        await asyncio.to_thread(pools, four, "add", "demo#3")  # the pool has no engine yet
         first = [await asyncio.to_thread(pool_of, four, number, 0) for number in range(PREFIXES)]
         again = [await asyncio.to_thread(pool_of, four, number, 1) for number in range(PREFIXES)]
         print(first, again)

@@ -119,7 +119,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
     stack = fragile_stack
     clients = Clients(list(stack.replicas))
     running = asyncio.create_task(clients.run(6))
-    stream(stack.replicas[0].url)  # it lasts longer than this test
+    stream(stack.replicas[0].url)  # the request lasts longer than the test
     await poll(lambda: clients.outcomes["whole"] > 10, 20, "requests are under way")
     victim = clients.replicas.pop(0)
     clients.killed.add(victim.name)
@@ -151,7 +151,7 @@ def test_a_replica_that_stops_is_gone_and_one_that_is_killed_is_told_everywhere(
     fragile_stack: Stack, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stack = fragile_stack
-    witness = next(one for one in stack.replicas if one.child is not None and one.child.alive)
+    witness = next(replica for replica in stack.replicas if replica.child is not None and replica.child.alive)
     stops, killed = stack.add_replica(), stack.add_replica()
     assert stops.child is not None
     assert killed.child is not None
@@ -160,7 +160,7 @@ def test_a_replica_that_stops_is_gone_and_one_that_is_killed_is_told_everywhere(
         rows = httpx.get(f"{witness.operators}/replicas").json()["replicas"]
         return next((row["state"] for row in rows if row["url"] == replica.operators), "gone")
 
-    until(lambda: {state(one) for one in (witness, stops, killed)} == {"serving"}, "all tell of themselves", 30)
+    until(lambda: {state(replica) for replica in (witness, stops, killed)} == {"serving"}, "all tell of themselves", 30)
     stops.child.process.send_signal(signal.SIGTERM)
     until(lambda: state(stops) == "gone", "its name is gone", 10)
     killed.child.process.send_signal(signal.SIGKILL)

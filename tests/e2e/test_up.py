@@ -59,15 +59,17 @@ class Up:
         return "".join(self.lines)
 
     def wait_ready(self) -> str:
-        """Return the address that it prints when it is ready."""
+        """Return the address that ``up`` prints when it is ready."""
         line = self.read_until("Warmfleet is ready")
         self.read_until("Why there")
         self.started = psutil.Process(self.process.pid).children(recursive=True)
         return line.split()[3]
 
     def running(self) -> list[psutil.Process]:
-        """Return those processes that ran when it was ready and still run."""
-        return [one for one in self.started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        """Return the processes that ran when ``up`` was ready and still run."""
+        return [
+            process for process in self.started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 @contextmanager
@@ -92,7 +94,9 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         curl = re.search(r"^  ask=.*?error\)\"'$", command.output, re.MULTILINE | re.DOTALL)
         assert curl is not None
         asked = [subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60) for _ in range(2)]
-        first, second = (dict(re.findall(r"^x-warmfleet-(\w+)\S*: (\S+)", one.stdout, re.MULTILINE)) for one in asked)
+        first, second = (
+            dict(re.findall(r"^x-warmfleet-(\w+)\S*: (\S+)", answer.stdout, re.MULTILINE)) for answer in asked
+        )
         assert first["matched"] == "0"
         assert int(second["matched"]) > int(second["prompt"]) / 2
         assert second["worker"] == first["worker"]
@@ -120,7 +124,7 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.split()) > 5
         listed = subprocess.run(
-            [sys.executable, "-m", "warmfleet", "workers", "--wide"],  # it finds the stack
+            [sys.executable, "-m", "warmfleet", "workers", "--wide"],  # `warmfleet` finds the stack
             env=environment(),
             capture_output=True,
             text=True,
@@ -139,7 +143,9 @@ def test_what_it_prints_works_as_printed_and_ctrl_c_stops_everything() -> None:
 def test_a_killed_up_takes_everything_it_started_with_it() -> None:
     with up("--engines", "1", "--replicas", "1") as command:
         command.wait_ready()
-        [folder] = {Path(one.cmdline()[-1]) for one in command.started if "watchdog.py" in " ".join(one.cmdline())}
+        [folder] = {
+            Path(process.cmdline()[-1]) for process in command.started if "watchdog.py" in " ".join(process.cmdline())
+        }
         assert folder.is_dir()
         command.process.kill()
         until(lambda: command.running() == [], "the children of a killed `up` end", 15)

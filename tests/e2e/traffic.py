@@ -20,7 +20,7 @@ FIRST_TOKEN, TOKENS = 256, 4_096  # ids that stand for words in every byte-level
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request and its answer. at_s: seconds after the traffic began."""
+    """A request and its answer. at_s: seconds after the traffic began."""
 
     at_s: float
     kind: str
@@ -67,8 +67,8 @@ class Traffic:
 
     def waits(self, begin_s: float, end_s: float, kind: str = "") -> list[float]:
         """Return the seconds from the due time to the first byte, sorted, of the requests due in this time."""
-        some = [one for one in self.sent if begin_s <= one.at_s < end_s and kind in (one.kind, "")]
-        return sorted(one.reply.ttft_s + one.reply.late_s for one in some if one.reply.error is None)
+        some = [sent for sent in self.sent if begin_s <= sent.at_s < end_s and kind in (sent.kind, "")]
+        return sorted(sent.reply.ttft_s + sent.reply.late_s for sent in some if sent.reply.error is None)
 
 
 async def get(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

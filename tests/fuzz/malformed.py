@@ -58,7 +58,7 @@ def _request(target: bytes, body: bytes, *lines: bytes, method: bytes = b"POST")
 
 
 def _body(rng: random.Random, model: str) -> bytes:
-    """One to three fields of a good body have odd values, or names that nobody knows."""
+    """Give one to three fields of a good body odd values, or unknown names."""
     path = rng.choice(list(BODIES))
     body = json.loads(json.dumps({"model": model} | BODIES[path]))
     marks = {}
@@ -185,10 +185,10 @@ def smuggler(rng: random.Random, model: str) -> bytes:
     hidden = _request(HIDDEN_PATH.encode(), body)
     form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n--b\r\n\r\n' % model.encode()
     lines = [b"POST /v1/audio/transcriptions HTTP/1.1", b"Host: x", b"Content-Type: multipart/form-data; boundary=b"]
-    if rng.random() < 0.5:  # told by its length, and a coding that must not count, or must end the connection
+    if rng.random() < 0.5:  # a body with a length, and a coding that must not count or must end the connection
         content = rng.choice((b"0\r\n\r\n", b"1\r\nZ\r\n0\r\n\r\n", form)) + hidden
         told = [rng.choice(LENGTHS[:2]) % len(content), rng.choice(CODINGS)]
-    else:  # told by chunks, and a length that must not count, or must end the connection
+    else:  # a body in chunks, and a length that must not count or must end the connection
         content = _chunked(rng, form + hidden)
         told = [rng.choice(CODINGS[:4])]
         if rng.random() < 0.6:

@@ -43,7 +43,7 @@ class Target:
         return int(psutil.Process(self.pid).memory_info().rss)
 
     async def send_all(self, made: Iterator[bytes], count: int) -> None:
-        """Send so many requests over kept connections."""
+        """Send ``count`` requests over kept connections."""
         left = iter(range(count))
 
         async def client() -> None:

@@ -25,7 +25,7 @@ from warmfleet.settings import PREFIX, Settings
 FOLDER = K8S / "compose"
 COMPOSE = FOLDER / "compose.yaml"
 HAPROXY = FOLDER / "haproxy.cfg"
-#: What the simulated engine reads; its --help names them.
+#: Variables that the simulated engine reads; its --help names them.
 ENGINE_VARIABLES = {"WARMFLEET_REDIS_URL", "WARMFLEET_MODEL", "WARMFLEET_WORKER_ID", "WARMFLEET_WORKER_URL"}
 #: The only ports of this machine: the balancer's for clients, and each router's for operators.
 PUBLISHED = {"balancer": "8080", "router-1": "9090", "router-2": "9090"}
@@ -41,12 +41,12 @@ def load() -> Compose:
 
 
 def services(compose: Compose, prefix: str = "") -> dict[str, Any]:
-    """The services whose name begins so."""
+    """The services whose names begin with ``prefix``."""
     return {name: service for name, service in compose["services"].items() if name.startswith(prefix)}
 
 
 def schema_problems(compose: Compose) -> list[str]:
-    """What the published schema of the compose specification finds wrong. The package check-jsonschema carries it."""
+    """Faults by the published schema of the compose specification. The package check-jsonschema carries it."""
     checker = Path(require("check-jsonschema", tool("check-jsonschema")))
     [schema] = checker.parents[1].glob("lib/python*/site-packages/check_jsonschema/*/vendor/compose-spec.json")
     published = json.loads(schema.read_text())
@@ -74,7 +74,7 @@ def hardened(compose: Compose) -> list[str]:
 
 
 def images(compose: Compose) -> list[str]:
-    """An image is built here, by the Containerfile that names it, or it is pinned by its digest."""
+    """Each image is built by the Containerfile that names it, or is pinned by its digest."""
     problems = []
     for name, service in services(compose).items():
         image = service["image"]
@@ -109,7 +109,7 @@ def reach(compose: Compose) -> list[str]:
 
 
 def settings(compose: Compose) -> list[str]:
-    """Every variable is one that its program reads, routers accept the values, and all name one model."""
+    """The program of each service reads all its variables, routers accept the values, and all name the same model."""
     known = {PREFIX + item.name.upper() for item in fields(Settings)}
     problems, models = [], set()
     for name, service in services(compose).items():
@@ -148,7 +148,7 @@ def ports(compose: Compose) -> list[str]:
 
 
 def users(compose: Compose) -> list[str]:
-    """Every URL of the store names a user of users.acl with its password, an engine's one of its own."""
+    """Every URL of the store names a user of users.acl with its password; each engine has a user of its own."""
     lines = [line.split() for line in (FOLDER / "users.acl").read_text().splitlines()]
     digests = {words[1]: [word[1:] for word in words if word.startswith("#")] for words in lines}
     problems = []

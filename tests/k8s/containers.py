@@ -32,7 +32,7 @@ LOCKS = ("app/requirements.lock", "app/build.lock", "loadtest/requirements.lock"
 BASE, OTHERS = "localhost/base:1", "localhost/others:1"
 PYTHON = "python3-minimal,python3,python3-venv,python-is-python3,ca-certificates"
 SERVERS = "redis-server,redis-tools,haproxy,wget"
-#: Redis under the names in Valkey's image; Debian lets nobody else look into the folder of its file.
+#: Redis under the names in Valkey's image; Debian lets no other user read the folder of its file.
 AS_VALKEY = (
     'ln -s redis-server "$1/usr/bin/valkey-server"',
     'ln -s redis-cli "$1/usr/bin/valkey-cli"',
@@ -163,7 +163,7 @@ class Network:
         return f"10.213.{self.names.index(name)}.2"
 
     def run(self, *argv: str) -> str:
-        """What a command prints that runs where the namespaces meet."""
+        """Run a command where the namespaces meet, and return its output."""
         done = subprocess.run(
             ["ip", "netns", "exec", self.middle, *argv], capture_output=True, text=True, timeout=ANSWER_S, check=False
         )

@@ -1,7 +1,7 @@
 """A small Kubernetes API server for `kubectl apply`: discovery, CRUD and strict schemas, in memory.
 
-It finds what a real server finds before any controller runs: unknown fields and wrong types (422, naming the field),
-objects in a namespace that does not exist (404), fields that may not change (422). It runs nothing.
+The server runs nothing, and finds the faults that a real server finds before any controller runs: unknown fields and
+wrong types (422, naming the field), objects in a namespace that does not exist (404), changed immutable fields (422).
 """
 
 from __future__ import annotations

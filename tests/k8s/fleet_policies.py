@@ -32,7 +32,7 @@ from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, Check, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The namespace of the overlay whose passwords everybody knows, and the password.
+#: The namespace of the overlay with public passwords, and the password.
 DEV, DEV_PASSWORD = "warmfleet-dev", "dev-only"
 WORKLOADS = {"Deployment", "StatefulSet"}
 #: No ClusterRole, RoleBinding and so on: nothing here asks the Kubernetes API.
@@ -49,7 +49,7 @@ _SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|_KEY)$")
 
 
 def kinds(objects: list[Manifest], _: Program) -> list[str]:
-    """Only kinds that are needed: no rights in the Kubernetes API, and no CRD but those of the opt-in components."""
+    """Only needed kinds: no rights in the Kubernetes API, and no CRD but those of the opt-in components."""
     return [f"{name_of(item)}: not allowed here" for item in objects if item["kind"] not in BUILT_IN | CUSTOM]
 
 
@@ -85,7 +85,7 @@ def redis(objects: list[Manifest], _: Program) -> list[str]:
             url, trusted = given.get("WARMFLEET_REDIS_URL"), given.get("WARMFLEET_REDIS_CA", "")
             if trusted and not _mounted(workload, container, trusted):
                 problems.append(f"{name_of(workload)}: no file {trusted}")
-            if url is None or (url == "" and server is None):  # of a Secret that the operator brings
+            if url is None or (url == "" and server is None):  # in a Secret that the operator brings
                 continue
             where = name_of(workload)
             if server is None:
@@ -144,7 +144,7 @@ def images(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def engines(objects: list[Manifest], _: Program) -> list[str]:
-    """There are engines, and routers may connect to those that are listed: else every request gets 503."""
+    """Engines exist, and routers may connect to those that are listed: else every request gets 503."""
     problems = []
     router = next(item for item in workloads(objects) if item["metadata"]["name"] == "router")
     listed = environment(objects, pod(router)["containers"][0]).get("WARMFLEET_STATIC_WORKERS", "")
@@ -252,7 +252,7 @@ def monitors(objects: list[Manifest], _: Program) -> list[str]:
         f"{name_of(item)}: it selects no pods"
         for item in found
         if not any(
-            matches(item["spec"]["selector"], one) for one in (*map(labels, workloads(objects)), ENGINES_TO_COME)
+            matches(item["spec"]["selector"], pod) for pod in (*map(labels, workloads(objects)), ENGINES_TO_COME)
         )
     ]
     return problems
@@ -267,7 +267,7 @@ def _lets_prometheus_in(policy: Manifest, workload: Manifest, port: str) -> bool
 
 
 def _wrong_model(objects: list[Manifest], target: Manifest, metric: Manifest) -> Iterator[str]:
-    """What is wrong with the model whose queue an autoscaler counts. The adapter takes its label for a pattern."""
+    """The fault in the model whose queue an autoscaler counts. The adapter takes the model's label for a pattern."""
     label = metric.get("selector", {}).get("matchLabels", {}).get("model")
     if label is None:
         yield "it counts the requests of all models"
@@ -295,7 +295,7 @@ def _models(objects: list[Manifest], name: str) -> set[str]:
 
 
 def _wrong_url(url: str, server: Manifest) -> Iterator[str]:
-    """What the URL says of the server that is not so."""
+    """The fault in a URL: it does not fit the server."""
     parts = urlsplit(url)
     container = next(part for part in pod(server)["containers"] if part["name"] == "redis")
     encrypted = "--tls-port" in container.get("args", [])
@@ -311,7 +311,7 @@ def _wrong_url(url: str, server: Manifest) -> Iterator[str]:
 
 
 def _mounted(workload: Manifest, container: Manifest, path: str) -> bool:
-    """Whether a Secret or ConfigMap is mounted so that this file exists."""
+    """Whether a Secret or ConfigMap is mounted such that the file exists."""
     volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
     for mount in container.get("volumeMounts", []):
         name = path.removeprefix(mount["mountPath"] + "/")

@@ -1,4 +1,4 @@
-"""Mistakes that are made on purpose, each with the check that must find it."""
+"""Mistakes made on purpose, each with the check that must find it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def _unlabelled(objects: dict[str, Manifest], *kinds: str) -> None:
         if item["kind"] == "Deployment":
             template = item["spec"]["template"]
             places += [template["metadata"]["labels"]]
-            places += [one["labelSelector"]["matchLabels"] for one in template["spec"]["topologySpreadConstraints"]]
+            places += [
+                constraint["labelSelector"]["matchLabels"]
+                for constraint in template["spec"]["topologySpreadConstraints"]
+            ]
         for place in places:
             place.pop("app.kubernetes.io/instance", None)
 
@@ -80,7 +83,7 @@ def _count(objects: dict[str, Manifest], **labels: str) -> None:
 
 
 def _dns(objects: dict[str, Manifest], **rule: Any) -> None:
-    """The way to DNS, with these fields in place of its own."""
+    """Change the rule of the policy for DNS."""
     _spec(objects, "NetworkPolicy/dns")["egress"][0].update(rule)
 
 
@@ -88,7 +91,7 @@ def _secret(objects: dict[str, Manifest], text: str) -> None:
     objects["Secret/s"] = {"kind": "Secret", "metadata": {"name": "s", "namespace": "warmfleet"}, "data": {"a": text}}
 
 
-#: what went wrong in the overlay `prod` -> (the check that must find it, a part of its words, how to make the mistake)
+#: a mistake in the overlay `prod` -> (the check that must find it, a part of its words, how to make the mistake)
 MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "unknown field": ("schema", "replica", lambda o: _spec(o, "Deployment/router").update(replica=3)),
     "wrong type": ("schema", "type", lambda o: _spec(o, "Deployment/worker-chat").update(replicas="two")),
@@ -311,7 +314,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
 KUBE_DNS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
 NODE_LOCAL = {"ipBlock": {"cidr": "169.254.20.10/32"}}
 
-#: The same for what other combinations have: the name of one, its check, its words, the mistake.
+#: Mistakes in other combinations -> (the combination, the check, a part of its words, the mistake).
 MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
     "no TLS to a Redis with it": (
         "tls", "redis", "redis, but Redis speaks TLS",

@@ -46,7 +46,7 @@ def labels(workload: Manifest) -> dict[str, str]:
 
 
 def role(workload: Manifest) -> str:
-    """What the pods of a workload are in a fleet: router, worker or redis."""
+    """The role of a workload's pods in a fleet: router, worker or redis."""
     return labels(workload).get("app.kubernetes.io/name", "")
 
 
@@ -82,7 +82,7 @@ def environment(objects: list[Manifest], container: Manifest) -> dict[str, str]:
 
 
 def undefined(container: Manifest) -> list[str]:
-    """The ``$(NAME)`` of a container that Kubernetes would leave as they stand: NAME is not set, or set later."""
+    """The ``$(NAME)`` of a container that Kubernetes would not replace: NAME is not set, or set later."""
     known: set[str] = set()
     known |= {"WARMFLEET_MODEL", "WARMFLEET_MODELS"} if container.get("envFrom") else set()
     wrong = []

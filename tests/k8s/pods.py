@@ -33,7 +33,7 @@ INIT_S = 60.0
 
 @dataclass
 class RunningPod:
-    """One pod. ports: those of its containers, each with the port that it has here. mounts: path -> folder.
+    """A pod. ports: port of a container -> port on this machine. mounts: path -> folder.
 
     names: what stands for the cluster's names in this pod's files, variables and arguments only.
     """

@@ -62,12 +62,12 @@ BROUGHT: dict[str, frozenset[str]] = {
 }
 #: The labels that policies and monitors of engines select, also in a fleet whose engines are elsewhere today.
 ENGINES_TO_COME = {"app.kubernetes.io/name": "worker"}
-#: Where a node may answer DNS: the pods of the cluster's DNS; NodeLocal DNSCache on the node, at its own address and at
+#: Where a node may answer DNS: pods of the cluster's DNS; NodeLocal DNSCache on the node, at its own address and at
 #: that of Service kube-dns (here any address of Services); its pods, where the network plugin redirects to them.
 DNS_SERVERS: tuple[str | dict[str, str], ...] = (
     *({"k8s-app": "kube-dns"}, "169.254.20.10", "10.96.0.10", {"k8s-app": "node-local-dns"}),
 )
-#: Which pods connect to which, and the port there. A port that the receiver does not have needs no way to it.
+#: Connections between pods, with the port of the receiver. A port that the receiver does not have needs no way to it.
 CONNECTIONS = (
     *(("router", "redis", 6379), ("worker", "redis", 6379), ("router", "worker", 8000)),
     *(("router", "redis", 26379), ("worker", "redis", 26379), ("redis", "redis", 26379)),
@@ -76,7 +76,7 @@ CONNECTIONS = (
 
 @dataclass(frozen=True)
 class Program:
-    """What each container serves and reads, by its name: HTTP paths, environment variables; the router's metrics."""
+    """Routes and variables of each container, by name: HTTP paths, environment variables; the router's metrics."""
 
     routes: dict[str, frozenset[str]]
     settings: dict[str, frozenset[str]]
@@ -93,7 +93,7 @@ def schema(objects: list[Manifest], _: Program) -> list[str]:
 
 
 def namespaces(objects: list[Manifest], _: Program) -> list[str]:
-    """Everything lies in a namespace of this render that enforces the restricted pod security standard."""
+    """Every object lies in a namespace of this render that enforces the restricted pod security standard."""
     known = {item["metadata"]["name"]: item["metadata"].get("labels", {}) for item in of_kind(objects, "Namespace")}
     problems = [
         f"Namespace/{name}: pod-security enforce is not restricted"
@@ -135,7 +135,13 @@ def selectors(objects: list[Manifest], _: Program) -> list[str]:
     problems += [
         f"{name_of(item)}: it leads to {sorted(found)}"
         for item in of_kind(objects, "Service")
-        if len(found := {name_of(one) for one in workloads(objects) if matches(item["spec"]["selector"], labels(one))})
+        if len(
+            found := {
+                name_of(workload)
+                for workload in workloads(objects)
+                if matches(item["spec"]["selector"], labels(workload))
+            }
+        )
         > 1
     ]
     return problems
@@ -211,7 +217,7 @@ def probes(objects: list[Manifest], program: Program) -> list[str]:
 
 
 def settings(objects: list[Manifest], program: Program) -> list[str]:
-    """Every WARMFLEET_ variable is one that the program reads, and the router accepts the values."""
+    """The program reads every WARMFLEET_ variable, and the router accepts the values."""
     problems = []
     for workload in workloads(objects):
         for container in containers(workload):

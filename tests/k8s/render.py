@@ -40,7 +40,7 @@ ROOM = """
   path: /spec/template/spec/containers/0/resources/requests/memory
   value: 1408Mi
 """
-#: Where engines are, where Redis is, what leads clients here: one of each.
+#: A fleet has one choice of each: where engines are, where Redis is, how clients reach the routers.
 ENGINES = (
     ["engines-elsewhere"],
     [CHAT, CODE],
@@ -53,7 +53,7 @@ STORES = (
     *(["redis-external"], ["redis-external", "redis-external-ca"]),
 )
 EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"])
-#: Either none of these or all. The last one needs engines here.
+#: These are used together or not at all. The last one needs engines in the cluster.
 EXTRAS = ["pools", "client-keys", "monitoring", "hpa-queue", "engine-key"]
 
 

@@ -80,7 +80,7 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def problem_of(item: Manifest) -> str | None:
-    """What is wrong with an object, as ``where: what``; None if nothing is. An unknown kind is wrong, too."""
+    """The first fault of an object, as ``where: what``, or None. An unknown kind is a fault, too."""
     group_version, kind = item["apiVersion"], item["kind"]
     try:
         validator = _validator(group_version, kind)

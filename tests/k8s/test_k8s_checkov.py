@@ -1,4 +1,4 @@
-"""One run of checkov over the shipped manifests and over seeded mistakes: a second opinion, with more rules."""
+"""checkov runs once over the shipped manifests and over seeded mistakes: a second opinion, with more rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def failed(rendered: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 def _run(folder: Path) -> dict[str, set[str]]:
     checkov = require("checkov", tool("checkov"))
     command = [checkov, "-d", str(folder), "--config-file", str(ROOT / ".checkov.yaml"), "-o", "json"]
-    # These variables keep checkov from asking for an account or the network.
+    # The variables keep checkov from asking for an account or the network.
     environment = {**os.environ, "BC_SKIP_MAPPING": "TRUE", "CHECKOV_RUN_SCA_PACKAGE_SCAN_V2": "false"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 1, result.stdout + result.stderr  # because of the seeded mistakes

@@ -42,7 +42,7 @@ def test_what_we_ship_passes(compose: Compose, check: str) -> None:
     assert CHECKS[check](compose) == []
 
 
-#: what went wrong -> (the check that must find it, a part of what it says, how to make the mistake)
+#: a mistake -> (the check that must find it, a part of its words, a function that makes the mistake)
 MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     "root can be written": ("hardened", "engine-2: read_only", lambda s: s["engine-2"].pop("read_only")),
     "root's user": ("hardened", "store: user", lambda s: s["store"].update(user="0:0")),

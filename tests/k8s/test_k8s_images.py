@@ -1,4 +1,4 @@
-"""The Containerfiles are linted; what they copy exists, is not ignored, and is enough to build the wheels.
+"""The Containerfiles are linted; the files that they copy exist, are not ignored, and suffice for the wheels.
 
 ``test_k8s_containers.py`` builds and runs the images.
 """
@@ -25,11 +25,11 @@ SCRIPT = K8S / "images/build"
 
 
 def stages(containerfile: Path) -> list[str]:
-    """The text of every stage, the one that builds first."""
+    """The text of each stage; the stage that builds comes first."""
     return re.split(r"^(?=FROM )", containerfile.read_text(), flags=re.MULTILINE)[1:]
 
 
-#: Stands for docker, podman and buildah: it notes its arguments and knows one digest of each image.
+#: A script in place of docker, podman and buildah: it notes its arguments, and has one digest for each image.
 FAKE = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$LOG"
 digest=sha256:$(printf %064d 7)
@@ -43,7 +43,7 @@ esac
 
 @dataclass
 class Build:
-    """k8s/images/build with a stand-in for the tool. calls: what the tool was asked, one line for each."""
+    """k8s/images/build with a stand-in for the tool. calls: the arguments of each call of the tool, a line for each."""
 
     folder: Path
 

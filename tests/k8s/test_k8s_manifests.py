@@ -53,7 +53,7 @@ def test_the_root_is_a_whole_fleet_with_simulated_engines_in_a_namespace_of_its_
     assert "simulator" not in str(prod)
     assert container(objects, "Deployment/worker-demo")["command"] == ["python", "-m", "warmfleet_loadtest.engine"]
     assert "nvidia.com/gpu" not in str(objects)
-    # Who applies the root to a cluster with a fleet in production must not replace that.
+    # Applying the root to a cluster with a fleet in production must not replace that fleet.
     assert {item["metadata"].get("namespace", item["metadata"]["name"]) for item in objects.values()} == {DEV}
     assert DEV not in {item["metadata"].get("namespace") for item in prod}
 
@@ -105,15 +105,19 @@ def test_redis_is_bounded_never_evicts_and_knows_its_users(rendered: dict[str, s
 def test_routers_follow_the_keys_of_clients_and_send_engines_theirs(rendered: dict[str, str]) -> None:
     objects = {name_of(item): item for item in parse(rendered["tls"])}
     spec, router = pod(objects), container(objects)
-    given = {one["name"]: one for one in router["env"]}
-    (mount,) = [one for one in router["volumeMounts"] if one["name"] == "client-keys"]
+    given = {variable["name"]: variable for variable in router["env"]}
+    (mount,) = [item for item in router["volumeMounts"] if item["name"] == "client-keys"]
 
     assert given["WARMFLEET_CLIENT_KEYS_FILE"]["value"] == f"{mount['mountPath']}/keys.jsonl"
     assert "subPath" not in mount, "a file that is mounted so never changes"
-    (volume,) = [one for one in spec["volumes"] if one["name"] == "client-keys"]
+    (volume,) = [item for item in spec["volumes"] if item["name"] == "client-keys"]
     assert volume["secret"]["secretName"].startswith("client-keys")
     assert given["WARMFLEET_WORKER_ADDRESSES"]["value"], "engines are listed, or the key is not sent for a probe"
-    (engine,) = [one for one in container(objects, "Deployment/worker-chat")["env"] if one["name"] == "VLLM_API_KEY"]
+    (engine,) = [
+        variable
+        for variable in container(objects, "Deployment/worker-chat")["env"]
+        if variable["name"] == "VLLM_API_KEY"
+    ]
     assert engine["valueFrom"] == given["WARMFLEET_WORKER_API_KEY"]["valueFrom"]
 
 

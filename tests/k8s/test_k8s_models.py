@@ -32,7 +32,7 @@ def section(heading: str) -> str:
 
 
 def commands(heading: str, starts: str) -> str:
-    """The lines of the block of code in a section that begins so."""
+    """The lines of the block of code in the section whose heading begins with the given words."""
     (found,) = re.findall(rf"^    {starts}.*\n(?:    .*\n)*", section(heading), re.MULTILINE)
     assert isinstance(found, str)
     return found
@@ -92,13 +92,15 @@ def test_each_model_has_its_own_of_everything_that_selects_pods(overlay: str, mi
     assert own == set(served.split(","))
     for item in workers:
         for kind, field in (("PodDisruptionBudget", "selector"), ("Deployment", "selector")):
-            mine_ = [one for one in of_kind(objects, kind) if matches(one["spec"][field], labels(item))]
+            mine_ = [policy for policy in of_kind(objects, kind) if matches(policy["spec"][field], labels(item))]
             assert len(mine_) == 1, (kind, name_of(item))
-        # What all engines have in common: the routers find them by one policy.
+        # All engines share a label, by which one policy lets routers reach them.
         policies = [
-            one for one in of_kind(objects, "NetworkPolicy") if matches(one["spec"]["podSelector"], labels(item))
+            policy
+            for policy in of_kind(objects, "NetworkPolicy")
+            if matches(policy["spec"]["podSelector"], labels(item))
         ]
-        assert {one["metadata"]["name"] for one in policies} == {"default-deny", "dns", "worker"}
+        assert {policy["metadata"]["name"] for policy in policies} == {"default-deny", "dns", "worker"}
     for service in of_kind(objects, "Service"):
         assert not any(matches(service["spec"]["selector"], labels(item)) for item in workers)
 

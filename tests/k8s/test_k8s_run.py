@@ -1,4 +1,4 @@
-"""The overlay `dev`, run as processes: it answers, and each part has its own rights in Redis and no more."""
+"""The overlay `dev`, run as processes, answers; each part has its own rights in Redis and no more."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _rendered(store: list[str], tmp_path: Path, *models: str) -> list[Manifest]:
 
 
 def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
-    """Whether a chat is answered by a decision of Redis, and not without it."""
+    """Whether a chat is answered with a decision of Redis."""
     try:
         answer = _chat(router, model)
     except httpx.TransportError:
@@ -185,14 +185,14 @@ def _decided(router: RunningPod, model: str = "Qwen/Qwen3-0.6B") -> bool:
 
 
 def _master(sentinel_port: int) -> str:
-    """The address that the second pod's Sentinel tells."""
+    """The master's address by the second pod's Sentinel."""
     with redis.Redis(host="127.0.1.2", port=sentinel_port, decode_responses=True) as client:
         told: list[str] = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "warmfleet")
         return told[0]
 
 
 def _replicas(host: str, port: int) -> int:
-    """How many follow this server, if it is a master."""
+    """The number of replicas that follow the server, if it is a master."""
     with redis.Redis(host=host, port=port, username="admin", password=PASSWORDS["admin"]) as client:
         return int(client.info("replication")["connected_slaves"])
 
@@ -203,7 +203,7 @@ def _chat(router: RunningPod, model: str = "demo") -> httpx.Response:
 
 
 def _programs(server: str) -> dict[str, list[str]]:
-    """server: Valkey, as the manifests have it; the one of the tests speaks no TLS, so there it is Redis 7.0."""
+    """server: Valkey, as in the manifests; with TLS it is Redis 7.0, as the Valkey of the tests speaks no TLS."""
     return {"valkey-server": [server], "valkey-cli": [require("redis-cli")]}
 
 
@@ -216,7 +216,7 @@ def _ready(made: RunningPod) -> bool:
 
 
 def _rights(port: int) -> None:
-    """Nobody without a password, and each user only what it is for."""
+    """Redis refuses clients without a password, and gives each user only the rights that it needs."""
     with redis.Redis(port=port) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
     with redis.Redis(port=port, username="worker", password="dev-only") as client:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 NAME = "5ea50001"
 
 
-# ---------------------------------------------------------------- who is who
+# ---------------------------------------------------------------- which process is the worker
 
 
 async def test_join_makes_row_record_and_liveness(reporter: ReportingWorker) -> None:
@@ -262,6 +262,6 @@ async def test_two_appliers_apply_everything_once(
                 entries += applied.entries
             return entries
 
-        assert sum(await asyncio.gather(*(drain(one) for one in fleets))) == 400
+        assert sum(await asyncio.gather(*(drain(fleet) for fleet in fleets))) == 400
     assert await reporter.holds() == held(200)
     assert await fleet.index.counts() == {}

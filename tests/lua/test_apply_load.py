@@ -35,7 +35,7 @@ async def test_heartbeat_fills_the_row(reporter: ReportingWorker) -> None:
 
 
 async def test_a_heartbeat_says_whether_the_engine_is_paused(reporter: ReportingWorker) -> None:
-    """The last one counts, with a digest or without; a restarted engine runs."""
+    """The last heartbeat counts, with a digest or without; a restarted engine runs."""
     flags = (await reporter.row()).flags
     for digest in (None, digest_of()):
         for paused in (True, True, False, False):
@@ -141,11 +141,11 @@ async def test_progress_gives_the_prefill_back_once(reporter: ReportingWorker, f
     started = await leased(reporter, "wf-a")
     assert (started.stage, started.prefill_tokens, started.decode_tokens) == (Stage.STARTED, 0, 50)
     assert started.checkpoints == (block(1),)
-    assert await fleet.index.counts() == {"exact": 1}  # one prediction is compared once
+    assert await fleet.index.counts() == {"exact": 1}  # each prediction is compared once
 
 
 async def test_progress_after_the_end_leaves_a_lease_as_it_is(reporter: ReportingWorker) -> None:
-    """A lease that lingers for its blocks gave everything back, and must not become one of a request under way."""
+    """A lease that is kept only for its blocks has given its load back, and must not count as a request under way."""
     await lease(reporter, "wf-a", stage=Stage.LINGERING, prefill_tokens=0)
     before = await reporter.row()
     await reporter.send("progress", wire.dumps([["wf-a", 64, 364]]))
@@ -214,7 +214,7 @@ async def test_a_failure_after_the_prefill_gives_the_prompt_back(
 async def test_settle_tells_what_the_engine_had_cached(
     reporter: ReportingWorker, fleet: Fleet, held: int, reported: int, told: int
 ) -> None:
-    """What was believed to be cached is kept by the lease until the engine's progress says what was."""
+    """The lease keeps the predicted cached tokens until the engine's progress tells the real number."""
     await reporter.heartbeat(digest_of())
     await reporter.send("stored", blocks(*range(1, held + 1)))
     await reporter.applied()
@@ -299,7 +299,7 @@ async def matched(fleet: Fleet, *numbers: int) -> int:
 
 
 async def credit(reporter: ReportingWorker) -> list[bytes]:
-    """The keys by which open reservations count for blocks that they will make."""
+    """The keys that credit open reservations' future blocks."""
     return [
         key
         for name in "xc"

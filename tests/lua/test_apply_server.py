@@ -90,7 +90,7 @@ async def test_a_process_that_tells_other_names_has_proved_what_it_proved(
     assert (await reporter.row()).flags == proven | (Flag.MISNAMED if misnamed else 0)
     assert (await server.record())["models"] == told["models"]
     assert (await fleet.index.counts())["announced"] == 2, "readers are told of the change"
-    await reporter.join("n2")  # a new incarnation of the core is as its server is
+    await reporter.join("n2")  # a new incarnation of the core takes its server's state
     await reporter.applied()
     assert bool((await reporter.row()).flags & Flag.MISNAMED) is misnamed
     await server.join("m1")

@@ -36,7 +36,7 @@ async def store_blocks(reporter: ReportingWorker, numbers: list[int]) -> None:
 
 
 async def make_due(reporter: ReportingWorker) -> None:
-    await reporter.fleet.upkeep.audit(3600)  # takes note of who there is
+    await reporter.fleet.upkeep.audit(3600)  # notes which workers exist
     await reporter.store.zadd(reporter.keys.audit, {reporter.worker_id: 1})
 
 
@@ -45,7 +45,7 @@ async def due_ms(reporter: ReportingWorker, worker_id: str) -> float:
 
 
 async def walk(reporter: ReportingWorker) -> tuple[int, bool]:
-    """One whole audit of the worker: blocks compared, and whether a difference was found."""
+    """Audit the worker once. Return the number of compared blocks, and whether a difference was found."""
     await make_due(reporter)
     total = 0
     for _ in range(500):
@@ -57,7 +57,7 @@ async def walk(reporter: ReportingWorker) -> tuple[int, bool]:
 
 
 async def swap_for_another_workers(reporter: ReportingWorker) -> None:
-    """s: has another block instead, and b: agrees with it, so that only the sums can tell."""
+    """The sets s: and b: both hold another block instead, so only the sums show the difference."""
     for change, number in (("srem", 7), ("sadd", 10_000)):
         await getattr(reporter.store, change)(reporter.keys.slot((await reporter.row()).slot), block(number))
         await getattr(reporter.store, change)(reporter.keys.block(block(number)), (await reporter.row()).slot)
@@ -149,8 +149,8 @@ async def test_approximate_workers_have_nothing_to_audit(reporter: ReportingWork
 async def test_one_piece_in_a_gap_and_one_worker_after_another(reporter: ReportingWorker, fleet: Fleet) -> None:
     other = ReportingWorker(reporter.store, fleet, "t")
     await other.join()
-    for one in (reporter, other):
-        await store_blocks(one, list(range(HELD)))
+    for reporting in (reporter, other):
+        await store_blocks(reporting, list(range(HELD)))
     await make_due(reporter)
     await make_due(other)
     assert (await fleet.upkeep.audit(3600)).blocks > 0

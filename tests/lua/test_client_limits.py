@@ -165,7 +165,7 @@ async def test_a_second_try_counts_once(keyspace: Keyspace) -> None:
 
 
 async def test_another_attempt_at_an_admitted_request_counts_and_is_not_refused(keyspace: Keyspace) -> None:
-    """Its first worker failed, and its place was taken before the next one was asked for."""
+    """The first worker of a request failed, and another request took its place before its second attempt."""
     await keyspace.workers(2)
     limits = ClientLimits("team-a", concurrency=1, tokens_per_minute=150)
     first, other, again = asked(keyspace, limits), asked(keyspace, limits), asked(keyspace, limits.of_admitted)
@@ -230,7 +230,7 @@ async def test_used_tokens_are_paid_back_at_the_rate(keyspace: Keyspace) -> None
 
 @pytest.mark.parametrize("renewed", [False, True])
 async def test_an_answer_counts_though_its_prompt_is_paid_back(keyspace: Keyspace, renewed: bool) -> None:
-    """And though the record was about to expire when a renewal came."""
+    """The answer counts even if the record was about to expire when a renewal came."""
     await keyspace.workers(1)
     limits = ClientLimits("team-a", tokens_per_minute=60_000_000)
     ask, other = asked(keyspace, limits, prompt_tokens=1), asked(keyspace, limits, prompt_tokens=1)
@@ -321,7 +321,7 @@ async def test_a_request_that_waits_is_in_flight(keyspace: Keyspace) -> None:
 
 
 async def test_a_ticket_that_is_asked_about_keeps_its_clients_place(keyspace: Keyspace) -> None:
-    """Also if the place expired a moment before: other requests of the client find it taken again."""
+    """The place stays taken for the client's other requests, even if it expired a moment before the poll."""
     await saturated(keyspace)
     limits = ClientLimits("team-a", 1)
     ask = asked(keyspace, limits)
@@ -370,7 +370,7 @@ STEPS = st.one_of(
 
 
 class History:
-    """What three replicas asked for, and what Redis must hold of it."""
+    """Requests of three replicas, and the leases and tickets that Redis must hold for them."""
 
     def __init__(self, keyspace: Keyspace) -> None:
         self.keyspace = keyspace
@@ -396,7 +396,7 @@ class History:
         await self.keyspace.change(number, epoch=(await self.keyspace.row(number)).epoch + 1, in_flight=0)
 
     async def _renew(self, replica: int) -> None:
-        """Its replica renews a lease that expired: the request runs on, whatever Redis has let in meanwhile."""
+        """A replica renews an expired lease: its request runs on, whatever Redis has let in meanwhile."""
         before = await self.keyspace.leases()
         held = {name: own for name, own in self.booked.items() if self.asked[name][1] == replica}
         await self.keyspace.fleet.bookings.renew(
@@ -470,8 +470,8 @@ async def run(url: str, steps: list[Any]) -> None:
         await keyspace.ticked(grace_ms=3_600_000)
         keyspace.fleet.use(limits=QueueLimits(0.1, 6))
         history = History(keyspace)
-        for one in steps:
-            await history.step(*one)
+        for step in steps:
+            await history.step(*step)
             await history.check()
         for name in history.asked:
             await keyspace.fleet.queue.poll((), [name])
@@ -507,7 +507,9 @@ async def test_replicas_at_the_same_time_stay_within_the_limit(redis_url: str, m
                     await fleet.queue.decide_in_turn(ask)
                 except RateLimited:
                     continue
-                most = max(most, len([one for one in (await keyspace.leases()).values() if one.stage <= Stage.STARTED]))
+                most = max(
+                    most, len([lease for lease in (await keyspace.leases()).values() if lease.stage <= Stage.STARTED])
+                )
                 await asyncio.sleep(rng.random() * 0.002)
                 await fleet.bookings.settle(ask.reservation, "finished")
                 served += 1

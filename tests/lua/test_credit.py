@@ -118,9 +118,9 @@ async def test_open_leases_of_everybody_on_one_chain_do_not_make_a_decision_dear
     for number in range(1, 65):
         await keyspace.hold(number, chain)
     other = keyspace.chain(blocks, head=chain[: 8 * (blocks // 2 + 40)])
-    alone = [await cpu_ms(one) for one in (chain, other)]
+    alone = [await cpu_ms(hashes) for hashes in (chain, other)]
     for number in range(1, 65):
         await only(number, keyspace.chain(blocks + 5, head=chain))
     await only(65, chain)
-    leased = [await cpu_ms(one) for one in (chain, other)]
+    leased = [await cpu_ms(hashes) for hashes in (chain, other)]
     assert max(now / before for now, before in zip(leased, alone, strict=True)) < 5

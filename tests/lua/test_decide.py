@@ -144,7 +144,7 @@ async def test_what_is_booked(keyspace: Keyspace) -> None:
     hashes = tuple(chain[8 * block - 8 : 8 * block] for block in made)
     lease = (await keyspace.leases())[decision.reservation]
     assert lease == Lease(1, 1, 2085, 2_880, 1120, 3205, Stage.BOOKED, "w1.0", hashes)
-    assert await keyspace.speculation() == {one: {1: 1} for one in hashes}
+    assert await keyspace.speculation() == {block: {1: 1} for block in hashes}
     expiry = await keyspace.store.zscore(keyspace.keys.leases, decision.reservation)
     seconds, micros = await keyspace.store.time()
     assert expiry == pytest.approx(seconds * 1000 + micros / 1000 + 30_000, abs=2_000)
@@ -200,8 +200,8 @@ async def test_a_hundred_at_once_book_exactly_a_hundred(redis_url: str, keyspace
     both = [fleet.bookings.decide(ask) for ask in asks for fleet in fleets]  # every id from two routers at once
     decisions = await asyncio.gather(*both)
     await other.aclose()
-    assert sorted(one.outcome for one in decisions) == ["booked"] * 50 + ["known"] * 50
-    assert len({(one.reservation, one.worker_id) for one in decisions}) == 50
+    assert sorted(decision.outcome for decision in decisions) == ["booked"] * 50 + ["known"] * 50
+    assert len({(decision.reservation, decision.worker_id) for decision in decisions}) == 50
     rows = (await keyspace.rows()).values()
     assert sum(row.in_flight for row in rows) == 50
     assert sum(row.prefill_tokens for row in rows) == 50 * 327

@@ -30,7 +30,7 @@ async def test_the_match_is_the_held_prefix_in_tokens(keyspace: Keyspace) -> Non
         await keyspace.hold(slot, chain, depth)
     await keyspace.hold(99, chain, 400)  # a retired slot counts for nothing
     await keyspace.hold(5, chain)
-    await keyspace.drop(5, chain[:8])  # lost its head: what follows is of no use
+    await keyspace.drop(5, chain[:8])  # lost its head: later blocks are of no use
     found = await matched(keyspace, keyspace.ask(chain))
     assert found == {"w1.0": 10_000, "w2.0": 4_800, "w3.0": 16, "w4.0": 0, "w5.0": 0}
 

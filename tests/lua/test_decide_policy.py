@@ -1,4 +1,4 @@
-"""What the cost rule does to a fleet: bursts for one prefix, bursts for many, shared system prompts, idle fleets."""
+"""Effects of the cost rule on a fleet: bursts for one prefix, bursts for many, shared system prompts, idle fleets."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ async def test_a_burst_over_two_routers_chooses_as_one_after_another(
     ]
 
     def pairs(decisions: list[Decision]) -> int:
-        return len({one.worker_id for one in decisions})
+        return len({decision.worker_id for decision in decisions})
 
     assert pairs(list(together)) == pairs(alone) <= 2
-    assert sorted(Counter(one.worker_id for one in together).values()) == sorted(
-        Counter(one.worker_id for one in alone).values()
+    assert sorted(Counter(decision.worker_id for decision in together).values()) == sorted(
+        Counter(decision.worker_id for decision in alone).values()
     )
 
 
@@ -161,7 +161,7 @@ async def test_of_equal_costs_the_worker_that_holds_the_prefix_wins(keyspace: Ke
 
 
 async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None:
-    """The work that its holder has already is in the cost, so a burst leaves it for others."""
+    """The cost includes the holder's present work, so a burst spreads to other workers."""
     await keyspace.workers(8, speed_tps=10_000)
     head = keyspace.chain(2)
     await keyspace.hold(5, head)
@@ -177,7 +177,7 @@ async def test_a_hot_short_prefix_spreads_under_load(keyspace: Keyspace) -> None
 
 
 async def test_in_every_tie_the_home_wins_then_the_longest_part_of_the_prompt(keyspace: Keyspace) -> None:
-    """Random fleets, against the rule as it is written down, from what the decision itself says that it saw."""
+    """Random fleets: the choice follows the documented rule, by the decision's own figures."""
     names, reasons = await keyspace.workers(6), Counter[str]()
     for _ in range(150):
         blocks = keyspace.rng.choice((1, 2, 3, 6, 60, 300))
@@ -224,7 +224,7 @@ async def test_a_busy_holder_is_left_when_waiting_costs_more_than_computing(keys
     chain = keyspace.chain(256)
     await keyspace.hold(1, chain)
     cases = ((0, 5_400, "w1.0"), (0, 5_700, "w2.0"), (16, 8_100, "w1.0"), (16, 8_400, "w2.0"))
-    # A token ahead counts 1.5; one to be computed 1, while nobody is idle 2; one that only w1 holds 1 more.
+    # A token ahead costs 1.5; to compute one costs 1, or 2 if no worker is idle, and 1 more if only w1 holds it.
     for other, wait, wanted in cases:
         await keyspace.change(1, prefill_tokens=wait)
         await keyspace.change(2, prefill_tokens=other)

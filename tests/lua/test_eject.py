@@ -45,7 +45,7 @@ async def until_ms(keyspace: Keyspace, name: str = "w1.0") -> tuple[int, int]:
 
 
 async def over(keyspace: Keyspace, name: str = "w1.0", age_ms: int = 10) -> None:
-    """Let its time have been over for so long."""
+    """Let the ejection have ended this long ago."""
     _, times = await until_ms(keyspace, name)
     await cast("Any", keyspace.store.hset(keyspace.keys.ejections, name, f"{now_ms() - age_ms} {times}"))
     await keyspace.ticked()
@@ -97,7 +97,7 @@ async def test_a_trial_is_one_request_at_a_time(keyspace: Keyspace) -> None:
     await keyspace.fleet.bookings.settle(first.reservation, "finished")
     assert await keyspace.fleet.workers.eject("w1.0", good=True) == "READMITTED"
     both = [await keyspace.fleet.bookings.decide(keyspace.ask()) for _ in range(2)]
-    assert [(one.worker_id, one.trial) for one in both] == [("w1.0", False)] * 2
+    assert [(decision.worker_id, decision.trial) for decision in both] == [("w1.0", False)] * 2
 
 
 async def test_each_time_it_is_out_for_longer(keyspace: Keyspace) -> None:

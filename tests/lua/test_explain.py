@@ -28,7 +28,7 @@ async def saturated(keyspace: Keyspace, workers: int = 1) -> CheckedQueue:
 
 
 async def told_and_done(q: CheckedQueue, question: Question) -> Decision | Queued:
-    """The decision, after what explain tells about it is found to be the same."""
+    """Return the decision, after checking that explain foretells it."""
     *told, price = await q.foretold(question)
     answer = await q.keyspace.fleet.queue.decide_in_turn(question)
     *done, priced = came_true(answer)
@@ -45,19 +45,19 @@ async def test_explain_foretells_decide_with_expired_leases_in_the_way(keyspace:
         await keyspace.store.zadd(keyspace.keys.leases, {name: 1})
     for _ in range(6):
         ask, foretold = keyspace.ask(keyspace.chain(30)), ""
-        for _ in range(4):  # what is expired goes eight a call: the state must be the same for both
+        for _ in range(4):  # each call removes eight expired leases: the state must be the same for both
             foretold, _ = await keyspace.fleet.queue.explain(ask)
         assert (await keyspace.fleet.bookings.decide(ask)).worker_id == foretold
 
 
 async def test_the_terms_of_a_cost_add_up_to_it(keyspace: Keyspace) -> None:
-    """Somebody who asks why a session moved can add the columns up. All terms but one are of the second worker."""
+    """Operators add the terms up to see why a session moved. All terms but one belong to the second worker."""
     await keyspace.workers(3)
     session, weights = keyspace.chain(100), keyspace.fleet.constants.weights
     await keyspace.hold(1, session, 40)
     await keyspace.fleet.bookings.decide(
         keyspace.ask(session, exclude=("w2.0", "w3.0"))
-    )  # the first is making the rest
+    )  # the first worker is making the other blocks
     now_ms = int(time.time() * 1000) % 2**32
     await keyspace.change(2, blocks=9_000, busy_share=65_535, since_ms=now_ms, prefill_tokens=1_000)
     for policy in ("cost", "least_loaded"):
@@ -87,7 +87,7 @@ async def test_a_ticket_for_a_busy_worker_makes_nobody_wait_for_an_idle_one(keys
 async def test_a_request_waits_behind_a_ticket_of_its_tenant_unless_it_is_smaller(
     keyspace: Keyspace, tokens: int, waits: bool
 ) -> None:
-    """There is room for one: the first in order. With patience, small prompts overtake large ones."""
+    """The engine has room for one request: the first in order. With patience, small prompts overtake large ones."""
     q = await saturated(keyspace)
     keyspace.fleet.use(limits=QueueLimits(0.1, 8, 1_000.0))
     await q.decide(Ticket("wf-1", 0, (8, 0), 300))
@@ -158,7 +158,7 @@ async def test_what_is_told_comes_true_whatever_is_cached_and_whoever_waits(keys
 
 @pytest.mark.parametrize("tenants", [700, 1], ids=["a tenant each", "one tenant"])
 async def test_more_tickets_than_a_look_takes_are_told_as_decided(keyspace: Keyspace, tenants: int) -> None:
-    """All but those asked about can be served by the busy worker only; w2 is idle."""
+    """Only the busy worker can serve the other tickets, and w2 is idle."""
     q = await saturated(keyspace)
     keyspace.fleet.use(limits=QueueLimits(0.1, 800))
     await keyspace.worker(2, **FULL)

@@ -43,7 +43,7 @@ def own_fleet(own_store: aioredis.Redis, model: str) -> Fleet:
 
 
 async def memory_is(fleet: Fleet, *, short: bool) -> None:
-    """Write ``tick`` as a tick would have left it."""
+    """Write ``tick`` as a tick would have written it for this memory."""
     now = int(time.time() * 1000)
     await fleet.redis.set(fleet.keys.tick, f"{now} 0 0 0 {now if short else 0}")
 
@@ -70,8 +70,8 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     entry = cast("dict[Any, Any]", wire.entry("m1", 1, "join", wire.dumps({"schema": wire.SCHEMA})))
     await store.xadd(fleet.keys.server("s"), entry)
     ask, known, gone = keyspace.ask(keyspace.chain(10)), keyspace.ask(), keyspace.ask()
-    for one in (known, gone):
-        await fleet.bookings.decide(one)
+    for request in (known, gone):
+        await fleet.bookings.decide(request)
     await fleet.upkeep.audit(3600)
     await store.zadd(fleet.keys.audit, {"s.0": 1, "t.0": 2})
     await cast("Any", store.sadd(fleet.keys.retired, 77))

@@ -51,7 +51,7 @@ async def victim(fleet: Fleet) -> ReportingWorker:
     await fleet.probes.prove("v.0", "honest", Proof("proven", ""))
     await fleet.bookings.decide(Question("wf-victim", (), prompt_tokens=500, decode_tokens=600))
     for key, name in ((fleet.keys.alive, "v.0"), (fleet.keys.alive_servers, "v")):
-        await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # it has nothing to say for an hour
+        await fleet.redis.zadd(key, {name: time.time() * 1000 + 3_600_000})  # silent for an hour
     return reporter
 
 
@@ -80,8 +80,10 @@ def write(store: Any, prefix: str, stream: str, bent: Malformed, count: int) -> 
         fields, entry_id = made(), bent.entry_id(now)
         pipe.execute_command("XADD", key, entry_id, *fields)
     answers = pipe.execute(raise_on_error=False)
-    refused = [one for one in answers if isinstance(one, ResponseError)]
-    assert all("XADD" in str(one) or "exhausted" in str(one) or "WRONGTYPE" in str(one) for one in refused), refused[0]
+    refused = [answer for answer in answers if isinstance(answer, ResponseError)]
+    assert all("XADD" in str(error) or "exhausted" in str(error) or "WRONGTYPE" in str(error) for error in refused), (
+        refused[0]
+    )
 
 
 async def consume(fleet: Fleet, worker_id: str) -> int:
@@ -139,7 +141,7 @@ class Siege:
         await self.fleet.workers.read()
 
     async def still_listens(self) -> None:
-        """After all these entries an honest process of the same name is heard at once."""
+        """Entries of an honest process of the same name are applied at once after all malformed entries."""
         reporter = ReportingWorker(self.fleet.redis, self.fleet, "s")
         await reporter.join(f"fresh{self.entries}")
         await reporter.send("stored", blocks(1, 2, 3))
@@ -188,9 +190,9 @@ async def test_many_more_malformed_entries_stop_no_stream(own_url: str, seed: in
 
 
 def test_a_malformed_command_is_a_value_error() -> None:
-    """What the plugin reads; 20,000 of them, and each bomb."""
+    """The plugin's reader gets 20,000 malformed commands, and each bomb."""
     rng, good = random.Random(7), b'{"applied":5,"do":"resync","id":"c1","joined":"17-0","nonce":"n1"}'
-    odd = [one.encode() for one in (*NUMBERS, *NUMBERS_TOO)] + list(WORDS)
+    odd = [number.encode() for number in (*NUMBERS, *NUMBERS_TOO)] + list(WORDS)
     pieces = (b"5", b'"17-0"', b'"n1"', b'"c1"', b'"resync"')
     made = [good.replace(rng.choice(pieces), rng.choice(odd)) for _ in range(10_000)]
     made += [good[: rng.randrange(len(good))] + rng.randbytes(rng.randrange(9)) for _ in range(10_000)]

@@ -51,7 +51,7 @@ def test_every_script_is_known_to_python() -> None:
 
 
 def test_every_part_is_included_by_a_command() -> None:
-    """A shared part by two commands at least, any other part by the command whose name its folder has."""
+    """Two commands or more include a shared part; any other part is included by the command that its folder names."""
     users: dict[str, set[str]] = {part: set() for part in PARTS}
     for command, text in COMMANDS.items():
         todo = INCLUDE.findall(text)
@@ -103,7 +103,7 @@ def test_no_include_leaves_the_parts() -> None:
 
 @pytest.mark.parametrize("name", sorted(PARTS))
 def test_a_part_is_a_function_on_its_own(name: str) -> None:
-    """A part is given all that it needs: no KEYS, no locals of the script; it says what it is."""
+    """A part uses its arguments only: no KEYS, no locals of the script. Its comment says what it does."""
     text = PARTS[name]
     assert text.startswith(f"--[[\n{name}: ")
     assert re.search(r"\nreturn (function\(|\{ |\w+, \w+\n)", text), "it returns functions"
@@ -129,7 +129,7 @@ def test_keys_are_named_once_and_alike_in_every_script(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_header_explains_the_arguments_in_their_order(name: str) -> None:
-    """By name: two that change places, in the header or in the line that names them, are noticed."""
+    """Arguments are compared by name, so two that change places in the header or in the line below are noticed."""
     header, body = parts(name)
     wanted = SCRIPT_ARGS[name]
     assert tuple(arguments(field(header, "ARGV"))) == wanted

@@ -36,7 +36,7 @@ def number(name: str) -> int:
 
 
 def test_a_constant_is_declared_once() -> None:
-    """In its file, or in the layout if more than one file uses it."""
+    """A constant is declared in its file, or in the layout if more than one file uses it."""
     declared = Counter(
         name for text in FILES.values() for line in CONSTANTS.finditer(text) for name in line[1].split(", ")
     )
@@ -52,7 +52,7 @@ def test_every_shared_constant_is_used() -> None:
 
 
 async def test_a_row_and_a_lease_are_read_by_name(store: aioredis.Redis) -> None:
-    """Whole, and each number alone at its position."""
+    """Python and Lua read the same values, both from the whole record and from each number's position."""
     row = LoadRow(1, -2, -3, -4, *range(5, len(numbers_of(LoadRow)) + 1))
     lease = Lease(1, 2, 3, 4, 5, 6, 1, "ab", (b"12345678",))
     for record, packed, numbers, kind, prefix in (
@@ -122,7 +122,7 @@ def test_no_number_is_a_riddle(name: str) -> None:
 
 
 async def test_the_constants_of_a_replica_arrive_under_their_names(store: aioredis.Redis) -> None:
-    """Each with a value of its own: two that change places, in Python or in Lua, arrive under each other's name."""
+    """Each constant has its own value here, so two that change places, in Python or in Lua, are noticed."""
     weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
     record = constants.Constants(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32}, {5: 0.5}).packed

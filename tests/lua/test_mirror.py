@@ -85,7 +85,7 @@ async def test_a_mirror_knows_where_conversations_part(keyspace: Keyspace) -> No
 
 
 class Engine:
-    """What an engine holds that evicts the block that was used longest ago, of one prompt the deepest first."""
+    """A plain model of an engine that evicts the block used longest ago, and of one prompt the deepest block first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -104,7 +104,7 @@ class Engine:
 
 
 def prompts(keyspace: Keyspace, rng: random.Random) -> list[bytes]:
-    """Prompts that share beginnings of every length: conversations that go on, part, and are asked again in part."""
+    """Prompts that share beginnings of every length: conversations that go on, part, and come again in part."""
     found = [keyspace.chain(rng.choice((1, 15, 16, 17, 33, 70)))]
     for _ in range(30):
         head = rng.choice(found)
@@ -204,7 +204,7 @@ async def test_more_than_can_be_given_up_at_once_goes_with_the_next_prompts(keys
 
 
 async def test_an_answer_says_nothing_of_blocks_that_were_made_while_it_was_awaited(keyspace: Keyspace) -> None:
-    """Two requests for one prompt at once: the second to end lacked at its start what the first had made since."""
+    """Of two simultaneous requests for one prompt, the second to end could not use the blocks that the first made."""
     await approximate(keyspace, 1_000)
     other, chain = keyspace.chain(40), keyspace.chain(30)
     await served(keyspace, other)
@@ -266,7 +266,7 @@ async def test_a_mirror_whose_blocks_an_older_replica_counted_as_none_never_has_
 
 
 async def first_token(keyspace: Keyspace, after_ms: int, blocks: int = 100) -> int:
-    """A request whose prefill was under way for so long when its first token came. Returns the speed that is known."""
+    """A request whose first token came after ``after_ms`` of prefill. Returns the worker's learned speed."""
     ask = keyspace.ask(keyspace.chain(blocks), extra_tokens=0)
     await keyspace.fleet.bookings.decide(ask)
     began = replace(await row(keyspace), since_ms=(int(time.time() * 1000) - after_ms) % 2**32)
@@ -296,7 +296,7 @@ async def test_prompts_that_are_computed_together_count_as_one(keyspace: Keyspac
 
 
 async def test_a_worker_whose_heartbeats_tell_a_speed_learns_none(keyspace: Keyspace) -> None:
-    """An engine behind a bridge tells none; an engine with the plugin tells it from its first prefill on."""
+    """An engine with the plugin tells its speed from its first prefill on; an engine behind a bridge tells none."""
     await keyspace.workers(2, speed_tps=0)
     for number, told in ((1, 0), (2, 9_000)):
         await keyspace.change(number, speed_tps=told)

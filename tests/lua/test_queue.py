@@ -26,7 +26,7 @@ OWN, OTHER = (8, 0), (8, 1)
 
 @pytest.fixture
 async def q(keyspace: Keyspace) -> CheckedQueue:
-    """A world with one worker, which is saturated."""
+    """A queue before one worker, which is saturated."""
     await keyspace.workers(1, **FULL)
     await keyspace.ticked(grace_ms=3_600_000)
     return CheckedQueue(keyspace, 8)
@@ -41,7 +41,7 @@ def ticket(name: str, flow: tuple[int, int] = OWN, tokens: int = 100, barred: tu
 
 
 async def turns(q: CheckedQueue, *tickets: Ticket) -> list[str]:
-    line = await q.keyspace.fleet.queue.poll([one.reservation for one in tickets])
+    line = await q.keyspace.fleet.queue.poll([queued.reservation for queued in tickets])
     return [name[3:] for name, standing in line.standings.items() if standing is Standing.TURN]
 
 
@@ -50,7 +50,7 @@ async def turns(q: CheckedQueue, *tickets: Ticket) -> list[str]:
     [
         (FULL, True),
         ({"prefill_tokens": 999, "in_flight": 1}, False),
-        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be a mean of the past: nothing is left
+        ({"foreign_prefill_tokens": 10_000}, False),  # a second of work may be a mean of the past: no work is left
         ({"foreign_prefill_tokens": 11_000}, True),
         ({"foreign_prefill_tokens": 10_000, "prefill_tokens": 999, "in_flight": 1}, False),
         ({"foreign_prefill_tokens": 10_100, "prefill_tokens": 990, "in_flight": 1}, True),
@@ -97,19 +97,19 @@ async def test_a_newcomer_waits_behind_who_has_the_turn(q: CheckedQueue) -> None
 async def test_first_come_first_served_among_strangers(q: CheckedQueue) -> None:
     """Tenants that come once are served by arrival, whatever their names."""
     strangers = [ticket(f"s{number}", (8, tenant)) for number, tenant in enumerate((9, 3, 7, 1, 5))]
-    for one in strangers:
-        assert not await booked(q, one)
+    for queued in strangers:
+        assert not await booked(q, queued)
     await q.keyspace.change(1, prefill_tokens=850)
     assert await turns(q, *strangers) == ["s0", "s1"]
 
 
 async def test_who_comes_one_by_one_pays_too(q: CheckedQueue) -> None:
-    """A tenant that has no ticket now and then does not begin anew each time. A third one cannot be served at all."""
+    """A tenant without a ticket for a moment does not begin anew. A third tenant cannot be served at all."""
     await q.keyspace.worker(2, **FULL)
     await booked(q, ticket("t0", (8, 2), barred=("w1.0",)))
     many = [ticket(f"m{number}", OWN, 500) for number in range(3)]
-    for one in many:
-        await booked(q, one)
+    for queued in many:
+        await booked(q, queued)
     await booked(q, single := ticket("o0", OTHER, 800))
     await q.keyspace.change(1, prefill_tokens=999)
     assert await turns(q, *many, single) == ["m0"], "both have had nothing: by arrival"
@@ -128,8 +128,8 @@ async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q:
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     await q.keyspace.worker(2, **FULL)
     held = [ticket(f"held{number}", OWN, 500, ("w2.0",)) for number in range(40)]
-    for one in held:
-        await booked(q, one)
+    for queued in held:
+        await booked(q, queued)
     for number in range(40):
         await booked(q, elsewhere := ticket(f"e{number}", OTHER, 900, ("w1.0",)))
         await q.keyspace.change(2, prefill_tokens=999)
@@ -140,24 +140,24 @@ async def test_who_begins_to_wait_is_not_starved_by_one_whose_engine_was_busy(q:
     while newcomer.reservation not in served:
         await q.keyspace.change(1, prefill_tokens=999)
         name = next(iter((await q.keyspace.fleet.queue.poll()).turns))
-        assert await booked(q, next(one for one in (*held, newcomer) if one.reservation == name))
+        assert await booked(q, next(queued for queued in (*held, newcomer) if queued.reservation == name))
         await q.keyspace.change(1, **FULL)
         served.append(name)
     assert 500 * (len(served) - 1) <= LAG + 500, "a second of work, and one request"
 
 
 async def test_a_tenant_of_long_prompts_gets_no_more_than_one_of_short_ones(q: CheckedQueue) -> None:
-    """A prompt of 5 s puts the short ones behind their class by more than a second of work: they catch up on all."""
+    """A prompt of 5 s puts the tenant of short prompts more than a second of work behind: it catches up on all."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     long = [ticket(f"l{number}", OWN, 50_000) for number in range(2)]
     short = [ticket(f"s{number}", OTHER, 2_000) for number in range(30)]
-    for one in (*long, *short):
-        await booked(q, one)
+    for queued in (*long, *short):
+        await booked(q, queued)
     served = []
     while long[1].reservation not in served:
         await q.keyspace.change(1, prefill_tokens=999)
         name = next(iter((await q.keyspace.fleet.queue.poll()).turns))
-        assert await booked(q, next(one for one in (*long, *short) if one.reservation == name))
+        assert await booked(q, next(queued for queued in (*long, *short) if queued.reservation == name))
         await q.keyspace.change(1, **FULL)
         served.append(name)
     assert served.index(long[0].reservation) == 0
@@ -188,7 +188,7 @@ async def test_who_cannot_be_served_holds_up_nobody(q: CheckedQueue) -> None:
 
 
 async def test_a_ticket_of_an_older_replica_fails_nobody(q: CheckedQueue) -> None:
-    """Its record ends with ids of workers, where those of this version end with slots."""
+    """A record of an older version ends with ids of workers, a record of this version with slots."""
     await q.keyspace.worker(2, **FULL)
     older, other = ticket("older", barred=("w1.0",)), ticket("other", OTHER)
     await booked(q, older)
@@ -201,7 +201,7 @@ async def test_a_ticket_of_an_older_replica_fails_nobody(q: CheckedQueue) -> Non
 
 
 async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: CheckedQueue) -> None:
-    """However long it is: a decision looks at a few hundred tickets, and these may not all be one tenant's."""
+    """A decision looks at a few hundred tickets, which must not all belong to one tenant however long its line is."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 300))
     await q.keyspace.worker(2, **FULL)
     for number in range(256):
@@ -213,7 +213,7 @@ async def test_a_line_whose_worker_is_busy_holds_up_no_other_tenant(q: CheckedQu
 
 
 async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: CheckedQueue) -> None:
-    """A look takes 256 tickets at most: half at the front, and half at a place that moves, or before who is decided."""
+    """A look takes 256 tickets at most: half at the front, half at a moving place or before the decided ticket."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 600))
     await q.keyspace.worker(2, **FULL)
     for number in range(400):
@@ -231,7 +231,7 @@ async def test_a_line_whose_worker_is_busy_hides_nobody_of_its_own_tenant(q: Che
 
 
 async def test_who_cannot_be_served_by_very_many_workers_keeps_no_turn(q: CheckedQueue) -> None:
-    """As with an adapter that two of some hundred workers serve: the list of the others is long."""
+    """Only two of some hundred workers serve an adapter, so a ticket lists very many workers that cannot serve it."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 300))
     others = [f"an-engine-of-a-large-fleet-with-a-long-name-{number:03}.0" for number in range(200)]
     await q.keyspace.worker(2, **FULL)
@@ -244,15 +244,15 @@ async def test_who_cannot_be_served_by_very_many_workers_keeps_no_turn(q: Checke
 async def test_a_full_queue_takes_from_the_longest_line(q: CheckedQueue) -> None:
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 7))
     much = [ticket(f"m{number}") for number in range(7)]
-    for one in much:
-        await booked(q, one)
+    for queued in much:
+        await booked(q, queued)
     refused = await q.decide(ticket("m7"))
     assert isinstance(refused, Queued)
     assert (refused.outcome, refused.waiting, refused.work_s) == ("full", 7, 0.07)
     little = [ticket(f"l{number}", OTHER) for number in range(5)]
-    answers = [await q.decide(one) for one in little]
-    assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued"] * 3 + ["full"] * 2
-    line = await q.keyspace.fleet.queue.poll([one.reservation for one in much])
+    answers = [await q.decide(queued) for queued in little]
+    assert [answer.outcome for answer in answers if isinstance(answer, Queued)] == ["queued"] * 3 + ["full"] * 2
+    line = await q.keyspace.fleet.queue.poll([queued.reservation for queued in much])
     assert [*line.standings.values()] == [Standing.WAITS] * 4 + [Standing.DISPLACED] * 3
     urgent = await q.decide(ticket("u", (0, 0)))
     assert isinstance(urgent, Queued)
@@ -265,28 +265,28 @@ async def test_a_full_queue_takes_from_the_longest_line(q: CheckedQueue) -> None
 async def test_who_may_not_wait_takes_nobodys_place(q: CheckedQueue) -> None:
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 3))
     many = [ticket(f"m{number}") for number in range(3)]
-    for one in many:
-        await booked(q, one)
+    for queued in many:
+        await booked(q, queued)
     refused = await q.keyspace.fleet.queue.decide_in_turn(
         q.keyspace.ask(extra_tokens=100, tenant=b"other000", may_wait=False)
     )
     assert isinstance(refused, Queued)
     assert refused.outcome == "full"
-    line = await q.keyspace.fleet.queue.poll([one.reservation for one in many])
+    line = await q.keyspace.fleet.queue.poll([queued.reservation for queued in many])
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
 async def test_who_displaces_nobody_waits_only_where_there_is_a_place(q: CheckedQueue) -> None:
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 4))
     many = [ticket(f"m{number}") for number in range(3)]
-    for one in many:
-        await booked(q, one)
+    for queued in many:
+        await booked(q, queued)
     answers = []
     for name in ("wf-1", "wf-2"):
         ask = q.keyspace.ask(reservation=name, extra_tokens=100)
         answers.append(await q.keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=b"other000", displaces=False)))
-    assert [one.outcome for one in answers if isinstance(one, Queued)] == ["queued", "full"]
-    line = await q.keyspace.fleet.queue.poll([one.reservation for one in many])
+    assert [answer.outcome for answer in answers if isinstance(answer, Queued)] == ["queued", "full"]
+    line = await q.keyspace.fleet.queue.poll([queued.reservation for queued in many])
     assert [*line.standings.values()] == [Standing.WAITS] * 3
 
 
@@ -313,7 +313,7 @@ async def test_a_ticket_expires_and_an_empty_queue_is_nothing(q: CheckedQueue) -
 
 
 async def test_a_clock_that_steps_back_leaves_no_dead_ticket_in_the_way(q: CheckedQueue) -> None:
-    """As after a failover to a host whose clock is an hour behind."""
+    """A failover to a host whose clock is an hour behind sets the clock back."""
     q.keyspace.fleet.use(spans=replace(q.keyspace.fleet.constants.spans, ticket_ms=100))
     dead = ticket("dead", tokens=5_000)
     await booked(q, dead)
@@ -334,18 +334,18 @@ async def test_who_was_lost_gets_the_old_place_back(q: CheckedQueue) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: CheckedQueue, suffix: str) -> None:
-    """As where somebody set a policy that evicts: who stood in it may wait until the deadline, others are served."""
+    """Redis may evict a key of the queue: its tickets may wait until their deadline, all others are served."""
     waiting = [ticket(name, flow) for name, flow in (("a", OWN), ("b", OWN), ("c", OTHER), ("d", OTHER))]
-    for one in waiting:
-        await booked(q, one)
+    for queued in waiting:
+        await booked(q, queued)
     await q.keyspace.store.delete(q.keyspace.keys.queue2 + suffix)
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 3))
-    for one in (*waiting, ticket("e"), ticket("u", (0, 0))):
-        await q.decide(one)
+    for queued in (*waiting, ticket("e"), ticket("u", (0, 0))):
+        await q.decide(queued)
     await turns(q, *waiting)
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0)
-    for one in waiting:
-        await q.decide(one)
+    for queued in waiting:
+        await q.decide(queued)
     await q.keyspace.fleet.queue.poll((), [f"wf-{name}" for name in "abcdeu"])
     await q.keyspace.store.delete(q.keyspace.keys.queue2)
     assert await booked(q, ticket("later"))
@@ -353,12 +353,12 @@ async def test_a_part_that_is_lost_alone_costs_its_tickets_and_no_error(q: Check
 
 @pytest.mark.parametrize("suffix", ["", ":tickets", ":leases", ":flows", ":lengths"])
 async def test_after_a_part_is_lost_the_queue_begins_anew(q: CheckedQueue, suffix: str) -> None:
-    """Else tickets of dead replicas would stay for ever, and hold the room of engines or a place in the queue."""
+    """The queue begins anew, or tickets of dead replicas would hold room of engines or places in the queue for ever."""
     waiting = [ticket("a"), ticket("b", OTHER)]
-    for one in waiting:
-        await booked(q, one)
+    for queued in waiting:
+        await booked(q, queued)
     await q.keyspace.store.delete(q.keyspace.keys.queue2 + suffix)
-    line = await q.keyspace.fleet.queue.poll([one.reservation for one in waiting])
+    line = await q.keyspace.fleet.queue.poll([queued.reservation for queued in waiting])
     assert set(line.standings.values()) == {Standing.UNKNOWN}
     await q.gone()
 
@@ -377,7 +377,7 @@ async def test_a_tenant_has_eight_bytes(q: CheckedQueue, tenant: bytes) -> None:
 
 
 async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: CheckedQueue) -> None:
-    """A look takes 256 tickets. Two that could be served wait behind 600 tenants, each of which has one."""
+    """A look takes 256 tickets. Two tickets that can be served wait behind 600 tenants with one ticket each."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 700))
     await q.keyspace.worker(2, **FULL)
     for number in range(600):
@@ -387,15 +387,15 @@ async def test_many_tenants_whose_worker_is_busy_hide_no_other_tenant(q: Checked
             await q.keyspace.fleet.queue.decide_in_turn(replace(ask, tenant=tenant, barred=("w2.0",))), Queued
         )
     behind = [ticket("near", OWN), ticket("far", OTHER)]
-    for one in behind:
-        assert not await booked(q, one)
+    for queued in behind:
+        assert not await booked(q, queued)
     await q.keyspace.change(2, prefill_tokens=0, in_flight=0)
     seen = set[str]()
     async with asyncio.timeout(10):
         while len(seen) < 2:
             seen |= (await q.keyspace.fleet.queue.poll()).turns
             await asyncio.sleep(0.001)  # the place to go on with moves with the clock
-    assert seen == {one.reservation for one in behind}
+    assert seen == {queued.reservation for queued in behind}
     assert await booked(q, behind[0]), "a decision looks at its own ticket"
 
 
@@ -415,7 +415,7 @@ async def test_of_many_tenants_not_only_the_first_request_is_looked_at(q: Checke
 
 
 async def test_a_ticket_takes_the_room_that_it_will_use(q: CheckedQueue) -> None:
-    """It would be small at a worker that is busy for long: at the other one it fills all the room that there is."""
+    """A ticket is small at the worker that is busy for long, but at the other worker it fills all the room."""
     held = q.keyspace.chain(600)
     await q.keyspace.worker(2, prefill_tokens=200_000, in_flight=3)
     await q.keyspace.hold(2, held)
@@ -427,7 +427,7 @@ async def test_a_ticket_takes_the_room_that_it_will_use(q: CheckedQueue) -> None
 
 
 async def test_who_gives_engines_less_ahead_is_not_overtaken_for_ever(q: CheckedQueue) -> None:
-    """One replica gives engines 0.1 s ahead, another 0.2. The first in line belongs to the former."""
+    """The first ticket belongs to a replica that gives engines 0.1 s of work ahead; another replica gives 0.2 s."""
     await q.keyspace.change(1, prefill_tokens=2_000)
     assert not await booked(q, first := ticket("first"))
     own = q.keyspace.fleet.constants.limits
@@ -444,10 +444,10 @@ async def test_who_gives_engines_less_ahead_is_not_overtaken_for_ever(q: Checked
 
 
 async def test_small_prompts_go_many_at_once(q: CheckedQueue) -> None:
-    """As many as have room, not one for each worker."""
+    """As many small prompts as fit are served at once, not one for each worker."""
     small = [ticket(f"s{number}", OWN, 50) for number in range(8)]
-    for one in small:
-        await booked(q, one)
+    for queued in small:
+        await booked(q, queued)
     await q.keyspace.change(1, prefill_tokens=750)
     assert await turns(q, *small) == ["s0", "s1", "s2", "s3", "s4"]
 
@@ -478,7 +478,7 @@ async def test_any_patience_leaves_places_of_sixteen_digits(q: CheckedQueue) -> 
 
 
 async def holding(q: CheckedQueue, *numbers: int, blocks: int = 60) -> Question:
-    """A request of 960 tokens and one more, whose first 960 these workers hold; another worker has nothing to do."""
+    """A request of 961 tokens whose first 960 are held by ``workers``; another worker is idle."""
     chain = q.keyspace.chain(blocks)
     for number in numbers:
         await q.keyspace.hold(number, chain)
@@ -486,7 +486,7 @@ async def holding(q: CheckedQueue, *numbers: int, blocks: int = 60) -> Question:
 
 
 async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: CheckedQueue) -> None:
-    """To wait for 0.1 s is cheaper than to compute its prompt elsewhere; others do not wait for that."""
+    """The first ticket waits 0.1 s, which is cheaper than computing its prompt elsewhere; others do not wait for it."""
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
     assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
@@ -503,7 +503,7 @@ async def test_who_waits_for_a_busy_engine_holds_up_nobody(q: CheckedQueue) -> N
 
 
 async def test_a_look_charges_what_is_to_be_computed(q: CheckedQueue) -> None:
-    """As a service does. A prompt of 9,601 tokens of which the engine holds 9,600 is less work than one of 50."""
+    """A prompt of 9,601 tokens of which the engine holds 9,600 is less work than a prompt of 50 tokens."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     asks = await holding(q, 1, blocks=600)
     for number in range(6):
@@ -545,7 +545,7 @@ async def test_who_may_wait_no_longer_takes_a_free_engine_or_gives_up_its_ticket
 
 
 async def test_who_was_displaced_takes_a_free_engine(q: CheckedQueue) -> None:
-    """Though it is dearer, as who comes and finds the queue full."""
+    """A displaced request takes a free engine even if it costs more, as does a request that finds the queue full."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 2))
     await q.keyspace.worker(2)
     asks = await holding(q, 1, blocks=600)
@@ -575,11 +575,11 @@ async def test_a_prompt_that_becomes_cached_goes_ahead(q: CheckedQueue) -> None:
     await q.keyspace.fleet.queue.decide_in_turn(asks)
     await q.keyspace.change(1, prefill_tokens=999)
     line = await q.keyspace.fleet.queue.poll([asks.reservation, small.reservation])
-    assert [name for name, one in line.standings.items() if one is Standing.TURN] == [asks.reservation]
+    assert [name for name, standing in line.standings.items() if standing is Standing.TURN] == [asks.reservation]
 
 
 async def test_who_waits_is_told_the_price_of_its_turn(q: CheckedQueue) -> None:
-    """By it a router compares two pools: half of the wait, half of a share of the others' work, and its own work."""
+    """A router compares pools by a price: half of the wait, half of a share of the others' work, and its own work."""
     asks = await holding(q, 1, blocks=60)
     first = await q.decide(ticket("first", tokens=100))
     assert isinstance(first, Queued)
@@ -607,7 +607,7 @@ async def test_the_price_of_a_turn_counts_a_wait_alike_however_busy_the_engines_
         await q.keyspace.change(1, prefill_tokens=2_000, busy_share=share, **going)
         answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(reservation="wf-a", prompt_tokens=100))
         assert isinstance(answer, Queued)
-        ahead_s = 0.19 if overdue_s else 0.2  # what is under way should have ended by now
+        ahead_s = 0.19 if overdue_s else 0.2  # the running prefills should have ended by now
         assert answer.turn_s == pytest.approx(overdue_s + turn_s(ahead_s, 0.01), abs=1.0 if overdue_s else 1e-6)
         await q.keyspace.fleet.queue.poll((), ["wf-a"])
 
@@ -625,7 +625,7 @@ async def test_an_engine_is_not_overdue_before_its_foreign_prefill_should_have_e
 
 
 async def test_a_turn_comes_though_an_engine_remembers_foreign_prefill(q: CheckedQueue) -> None:
-    """The plugin remembers a second of work at most, and just so much foreign prefill takes no room."""
+    """The plugin reports at most one second of past foreign prefill, and that much takes no room."""
     assert not await booked(q, first := ticket("first"))
     remembered = int(REMEMBERED_WORK_SECONDS * 10_000)
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0, foreign_prefill_tokens=2 * remembered)
@@ -656,7 +656,7 @@ async def test_a_burst_for_a_new_prefix_waits_for_the_engine_that_makes_it(q: Ch
 
 
 async def test_nobody_waits_longer_for_a_little_more_that_is_being_made(q: CheckedQueue) -> None:
-    """The same burst behind a beginning that the engine has made long ago, of which another 3 % is being made."""
+    """A burst shares a beginning that the engine holds, of which another 3 % is being computed."""
     q.keyspace.fleet.use(limits=QueueLimits(0.05, 200, 1.0))
     await q.keyspace.change(1, prefill_tokens=0, in_flight=0, speed_tps=100)
     await q.keyspace.worker(2, speed_tps=100)
@@ -690,12 +690,12 @@ async def test_a_line_in_a_busy_fleet_spreads_to_an_engine_that_has_just_joined(
         answer = await q.keyspace.fleet.queue.decide_in_turn(q.keyspace.ask(q.keyspace.chain(620, head)))
         served += [answer] if isinstance(answer, Decision) else []
         line += not served
-    assert [one.worker_id for one in served] == ["w9.0"]
+    assert [decision.worker_id for decision in served] == ["w9.0"]
     assert 20 < line < 40, "as soon as it would wait for longer than it computes there"
 
 
 async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(q: CheckedQueue) -> None:
-    """So of two pools it takes the one where less of its own work waits, however much a busy tenant has in both."""
+    """A tenant takes the pool where less of its own work waits, however much work a busy tenant has in both pools."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 64))
     for number in range(12):
         last = await q.decide(ticket(f"much{number}"))
@@ -704,7 +704,7 @@ async def test_a_tenants_price_counts_its_own_line_and_not_the_length_of_others(
     for number in range(3):
         little = await q.decide(ticket(f"little{number}", OTHER))
         assert isinstance(little, Queued)
-        before = 2 * (number + 1) - 1  # its own, and as many of the other tenant's
+        before = 2 * (number + 1) - 1  # its own tickets, and as many of the other tenant's
         assert little.turn_s == pytest.approx(turn_s(0.1 + before * 0.01, 0.01))
 
 
@@ -771,7 +771,7 @@ async def test_the_first_is_told_by_the_engine_that_it_waits_for(q: CheckedQueue
 
 
 async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: CheckedQueue) -> None:
-    """It costs 3.8 ms less at w1, which holds 48 tokens of it and is busy: that counts as equal, and it is its turn."""
+    """The request costs 3.8 ms less at w1, which is busy and holds 48 tokens of it: the costs count as equal."""
     await q.keyspace.worker(2, **FULL)
     asks = await holding(q, 1, blocks=3)
     assert isinstance(await q.keyspace.fleet.queue.decide_in_turn(asks), Queued)
@@ -783,7 +783,7 @@ async def test_the_first_is_told_the_engine_with_room_that_costs_it_the_same(q: 
 
 
 async def test_a_long_line_for_one_engine_spreads_to_an_engine_that_is_free(q: CheckedQueue) -> None:
-    """To compute the common 9,600 tokens once more takes 0.96 s; each request has 320 of its own, 32 ms."""
+    """All requests share 9,600 tokens, which take 0.96 s to compute again, and add 320 tokens (32 ms) each."""
     q.keyspace.fleet.use(limits=QueueLimits(0.1, 200, 1.0))
     await q.keyspace.worker(2)
     head = q.keyspace.chain(600)
@@ -800,7 +800,7 @@ async def test_a_long_line_for_one_engine_spreads_to_an_engine_that_is_free(q: C
 async def test_nobody_waits_for_an_engine_of_which_nobody_knows_when_it_goes_on(
     q: CheckedQueue, decode_tokens: int
 ) -> None:
-    """Its prefill of 0.3 s should have ended a minute ago. Somebody waits for another engine meanwhile."""
+    """The engine's prefill of 0.3 s should have ended a minute ago. Another request waits for another engine."""
     q.keyspace.fleet.use(block_tokens={7: 16})
     await q.keyspace.worker(2)
     await q.keyspace.worker(3, prefill_tokens=5_000, in_flight=1)
@@ -826,7 +826,7 @@ async def test_an_engine_is_not_overdue_because_the_clock_stepped_back(q: Checke
 
 
 async def test_tickets_of_older_routers_are_another_queue(q: CheckedQueue) -> None:
-    """They are written otherwise: to read one of them as a new one broke each poll and each decision."""
+    """Older tickets have another format: a poll or decision that read one as a new ticket would fail."""
     place, flow, queue = b"%016d" % (1_000_000 * int(time.time())), b"I" + b"tenant00", q.keyspace.keys.prefix + "queue"
     old, record = "wf-old", (5_000).to_bytes(4, "big") + flow + place + b"an-engine-with-a-name-0001.0,another-0002.0"
     await q.keyspace.store.zadd(queue, {flow + place + old.encode(): 0})

@@ -22,7 +22,7 @@ ARRIVE = st.tuples(
     st.integers(0, 2),  # replica
     st.tuples(st.integers(7, 9), st.integers(0, 3)),  # class, tenant
     st.integers(1, 1_500),  # tokens
-    st.sampled_from([(), (), (), ("w1.0",), ("w2.0", "w3.0")]),  # who cannot serve it
+    st.sampled_from([(), (), (), ("w1.0",), ("w2.0", "w3.0")]),  # workers that cannot serve it
 )
 PATIENCE = st.sampled_from([0.0, 0.02, 1.0])  # a prompt of 1,000 tokens counts as 0, 2 or 100 ms later
 STEPS = st.one_of(
@@ -82,8 +82,8 @@ async def step(q: CheckedQueue, action: str, *what: Any) -> None:
         replica, rng = what
         workers = await q.workers()
         turns = await q.turns()
-        assert turns == {one.reservation for one in model.turns(workers)}
-        mine = [one for one in model.tickets if one.replica == replica and one.reservation in turns]
+        assert turns == {ticket.reservation for ticket in model.turns(workers)}
+        mine = [ticket for ticket in model.tickets if ticket.replica == replica and ticket.reservation in turns]
         rng.shuffle(mine)  # a replica's requests come in any order
         for ticket in mine:
             await ask(q, ticket, new=False)
@@ -96,7 +96,7 @@ async def step(q: CheckedQueue, action: str, *what: Any) -> None:
         await fleet.queue.poll((), [ticket.reservation])
         model.leave(ticket)
     elif action == "kill":
-        for ticket in [one for one in model.tickets if one.replica == what[0]]:
+        for ticket in [ticket for ticket in model.tickets if ticket.replica == what[0]]:
             await q.keyspace.store.zadd(q.keyspace.keys.queue2 + ":leases", {ticket.reservation: 1})
             await fleet.queue.poll()
             model.leave(ticket)
@@ -125,10 +125,10 @@ async def run(url: str, steps: list[Any], patience: float) -> None:
         await keyspace.workers(len(WORKERS))
         await keyspace.ticked(grace_ms=3_600_000)
         q = CheckedQueue(keyspace, MOST, patience)
-        for one in steps:
-            await step(q, *one)
+        for action in steps:
+            await step(q, *action)
             await q.check()
-        for name in q.displaced | {one.reservation for one in q.model.tickets}:
+        for name in q.displaced | {other.reservation for other in q.model.tickets}:
             await client.zadd(keyspace.keys.queue2 + ":leases", {name: 1}, xx=True)
         await keyspace.fleet.queue.poll()
         await q.gone()
@@ -167,7 +167,7 @@ async def test_the_queue_keeps_its_order_and_its_bounds_for_long(
 async def test_tenants_get_the_same_work_done_whatever_they_ask_for(
     keyspace: Keyspace, weights: tuple[int, ...]
 ) -> None:
-    """One tenant asks for many times as much, in prompts of any size; no other tenant gets less of the fleet."""
+    """Tenants get equal work done, even if one tenant sends many times as much, in prompts of any size."""
     await keyspace.workers(2)
     await keyspace.ticked(grace_ms=3_600_000)
     q, rng, done, names = (
@@ -180,13 +180,13 @@ async def test_tenants_get_the_same_work_done_whatever_they_ask_for(
         for tenant, weight in enumerate(weights):
             for _ in range(weight if rng.random() < 0.5 else 1):
                 ticket = Ticket(f"wf-{next(names)}", 0, (8, tenant), rng.randint(50, 800))
-                if sum(one.flow == ticket.flow for one in q.model.tickets) < 10:
+                if sum(other.flow == ticket.flow for other in q.model.tickets) < 10:
                     await ask(q, ticket, new=True)
         leases = await keyspace.leases()
         if leases:
             await keyspace.fleet.bookings.settle(rng.choice(sorted(leases)), "finished")
         turns = await q.turns()
-        for ticket in [one for one in q.model.turns(await q.workers()) if one.reservation in turns]:
+        for ticket in [ticket for ticket in q.model.turns(await q.workers()) if ticket.reservation in turns]:
             await ask(q, ticket, new=False)
             if ticket not in q.model.tickets:
                 done[ticket.flow[1]] += ticket.tokens

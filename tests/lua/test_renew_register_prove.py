@@ -46,7 +46,7 @@ async def test_what_redis_lost_is_booked_anew(keyspace: Keyspace) -> None:
 
 
 async def test_a_first_token_that_redis_lost_is_told_again(keyspace: Keyspace) -> None:
-    """Only the expiry of the other one moves; a worker that joined anew since owes nothing."""
+    """Only the other lease's expiry moves; a worker that has joined anew since then owes nothing."""
     await keyspace.workers(1)
     asks = [keyspace.ask(keyspace.chain(10), decode_tokens=300) for _ in range(3)]
     for ask in asks:
@@ -168,7 +168,7 @@ async def test_a_process_that_started_anew_is_another_slot(keyspace: Keyspace) -
     assert (await keyspace.fleet.workers.register("stock", RECORD | {"started": 1_763_000_002}, 50)).slot == slot
 
 
-# What the engine tells of itself.
+# Facts that the engine announces.
 
 
 async def test_an_engine_is_paused_until_a_check_finds_it_otherwise(keyspace: Keyspace) -> None:
@@ -219,7 +219,7 @@ async def test_a_wait_that_nobody_confirms_ends_after_a_ttl(keyspace: Keyspace) 
 
 
 async def test_a_slow_check_takes_no_engine_at_work_from_those_that_it_answers(keyspace: Keyspace) -> None:
-    """B found it slow twice; A has a connection on which bytes come, and says so in between."""
+    """Replica B found the engine slow twice; A gets bytes from it meanwhile, and says so."""
     await keyspace.ticked()
     slot = (await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "B"))).slot
     ask = keyspace.ask(keyspace.chain(4))
@@ -259,7 +259,7 @@ async def test_a_replica_takes_it_out_if_no_check_has_passed_since_its_own_faile
 
 
 async def test_replicas_that_hash_otherwise_do_not_take_its_slot_in_turn(keyspace: Keyspace) -> None:
-    """One replica has WARMFLEET_TOKENIZER and the other has not: the scheme that stands stays while it is confirmed."""
+    """A replica has WARMFLEET_TOKENIZER, another has not: the recorded scheme stays while a replica confirms it."""
     other = RECORD | {"scheme_id": 8}
     slot = (await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "A"))).slot
     assert (await keyspace.fleet.workers.register("stock", other, 50, Check("PASSED", "B"))).slot == slot
@@ -302,7 +302,7 @@ async def test_one_that_is_listed_no_longer_drains_and_then_goes(keyspace: Keysp
 async def test_a_replica_with_a_new_list_takes_nothing_from_the_others(
     keyspace: Keyspace, last: str, older: bool
 ) -> None:
-    """A lists the engine no longer, B does. At no moment does the engine get no new request."""
+    """Replica A drops the engine from its list, B keeps it. The engine gets new requests at every moment."""
     await keyspace.ticked()
     await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", last))
     words = []
@@ -310,13 +310,13 @@ async def test_a_replica_with_a_new_list_takes_nothing_from_the_others(
         words.append((await keyspace.fleet.workers.register("stock", RECORD, 50, Check("LEAVING", "A", since_s))).word)
         assert (await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))).worker_id == "stock"
         await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "B"))
-        if older:  # it writes the record that it was given, and keeps the row
+        if older:  # register writes its record, and keeps the row
             await cast("Any", keyspace.store.hset(keyspace.keys.workers, "stock", json.dumps(RECORD)))
     assert words == ["UP" if last == "A" else "LISTED", "LISTED", "LISTED"]
 
 
 async def test_one_that_another_replica_lists_drains_no_longer(keyspace: Keyspace) -> None:
-    """B did not reach it, or was not there, while A let it drain."""
+    """Replica B did not reach the engine, or did not run, while A let it drain."""
     await keyspace.ticked()
     await keyspace.fleet.workers.register("stock", RECORD, 50, Check("PASSED", "A"))
     for since_s in (0.0, 5.0):
@@ -341,7 +341,7 @@ async def test_what_register_refuses(keyspace: Keyspace) -> None:
     await keyspace.workers(1)
     before = await keyspace.row(1)
     with pytest.raises(BadArgument):
-        await keyspace.fleet.workers.register("w1.0", RECORD, 50)  # it joined by its own stream
+        await keyspace.fleet.workers.register("w1.0", RECORD, 50)  # the worker joined by its own stream
     with pytest.raises(BadArgument):
         await keyspace.fleet.workers.register("stock", RECORD, 0)
     with pytest.raises(BadArgument):
@@ -388,7 +388,7 @@ async def test_of_two_probes_a_failure_does_not_undo_a_success(keyspace: Keyspac
     await keyspace.workers(1)
     assert await keyspace.fleet.probes.prove("w1.0", "n1", Proof("identity", "", "untested", probed_ms=0)) == "OK"
     probed = (await _record(keyspace))["probed"]
-    await asyncio.sleep(0.002)  # results are told apart by the millisecond
+    await asyncio.sleep(0.002)  # results differ by the millisecond
     assert await keyspace.fleet.probes.prove("w1.0", "n1", Proof("proven", "", "", probed_ms=0)) == "OK"
     for seen in (0, probed):
         assert (
@@ -428,7 +428,7 @@ async def _record(keyspace: Keyspace) -> dict[str, Any]:
 
 
 async def joined(keyspace: Keyspace, proof: str = "pending") -> None:
-    """One worker that no replica has probed."""
+    """A worker that no replica has probed."""
     await keyspace.workers(1, flags=Flag.SERVER)
     record = await _record(keyspace) | {"proof": proof}
     await cast("Any", keyspace.store.hset(keyspace.keys.workers, "w1.0", json.dumps(record)))

@@ -22,7 +22,7 @@ async def load(keyspace: Keyspace, number: int = 1) -> tuple[int, int, int]:
 
 
 async def booked(keyspace: Keyspace, blocks: int = 100) -> Question:
-    """One request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
+    """A request of a new chain on w1; 1,601 tokens of prefill, 2,000 of decode."""
     ask = keyspace.ask(keyspace.chain(blocks), decode_tokens=2_000, exclude=("w2.0", "w3.0"))
     await keyspace.fleet.bookings.decide(ask)
     return ask
@@ -45,7 +45,7 @@ async def test_from_booked_to_finished(keyspace: Keyspace) -> None:
 
 
 async def test_a_first_token_that_is_only_due_gives_the_prefill_back_and_tells_no_speed(keyspace: Keyspace) -> None:
-    """Else the speed would be learned from itself: a replica's clock says by the speed when the token is due."""
+    """A replica computes the due time from the speed, so learning the speed from it would be circular."""
     await keyspace.workers(1, speed_tps=0)
     ask, streamed = await booked(keyspace), await booked(keyspace)
     await keyspace.change(1, since_ms=(time.time_ns() // 1_000_000 - 4_000) % 2**32)

@@ -1,4 +1,4 @@
-"""What a decision counts besides this moment: what a session leaves behind when it moves, and the load of late."""
+"""Decisions also count the blocks that a session leaves behind when it moves, and the recent load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_what_one_worker_alone_holds_has_the_price_of_moving_away(keyspace
     await keyspace.hold(1, chain)
     stay = keyspace.fleet.constants.weights.stay - 1
     assert (await costs(keyspace, chain))["w2.0"] == pytest.approx(1_601 + stay * 1_600, abs=1)
-    await keyspace.hold(3, chain, 30)  # these 30 blocks are not the session's own any more
+    await keyspace.hold(3, chain, 30)  # others use these 30 blocks, too
     assert await costs(keyspace, chain) == pytest.approx(
         {"w1.0": 1, "w2.0": 1_601 + stay * 1_120, "w3.0": 1_121 + stay * 1_120, "w4.0": 1_601 + stay * 1_120}, abs=1
     )
@@ -81,7 +81,7 @@ async def test_the_share_fades_while_a_worker_is_idle_and_grows_while_it_compute
 
 
 async def test_a_row_without_a_past_has_no_share(keyspace: Keyspace) -> None:
-    """It was written by hand, by an older replica, or never had a prefill: its clock tells nothing."""
+    """A row that was written by hand or by an older replica, or never had a prefill, has a clock that tells nothing."""
     await keyspace.workers(1, prefill_tokens=1_000)
     assert (await costs(keyspace, keyspace.chain(100)))["w1.0"] == pytest.approx(1.5 * 1_000 + 2 * 1_601, abs=1)
 
@@ -95,11 +95,11 @@ async def test_the_row_keeps_the_share_of_time_in_prefill(keyspace: Keyspace, en
     await keyspace.workers(1)
     await aged(keyspace, MEMORY_S, busy_share=30_000, evicted=7)
     ask = keyspace.ask(keyspace.chain(10))
-    await keyspace.fleet.bookings.decide(ask)  # it was idle
+    await keyspace.fleet.bookings.decide(ask)  # the worker was idle
     row = await keyspace.row(1)
     assert row.busy_share == pytest.approx(30_000 * math.exp(-1), rel=0.01)
     await aged(keyspace, MEMORY_S)
-    await keyspace.fleet.bookings.settle(ask.reservation, ends)  # it computed
+    await keyspace.fleet.bookings.settle(ask.reservation, ends)  # the worker computed
     row = await keyspace.row(1)
     assert row.busy_share == pytest.approx(30_000 * math.exp(-2) + ALWAYS * (1 - math.exp(-1)), rel=0.01)
     assert (row.evicted, row.in_flight) == (7, 1 if ends == "started" else 0)

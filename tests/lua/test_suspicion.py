@@ -43,7 +43,7 @@ async def request(
 ) -> tuple[bool, dict[str, Any]]:
     """A request with these blocks, of which the engine reports ``more`` prompt tokens than were booked.
 
-    Whether somebody is told of a suspicion, and the worker's record afterwards.
+    Return whether the request leads to a suspicion, and the worker's record afterwards.
     """
     fleet, name = worker.fleet, new_reservation(prompts, exact=exact)
     tokens = 16 * len(numbers) + 5
@@ -84,7 +84,7 @@ async def test_a_prompt_whose_last_block_is_not_there_twice_running_is_a_suspici
 
 
 async def test_a_block_that_is_there_ends_the_row(worker: ReportingWorker) -> None:
-    for numbers in ((1, 9), (1, 2), (1, 8), (), (1, 2, 3), (1, 7)):  # one without a full block says nothing
+    for numbers in ((1, 9), (1, 2), (1, 8), (), (1, 2, 3), (1, 7)):  # a prompt without a full block shows nothing
         told, record = await request(worker, *numbers)
         assert (told, record.get("suspect")) == (False, None)
 

@@ -1,6 +1,6 @@
 """The index equals the engines' tables after quiescence, whatever was lost, repeated, swapped, restarted or restored.
 
-Hypothesis chooses the steps of ``chaos.World``; ``quiet`` lets the fleet come to rest as it does in production, and
+Hypothesis chooses the steps of ``ChaosFleet``; ``quiet`` lets the fleet come to rest as it does in production, and
 compares every entry. The long run takes more steps: ``python -m pytest -m long tests/lua/test_sync_property.py``.
 """
 
@@ -57,7 +57,7 @@ def scripts(actions: list[str], at_least: int, at_most: int) -> st.SearchStrateg
 
 
 class Lab:
-    """A server for this test alone, two clients, and one world after another."""
+    """A server for this test alone, two clients, and one ``ChaosFleet`` after another."""
 
     def __init__(self, url: str, runner: asyncio.Runner) -> None:
         self.store: Any = redis.Redis.from_url(url)
@@ -198,7 +198,7 @@ def test_the_index_equals_the_tables_for_long(lab: Lab) -> None:
 
 @pytest.mark.parametrize("actions", [FAULTLESS, HARMLESS], ids=["faultless", "harmless"])
 def test_nothing_is_healed_that_is_not_wrong(lab: Lab, actions: list[str]) -> None:
-    """Restarts, twins, entries that come twice or too late are told apart from losses."""
+    """Restarts, twins, and entries that come twice or too late are not mistaken for losses."""
 
     @relaxed(40)
     @given(script=scripts(actions, 40, 60))

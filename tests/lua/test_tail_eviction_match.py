@@ -21,7 +21,7 @@ BLOCKS = 160
 
 
 class Xi:
-    """An objective of so many blocks."""
+    """An objective of a given number of blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -52,13 +52,13 @@ class Worker:
         self.now += 1
 
     def matched(self, chain: bytes) -> int:
-        """The truth."""
+        """The tokens that the cache really holds of the prompt."""
         return len(self.pool.prefix(split(chain), len(chain))) * BLOCK
 
     def gaps(self, chain: bytes) -> bool:
-        """Whether a block of the chain is held after one that is not."""
+        """Whether the chain has a held block behind a missing block."""
         held = set(self.pool.held())
-        return any(one in held for one in split(chain)[self.matched(chain) // BLOCK :])
+        return any(block in held for block in split(chain)[self.matched(chain) // BLOCK :])
 
 
 def split(chain: bytes) -> list[bytes]:
@@ -84,7 +84,7 @@ async def test_a_conversation_whose_end_was_given_up_is_matched_exactly(keyspace
 
 
 async def test_the_sets_have_holes_so_the_worker_announces_that_they_may(keyspace: Keyspace) -> None:
-    """Two conversations share a prefix, and the one that ends there gives up what the other one needs."""
+    """Two conversations share a prefix, and the shorter conversation gives up blocks that the longer one needs."""
     worker, prefix = Worker(40), keyspace.chain(60)
     long, short = keyspace.chain(90, prefix), keyspace.chain(65, prefix)
     worker.serve(long)

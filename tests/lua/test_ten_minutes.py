@@ -36,7 +36,7 @@ MB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How long the trouble lasts, and the pace of everything else."""
+    """The length of the trouble, and the pace of the test's other parts."""
 
     seconds: float
     heartbeat_s: float
@@ -73,7 +73,7 @@ async def own_store(own_url: str) -> AsyncIterator[aioredis.Redis]:
 
 
 async def ages_s(fleet: Fleet, *names: str) -> list[float]:
-    """Since when each worker has been silent."""
+    """The seconds for which each worker has been silent."""
     now = time.time() * 1000
     return [(now - (await fleet.redis.zscore(fleet.keys.alive, name) or now)) / 1000 for name in names]
 

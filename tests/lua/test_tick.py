@@ -121,7 +121,7 @@ async def test_a_hello_whose_ids_are_used_up_is_deleted_though_it_is_empty(store
 
 
 async def test_a_clock_that_stepped_back_leaves_nothing_in_the_future(store: aioredis.Redis, fleet: Fleet) -> None:
-    """Otherwise dead workers would be alive, and commanded snapshots under way, until the clock has caught up."""
+    """Times in the future would keep dead workers alive until the clock catches up, and snapshots under way."""
     await worker(store, fleet)
     now = (await store.time())[0] * 1000
     later, keys = now + 3_600_000, (fleet.keys.alive, fleet.keys.alive_servers, fleet.keys.resync)

@@ -89,12 +89,12 @@ async def test_a_cache_is_believed_up_to_four_times_the_median(
 async def test_the_index_of_a_worker_is_bounded_by_the_fleets_caches(
     store: aioredis.Redis, fleet: Fleet, typical: int, bound: int
 ) -> None:
-    """Or by a million blocks, where those are small."""
+    """The index is bounded by a million blocks where the fleet's caches are small."""
     for name in "abc":
         await answering(store, fleet, name, capacity_blocks=typical)
     liar = await answering(store, fleet, "d", capacity_blocks=2**31 - 1)
     await slow_tick(fleet)
-    held = struct.pack(">3I", bound + 8 * 128 - 3 * 128, 0, 0)  # as if it had reported so many already
+    held = struct.pack(">3I", bound + 8 * 128 - 3 * 128, 0, 0)  # as if the worker had reported this many
     await cast("Any", store.hset(fleet.keys.digest, liar.worker_id, held))
     for at in range(20):
         await liar.send("stored", blocks(*range(128 * at, 128 * at + 128)))
@@ -123,7 +123,7 @@ async def test_a_worker_holds_at_least_what_it_reported(store: aioredis.Redis, f
     assert (await reporter.row()).blocks == 3
 
 
-# ---------------------------------------------------------------- who is to be forgotten
+# ---------------------------------------------------------------- workers to be forgotten
 
 
 async def silent_worker(store: aioredis.Redis, fleet: Fleet) -> ReportingWorker:
@@ -156,7 +156,7 @@ async def test_one_that_said_goodbye_is_due_as_late_as_any_other(store: aioredis
     await reporter.applied()
     assert (await slow_tick(fleet)).forget == ()
     fleet.upkeep.pace = replace(EVERY, forget_ms=1)
-    await asyncio.sleep(0.005)  # it is silent for longer than that
+    await asyncio.sleep(0.005)  # the worker is silent for longer than that
     assert (await slow_tick(fleet)).forget == ("s.0",)
 
 

@@ -81,9 +81,9 @@ class Plain:
 
     @classmethod
     def of(cls, workers: Sequence[Worker]) -> Self:
-        price = max(1 - sum(one.busy for one in workers) / len(workers), LEAST_WAIT_PRICE)
-        ahead = [price * one.base_s for one in workers]
-        return cls(workers, [one.room_s for one in workers], ahead, price)
+        price = max(1 - sum(worker.busy for worker in workers) / len(workers), LEAST_WAIT_PRICE)
+        ahead = [price * worker.base_s for worker in workers]
+        return cls(workers, [worker.room_s for worker in workers], ahead, price)
 
     def cheapest(self, asks: Asks, among: Sequence[int]) -> tuple[float, int, int]:
         """Seconds, number from 0, and price of the cheapest: of those that are not named the least busy of equals."""
@@ -93,7 +93,7 @@ class Plain:
         if others:
             at = min(others, key=lambda at: (self.ahead[at], self.workers[at].busy, at))
             least = (scale * self.ahead[at] + asks.rest / US, at, asks.rest)
-        slots = [one.slot for one in self.workers]
+        slots = [worker.slot for worker in self.workers]
         for slot, price in asks.named:
             at = slots.index(slot)
             if at in among and scale * self.ahead[at] + price / US < least[0]:
@@ -101,11 +101,11 @@ class Plain:
         return least
 
     def scale(self, asks: Asks) -> float:
-        """How much of what it counts for others a second of waiting counts for this ticket."""
+        """The weight of a second of waiting for this ticket, as a share of its weight for other tickets."""
         return min(self.wait_price, MAKING_PRICE) / self.wait_price if asks.making else 1.0
 
     def takes(self, asks: Asks, best: float, chosen: int, lowest: float, nearest: int) -> bool:
-        """Whether the ticket is served by ``chosen``, which has room: that has little to do, or it is as cheap."""
+        """Whether ``chosen``, which has room, serves the ticket: it has little to do, or no worker is cheaper."""
         price = max(1 - 2 * self.workers[chosen].busy, self.wait_price)
         if asks.making:
             price = min(price, MAKING_PRICE)
@@ -113,7 +113,7 @@ class Plain:
         return best + more * self.ahead[chosen] <= lowest + more * self.ahead[nearest] + asks.tie / US
 
     def step(self, asks: Asks) -> list[int]:
-        """The script's answers: any room, the worker it gets or waits for, which, any for it, who serves, its work."""
+        """The script's answers: room, the worker that the ticket gets or waits for, the serving worker, its work."""
         free = [at for at, room in enumerate(self.room) if room > NO_ROOM_S]
         lowest, nearest, _ = self.cheapest(asks, range(len(self.workers)))
         best, chosen, price = self.cheapest(asks, free)
@@ -156,9 +156,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Worker], list[Asks]]:
 
 async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> list[list[int]]:
     asked = [
-        {"size": one.size, "tie": one.tie, "rest": one.rest, "named": one.named, "barred": one.barred}
-        | {"making": one.making}
-        for one in tickets
+        {"size": ticket.size, "tie": ticket.tie, "rest": ticket.rest, "named": ticket.named, "barred": ticket.barred}
+        | {"making": ticket.making}
+        for ticket in tickets
     ]
     return cast("list[list[int]]", await client.eval(with_values(SCRIPT), 0, json.dumps(workers), json.dumps(asked)))
 
@@ -166,12 +166,12 @@ async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[list[Worker], list[Asks]]) -> None:
-    """Which worker is cheapest, who has room, which one serves, and what it has to compute: ticket by ticket."""
+    """For each ticket: the cheapest worker, the workers with room, the serving worker, and the tokens to compute."""
     workers, tickets = case
     plain = Plain.of(workers)
     client = connect(redis_url, timeout_s=10)
     try:
-        assert await told(client, workers, tickets) == [plain.step(one) for one in tickets]
+        assert await told(client, workers, tickets) == [plain.step(ticket) for ticket in tickets]
     finally:
         await client.aclose()
 
@@ -180,10 +180,10 @@ HELD = Asks(100_000, 0, 600_000, ((101, 100_000),), ())  # .1 s at the first wor
 
 
 async def chosen(url: str, workers: Sequence[Worker], *tickets: Asks) -> list[int]:
-    """Which worker serves each of the tickets now, 0 if it waits."""
+    """Return for each ticket the number of the worker that serves it now, 0 if it waits."""
     client = connect(url, timeout_s=10)
     try:
-        return [one[4] for one in await told(client, workers, tickets)]
+        return [row[4] for row in await told(client, workers, tickets)]
     finally:
         await client.aclose()
 
@@ -226,7 +226,7 @@ async def test_an_engine_that_has_just_joined_a_busy_fleet_is_not_left_idle(
 
 
 async def test_an_idle_engine_makes_no_other_compute_what_is_held(redis_url: str) -> None:
-    """It may not serve the ticket, or has no room, or the ticket before has taken its room: then the others count."""
+    """An idle engine does not count if it cannot serve the ticket, has no room, or gave it to the ticket before."""
     busy, idle = Worker(108, 1.0, 0.0, 0.95), Worker(109, 0.5, 0.0, 0.0)
     fleet = [*BUSY_FLEET[:7], busy, idle]
     assert await chosen(redis_url, fleet, replace(HELD, barred=(109,))) == [0]

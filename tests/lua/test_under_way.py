@@ -30,7 +30,7 @@ async def wait_s(keyspace: Keyspace) -> float:
 
 
 async def waits(keyspace: Keyspace, since_ms: int, left: int) -> bool:
-    """Whether the work ahead is the time for ``left`` tokens, less the time that passes until the decision."""
+    """Whether the worker's work ahead is the time for ``left`` tokens, less the time until the decision."""
     began = time.monotonic()
     await keyspace.change(1, since_ms=(clock_ms() - since_ms) % WRAPS)
     found = await wait_s(keyspace)
@@ -40,9 +40,9 @@ async def waits(keyspace: Keyspace, since_ms: int, left: int) -> bool:
 @pytest.mark.parametrize(
     ("since_s", "under_way", "left"),
     [
-        (0.0, 5_000, 6_000),  # it began this moment
+        (0.0, 5_000, 6_000),  # the prefill began this moment
         (0.3, 5_000, 3_000),
-        (9.0, 5_000, 1_000),  # it may stand still: what else was booked counts whole
+        (9.0, 5_000, 1_000),  # the engine may stand still: all other booked work counts
         (9.0, 0, 6_000),
         (-60.0, 5_000, 1_000),  # the clock went back
     ],
@@ -76,7 +76,7 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(keyspace:
     assert row.under_way_tokens == 500, "the others wait"
     assert (row.since_ms - begun) % WRAPS < 2_000
     await keyspace.change(1, since_ms=(begun - 5_000) % WRAPS)
-    for ask, under_way in zip(asks, (500, 300, 0), strict=True):  # at most as the one before, or all that is left
+    for ask, under_way in zip(asks, (500, 300, 0), strict=True):  # at most as much as the prefill before
         await keyspace.fleet.bookings.settle(ask.reservation, "started")
         row = await keyspace.row(1)
         assert row.under_way_tokens == under_way
@@ -87,7 +87,7 @@ async def test_a_prefill_begins_on_an_idle_worker_or_when_another_ends(keyspace:
     ("ended_before_s", "under_way"),
     [
         (-60.0, 1_200),  # both prefills ended in this moment: in one step, so the engine may do as much in the next
-        (5.0, 400),  # only the second one
+        (5.0, 400),  # only the second prefill
     ],
 )
 async def test_as_much_as_ended_together_may_be_under_way(
@@ -162,7 +162,7 @@ async def test_a_first_token_that_a_renewal_tells_counts_as_well(keyspace: Keysp
 
 
 async def test_a_lease_that_expired_takes_what_it_had_under_way_with_it(keyspace: Keyspace) -> None:
-    """Otherwise the worker would look as if it had done more than it was given, and win against idle workers."""
+    """A worker that kept the expired lease's work would seem to have done more than it got, and beat idle workers."""
     await keyspace.workers(2)
     dead, alive = (
         keyspace.ask(extra_tokens=50_000, exclude=("w2.0",)),

@@ -26,7 +26,7 @@ def _ticks_at_every_call(fleet: Fleet) -> None:
 
 
 async def quiet(keyspace: Keyspace, number: int = 1, *, core_ms: int = OLD_MS, server_ms: int = OLD_MS) -> str:
-    """A worker whose last heartbeats are so old."""
+    """A worker whose last heartbeats are ``core_ms`` and ``server_ms`` old."""
     name = await keyspace.worker(number, age_ms=core_ms)
     await keyspace.store.zadd(keyspace.keys.alive_servers, {f"w{number}": now_ms() - server_ms})
     return name

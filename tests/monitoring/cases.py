@@ -13,12 +13,12 @@ LATENCIES = ("0.01", "0.02", "0.05", "5", "10", "30", "+Inf")  # the buckets tha
 
 
 def steady(value: float) -> str:
-    """A gauge that stays."""
+    """A gauge that keeps its value."""
     return f"{value}x{MINUTES}"
 
 
 def rising(per_minute: float, minutes: int = MINUTES) -> str:
-    """A counter that grows so much a minute."""
+    """A counter that grows by this amount a minute."""
     return f"0+{per_minute}x{minutes}"
 
 
@@ -53,7 +53,7 @@ DAY = 24 * MINUTES
 
 
 def workers(routable: int, pool: str = "m") -> dict[str, str]:
-    """Both replicas see this number of proven workers of the pool, and one that is not routable."""
+    """Both replicas see ``routable`` proven workers of the pool, and another that is not routable."""
     series: dict[str, str] = {}
     for instance in "ab":
         series |= {
@@ -64,7 +64,7 @@ def workers(routable: int, pool: str = "m") -> dict[str, str]:
 
 
 def answers(errors_a_minute: float, pool: str = "m", count: int = 1_000) -> dict[str, str]:
-    """So many answers a minute of two replicas."""
+    """Two replicas give this many answers a minute."""
     good, bad = rising((count - errors_a_minute) / 2), rising(errors_a_minute / 2)
     return {
         f'warmfleet_requests_total{{model="{pool}",instance="{instance}",status="{status}"}}': values
@@ -99,7 +99,7 @@ def by_load(share: float) -> dict[str, str]:
 
 
 def in_pools(metric: str, values: str, labels: str = 'instance="a"') -> dict[str, str]:
-    """The same in each of two pools of a model."""
+    """Equal series in each of two pools of a model."""
     return {f'{metric}{{model="{pool}",{labels}}}': values for pool in ("m#1", "m#2")}
 
 

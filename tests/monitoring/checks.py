@@ -1,4 +1,4 @@
-"""What can be wrong with a query, an alert or a dashboard; each check returns sentences, none where all is well."""
+"""Checks of queries, alerts and dashboards; each returns its faults as sentences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def samples() -> Mapping[str, frozenset[str]]:
 
 
 def query_faults(expr: str) -> list[str]:
-    """A query that cannot be parsed, a metric that no replica has, a label that this metric does not have."""
+    """Faults of a query: it cannot be parsed, no replica has the metric, or the metric lacks a label."""
     plain = expr.replace("[$__rate_interval]", "[5m]")
     try:
         parsed = promql_parser.parse(plain)
@@ -116,7 +116,7 @@ def adapter_faults(rules: Mapping[str, Any], scalers: Iterable[Any]) -> list[str
             faults += [f"{series} does not tell the {name} of a sample" for name in sorted(missing)]
             faults += [f"{series} takes samples without {name}" for name in labels if f'{name}!=""' not in series]
             served[kind].add(series.partition("{")[0])
-    asked = [one for scaler in scalers for one in _asked(scaler)]
+    asked = [query for scaler in scalers for query in _asked(scaler)]
     faults += [
         f"no rule serves {name} to metrics of the type {kind}" for kind, name in asked if name not in served[kind]
     ]
@@ -149,7 +149,7 @@ def _asked(scaler: Any) -> Iterator[tuple[str, str]]:
 
 
 def dashboard_faults(page: Mapping[str, Any]) -> list[str]:
-    """A panel that cannot be read: no words, no unit, no axis, lines without a name, or over another panel."""
+    """Faults of panels that are hard to read: no words, no unit, no axis, lines without names, or an overlap."""
     faults, taken = [], set[tuple[int, int]]()
     for panel in page["panels"]:
         title, defaults, place = panel["title"], panel["fieldConfig"]["defaults"], panel["gridPos"]

@@ -21,7 +21,7 @@ RATE = "[$__rate_interval]"
 
 @dataclass(frozen=True)
 class Line:
-    """One query, and the name of each of its lines in the legend."""
+    """A query, and the name of each of its lines in the legend."""
 
     expr: str
     name: str

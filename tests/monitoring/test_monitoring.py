@@ -31,7 +31,7 @@ PAGES = {name: json.loads(text) for name, text in dashboards.pages().items()}
 
 
 def rule(spec: dict[str, Any], name: str) -> dict[str, Any]:
-    [found] = [one for group in spec["groups"] for one in group["rules"] if one["alert"] == name]
+    [found] = [alert for group in spec["groups"] for alert in group["rules"] if alert["alert"] == name]
     assert isinstance(found, dict)
     return found
 
@@ -41,7 +41,7 @@ def promtool(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[byt
 
 
 def tried(spec: dict[str, Any], folder: Path) -> tuple[bool, str]:
-    """Whether all cases come out as expected by these rules, and what promtool says.
+    """Return whether all cases hold under these rules, and the output of promtool.
 
     Each alert has files of its own, because promtool evaluates all rules of a file in each of its tests.
     """
@@ -119,19 +119,21 @@ def no_severity(spec: dict[str, Any]) -> None:
 def test_a_mistake_in_an_alert_is_found(fault: Callable[[dict[str, Any]], None], said: str) -> None:
     spec = copy.deepcopy(SPEC)
     fault(spec)
-    assert [one for one in alert_faults(spec, RUNBOOK, TESTED) if said in one]
+    assert [fault for fault in alert_faults(spec, RUNBOOK, TESTED) if said in fault]
 
 
 def test_a_changed_threshold_is_found_by_the_unit_tests(tmp_path: Path) -> None:
-    """All thresholds a third higher at once: every alert with one no longer fires where its test expects it."""
+    """Every alert with a threshold fails its test if all thresholds are a third higher."""
     spec = copy.deepcopy(SPEC)
     changed = set()
     for group in spec["groups"]:
-        for one in group["rules"]:
-            higher = re.sub(r"(?<=> )(0\.\d*[1-9]|[1-9]\d*)$", lambda found: str(float(found[0]) * 4 / 3), one["expr"])
-            if higher != one["expr"]:
-                one["expr"] = higher
-                changed.add(one["alert"])
+        for alert in group["rules"]:
+            higher = re.sub(
+                r"(?<=> )(0\.\d*[1-9]|[1-9]\d*)$", lambda found: str(float(found[0]) * 4 / 3), alert["expr"]
+            )
+            if higher != alert["expr"]:
+                alert["expr"] = higher
+                changed.add(alert["alert"])
     well, said = tried(spec, tmp_path)
     assert not well
     assert len(changed) >= 12
@@ -156,7 +158,7 @@ def test_every_panel_can_be_read_and_asks_for_metrics_that_exist(name: str) -> N
     page = PAGES[name]
     assert len(page["panels"]) >= 8
     assert dashboard_faults(page) == []
-    queries = [one["query"]["query"] for one in page["templating"]["list"] if one["type"] == "query"]
+    queries = [variable["query"]["query"] for variable in page["templating"]["list"] if variable["type"] == "query"]
     asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", query) for query in queries]
     assert all(found and found[2] in samples()[found[1]] | {"instance"} for found in asked)
 
@@ -179,7 +181,7 @@ def test_a_mistake_in_a_panel_is_found(change: Callable[[dict[str, Any]], None],
 
 
 def test_metrics_that_other_manifests_name_exist() -> None:
-    """Such as those by which autoscalers go."""
+    """Other manifests name metrics, for example for autoscalers."""
     named = {
         name
         for path in (ROOT / "k8s").rglob("*.y*ml")
@@ -289,7 +291,7 @@ def test_a_mistake_in_the_adapters_rules_is_found(change: Callable[[dict[str, An
 
 def test_an_autoscaler_that_asks_for_another_metric_is_found() -> None:
     changed = copy.deepcopy(SCALERS)
-    [worker] = [one for one in changed if isinstance(one, dict) and one["metadata"]["name"] == "worker"]
+    [worker] = [item for item in changed if isinstance(item, dict) and item["metadata"]["name"] == "worker"]
     worker["spec"]["metrics"][0]["external"]["metric"]["name"] = "warmfleet_in_flight_requests"
     assert adapter_faults(adapter_rules(), changed) == [
         "no rule serves warmfleet_in_flight_requests to metrics of the type External"

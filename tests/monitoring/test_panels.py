@@ -50,9 +50,9 @@ class Prometheus:
     since: float = field(default_factory=time.time)
 
     def up(self) -> int:
-        """How many replicas it could read at its last try."""
+        """The number of replicas that Prometheus could read at its last try."""
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": "sum(up)"}, timeout=10).json()
-        return int(float(next((one["value"][1] for one in answer["data"]["result"]), "0")))
+        return int(float(next((row["value"][1] for row in answer["data"]["result"]), "0")))
 
     def values(self, expr: str) -> list[float]:
         """All values of a query since the start, those of all its lines."""
@@ -94,7 +94,7 @@ def prometheus(targets: Sequence[str], folder: Path) -> Iterator[Prometheus]:
 def _reads(made: Prometheus, replicas: int) -> bool:
     try:
         return made.up() == replicas
-    except (httpx.HTTPError, ValueError, KeyError):  # it is not up yet
+    except (httpx.HTTPError, ValueError, KeyError):  # Prometheus is not up yet
         return False
 
 
@@ -113,7 +113,7 @@ async def send(url: str, prompts: Sequence[str], **fields: Any) -> list[int]:
 
 
 async def for_a_while(url: str, seconds: float, **fields: Any) -> set[int]:
-    """Conversations that grow, for so many seconds; returns the statuses of their answers."""
+    """Send growing conversations for ``seconds``; returns the statuses of their answers."""
     ends, turns, seen = time.monotonic() + seconds, 1, set[int]()
     while time.monotonic() < ends:
         prompts = [f"{name} {WORDS * 4 * turns}" for name in "ABCD"]

@@ -23,7 +23,7 @@ class Pair:
     key: Path
 
     def replace(self, other: Pair) -> None:
-        """Put the files of ``other`` in the place of these, each as a whole."""
+        """Replace the files by those of ``other``, each as a whole."""
         for new, old in ((other.certificate, self.certificate), (other.key, self.key)):
             beside = old.with_suffix(".new")
             beside.write_bytes(new.read_bytes())

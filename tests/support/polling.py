@@ -1,4 +1,4 @@
-"""Waits of tests: until something is true, and no longer than a deadline."""
+"""Tests wait here until a condition holds, for no longer than a deadline."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ERROR = 2  # a status
 
 @dataclass
 class Span:
-    """One span as the collector read it. Times are in ns of Unix time. resource: what its process told of itself."""
+    """A span as the collector read it. Times are in ns of Unix time. resource: attributes of its process."""
 
     name: str
     kind: int
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """``statuses``: of the next answers; then 200. ``busy``: no answer comes before it is set."""
+    """A collector. ``statuses``: of its next answers; then 200. ``busy``: no answer comes before it is set."""
 
     url: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -65,17 +65,17 @@ class Collector:
         return web.Response(status=status, text="" if status == 200 else "not now")
 
     async def requests(self, count: int = 1) -> list[Span]:
-        """The spans of requests, once so many came."""
+        """The spans of requests, once ``count`` came."""
         await poll(lambda: len(self._of(SERVER)) >= count, what=f"{count} traces")
         return self._of(SERVER)
 
     def tries(self, request: Span) -> list[Span]:
         """The tries of a request, in their order."""
-        found = [one for one in self._of(CLIENT) if one.parent_id == request.span_id]
-        return sorted(found, key=lambda one: one.began_ns)
+        found = [span for span in self._of(CLIENT) if span.parent_id == request.span_id]
+        return sorted(found, key=lambda span: span.began_ns)
 
     def _of(self, kind: int) -> list[Span]:
-        return [one for one in self.spans if one.kind == kind]
+        return [span for span in self.spans if span.kind == kind]
 
 
 def read(body: bytes) -> list[Span]:
@@ -83,29 +83,29 @@ def read(body: bytes) -> list[Span]:
     message = ExportTraceServiceRequest.FromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
     return [
         Span(
-            name=one.name,
-            kind=one.kind,
-            trace_id=one.trace_id.hex(),
-            span_id=one.span_id.hex(),
-            parent_id=one.parent_span_id.hex(),
-            state=one.trace_state,
-            began_ns=one.start_time_unix_nano,
-            ended_ns=one.end_time_unix_nano,
-            status=one.status.code,
-            message=one.status.message,
-            attributes=attributes(one.attributes),
-            events=[(event.name, event.time_unix_nano, attributes(event.attributes)) for event in one.events],
+            name=span.name,
+            kind=span.kind,
+            trace_id=span.trace_id.hex(),
+            span_id=span.span_id.hex(),
+            parent_id=span.parent_span_id.hex(),
+            state=span.trace_state,
+            began_ns=span.start_time_unix_nano,
+            ended_ns=span.end_time_unix_nano,
+            status=span.status.code,
+            message=span.status.message,
+            attributes=attributes(span.attributes),
+            events=[(event.name, event.time_unix_nano, attributes(event.attributes)) for event in span.events],
             resource=attributes(described.resource.attributes),
-            flags=one.flags,
+            flags=span.flags,
         )
         for described in message.resource_spans
         for scope in described.scope_spans
-        for one in scope.spans
+        for span in scope.spans
     ]
 
 
 def attributes(pairs: Any) -> dict[str, Any]:
-    """As Python values."""
+    """The attributes as Python values."""
     return {pair.key: _value(pair) for pair in pairs}
 
 

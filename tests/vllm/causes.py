@@ -1,4 +1,4 @@
-"""Why an engine had cached fewer or more blocks than a decision predicted. Each cause has a rule that can fail.
+"""Causes why an engine had cached fewer or more blocks than a decision predicted. Each cause has a rule that can fail.
 
 A prediction says exactly what the index says at that moment, but the engine looks later. Meanwhile blocks are evicted
 and made, and the index knows of each change only after up to ``REPORT_S``. Any other difference is ``unexplained``.
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from tests.vllm.history import Booking, Engine, Index, Stay
 
-REPORT_S = 1.0  # 0.1 s to publish, 0.05 s to apply, 0.5 s of credit that lingers, and the rest for a busy machine
+REPORT_S = 1.0  # 0.1 s to publish, 0.05 s to apply, 0.5 s of credit that lingers, and a reserve for a busy machine
 HEAL_S = 7.0  # after Redis is back: one period of 5 s, 1 s, and a snapshot
 #: So long the index expects the prompt of a decision that its replica gave up, or whose client left. A starved replica
 #: waits 1.05 s for the decision and 2 s for the settle, and repeats the settle after 1 s.
 GIVEN_UP_S = 4.1
-LEASE_S = 31.0  # leases stay open so long after a replica was killed, or after Redis lost a settle
-CROWD = 16  # so many concurrent requests, or more, are counted apart
+LEASE_S = 31.0  # leases stay open this long after a replica was killed, or Redis lost a settle
+CROWD = 16  # differences at this many concurrent requests, or more, are counted apart
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Strikes:
         return any(0 <= at - back <= HEAL_S for back in self.redis_back)
 
     def orphaned(self, maker: Booking, ended: float | None, at: float) -> bool:
-        """Whether a kill of a replica or of Redis, while ``maker`` was under way, kept its outcome from the index."""
+        """Whether a kill of a replica or of Redis while ``maker`` ran kept its outcome from the index."""
         return any(
             maker.at <= lost <= at <= lost + LEASE_S and (ended is None or ended >= lost - REPORT_S)
             for lost in (*self.redis_lost, *self.replica_lost)
@@ -81,7 +81,7 @@ class Judge:
         for worker_id, engine in self._engines.items():
             for stay in engine.stays.values():
                 if stay.ran is None or stay.probe:
-                    continue  # it was cancelled while it waited
+                    continue  # the request was cancelled while it waited
                 booking = self._index.bookings.get(stay.reservation)
                 cause = self._unwitnessed(stay) if booking is None else self._cause(booking, stay, worker_id)
                 verdict.causes[cause] += 1
@@ -98,14 +98,14 @@ class Judge:
         block = booking.chain[min(booking.matched, stay.cached)]
         makers = [
             (
-                one.reservation,
-                one.at,
-                one.matched,
-                self._index.told.get(one.reservation),
+                maker.reservation,
+                maker.at,
+                maker.matched,
+                self._index.told.get(maker.reservation),
                 made and (made.came, made.ran, made.preempted, made.ended, made.cached),
             )
-            for one in self._index.makers_of(booking, block)
-            for made in [engine.stays.get(one.reservation)]
+            for maker in self._index.makers_of(booking, block)
+            for made in [engine.stays.get(maker.reservation)]
         ]
         return (
             f"{booking.reservation} decided {booking.at:.3f} slot {booking.slot} matched {booking.matched} of"

@@ -44,7 +44,7 @@ class Cut(Exception):  # noqa: N818  an expected end
 
 @dataclass
 class Load:
-    """``total`` requests by so many ``clients``. replicas: those that a load balancer would use now."""
+    """``total`` requests of ``clients`` clients. replicas: to which a load balancer would send now."""
 
     replicas: list[Replica]
     total: int
@@ -176,7 +176,7 @@ class Chaos:
         replica = self.replicas[number]
         self.replica_lost.append(time.monotonic())
         await asyncio.to_thread(replica.kill)
-        self.load.replicas = [one for one in self.replicas if one is not replica]
+        self.load.replicas = [other for other in self.replicas if other is not replica]
         await asyncio.sleep(0.5)
         replica.start()
         await poll(lambda: asyncio.to_thread(lambda: replica.proven >= 2), 60, "the replica knows the fleet")

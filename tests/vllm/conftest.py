@@ -1,4 +1,4 @@
-"""One real vLLM server with the plugin for this folder's tests, on a private Valkey."""
+"""A real vLLM server with the plugin for this folder's tests, on a private Valkey."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def vllm_store() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def reported(vllm_store: str) -> Iterator[Reported]:
     """Real vLLM, which finds the plugin by its entry point. Earlier tests used it: begin each test with ``fresh``."""
-    goodbye = ("--shutdown-timeout", "10")  # without it vLLM kills its engine core
+    goodbye = ("--shutdown-timeout", "10")  # without the grace vLLM kills its engine core
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools))
     with running(options) as [engine]:

@@ -1,7 +1,7 @@
 """One version's own core without a model: Scheduler, KV cache manager, block pool and hasher, hooked by the plugin.
 
 It runs in the interpreter of ``.venv-vllm`` (see ``trees.py``) and answers each line of JSON on standard input by one
-line of JSON, always with what the core itself says. What the plugin reports goes to Redis, as from any engine.
+line of JSON, always with the core's own figures. What the plugin reports goes to Redis, as from any engine.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ class Core:
         ids = list(scheduled.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [
-            [self.rng.randrange(3, 8_000)] if requests[one].num_computed_tokens >= requests[one].num_tokens else []
-            for one in ids
+            [self.rng.randrange(3, 8_000)]
+            if requests[request_id].num_computed_tokens >= requests[request_id].num_tokens
+            else []
+            for request_id in ids
         ]
         made = ModelRunnerOutput(
             req_ids=ids,
-            req_id_to_index={one: number for number, one in enumerate(ids)},
+            req_id_to_index={request_id: number for number, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
             logprobs=None,
             prompt_logprobs_dict={},
@@ -103,14 +105,14 @@ class Core:
 
 
 class Answers:
-    """What each line on standard input may ask for; the names are the words of the protocol."""
+    """The commands of standard input; each method's name is its word in the protocol."""
 
     def __init__(self, core: Core, said: list[str]) -> None:
         self.core = core
         self.said = said
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
-        """Run so many requests to their end, four at a time; every second one continues an earlier prompt.
+        """Run this many requests to their end, four at a time; every second one continues an earlier prompt.
 
         Returns (prompt tokens, cached tokens) by id as vLLM itself counts them, and the table.
         """
@@ -135,7 +137,7 @@ class Answers:
         return {"counted": counted, "table": core.table()}
 
     def bench(self, requests: int, tokens: int, answer: int, pause_s: float) -> dict[str, Any]:
-        """Run so many new prompts to their end, four at a time; a pause after each step stands for the model's work.
+        """Run this many new prompts to their end, four at a time; a pause after each step stands for the model's work.
 
         Returns CPU seconds of the whole process so far, and (seconds, CPU seconds of this thread) of each step.
         """
@@ -154,7 +156,7 @@ class Answers:
         return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
 
     def hold(self) -> dict[str, Any]:
-        """Leave requests in the middle: a foreign one that decodes, a foreign one that waits, and one of the fleet."""
+        """Stop while three requests run: a foreign one that decodes, a foreign one that waits, one of the fleet."""
         core = self.core
         core.add("cmpl-foreign-decodes", [5] * 100, 500)
         core.add(f"cmpl-wf-{999:022}.x-0", [6] * 64, 500)
@@ -199,19 +201,19 @@ class Answers:
                     lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
                     block_hasher=hasher,
                 )
-                made.append([bytes(one)[-8:].hex() for one in request.block_hashes])
+                made.append([bytes(block)[-8:].hex() for block in request.block_hashes])
             scheme = scheme_of(self.core.config, full_attention_group(self.core.scheduler)).as_dict()
             found[algorithm] = {"scheme": scheme, "hashes": made}
         return found
 
     def lacks(self) -> dict[str, str]:
-        """What this vLLM lacks, by part of the report; empty where all is as expected."""
+        """The missing parts of this vLLM, by part of the report; empty where all is as expected."""
         from warmfleet_worker.vllm_hooks.compatibility import Part, missing
 
         return {part.name: missing(part) for part in Part}
 
     def differs(self) -> dict[str, str]:
-        """What of this version is not as in others, in words for the table."""
+        """Differences of this version from others, in words for the table."""
         from importlib.util import find_spec
 
         from vllm.renderers import online_renderer

@@ -28,7 +28,7 @@ VENV = Path(os.environ.get("ENGINE_VENV", ROOT / ".venv-vllm"))
 MODEL = ROOT / "models" / "tiny"
 SERVED_NAME = "tiny"
 TRUTH = Path(__file__).parent / "truth"
-START_SECONDS = 900.0  # 30 s on an idle machine, ten minutes beside much else; one that cannot start ends earlier
+START_SECONDS = 900.0  # a start takes 30 s, or ten minutes on a busy machine; a server that cannot start ends earlier
 BLOCK_TOKENS = 32  # the CPU kernels want a multiple of 32
 
 
@@ -51,7 +51,7 @@ class EngineOptions:
 
 
 class VllmEngine:
-    """One ``vllm serve`` in a process group of its own. ``worker_id`` is its first (only) engine core's."""
+    """A ``vllm serve`` in a process group of its own. ``worker_id`` is its first (only) engine core's."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -63,7 +63,7 @@ class VllmEngine:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and return at once. Call ``wait`` afterwards."""
+        """Start the server and return at once. Call ``wait`` afterwards."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command(),
@@ -87,7 +87,7 @@ class VllmEngine:
         raise RuntimeError(f"vLLM did not start:\n{self.log.read_text(errors='replace')[-4_000:]}")
 
     def stop(self) -> None:
-        """Ask it to end, then end its whole process group."""
+        """Ask the server to end, then end its whole process group."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -105,7 +105,7 @@ class VllmEngine:
             self.process = None
 
     def remove(self) -> None:
-        """Stop it, and leave nothing behind."""
+        """Stop the server, and leave no file or process behind."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -145,7 +145,7 @@ class VllmEngine:
                 return {bytes.fromhex(key) for key in json.load(stream)}
 
     def tokenised(self) -> int:
-        """How many prompts this server has tokenised itself since its start."""
+        """The number of prompts that the server has tokenised itself since its start."""
         path = self.folder / "tokenised"
         return path.stat().st_size if path.exists() else 0
 
@@ -174,9 +174,7 @@ class VllmEngine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",  # several engines share a few cores
-            "VLLM_CACHE_ROOT": str(
-                ROOT / ".cache" / "vllm"
-            ),  # kept between runs, because inspecting a model takes long
+            "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),  # kept between runs: inspecting a model takes long
             "VLLM_SERVER_DEV_MODE": "1",
             "ENGINE_TRUTH_SOCKET": str(self.folder / "truth"),
             "ENGINE_TRUTH_TOKENISED": str(self.folder / "tokenised"),

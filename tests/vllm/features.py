@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(NamedTuple):
-    """One request. result: its label in ``warmfleet_handoff_requests_total``. texts: prompts that engines tokenise."""
+    """A request. result: its label in ``warmfleet_handoff_requests_total``. texts: prompts that engines tokenise."""
 
     path: str
     body: dict[str, Any]

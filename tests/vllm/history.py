@@ -39,7 +39,7 @@ class Spells:
             states.append(there)
 
     def last(self, what: Hashable, when: float) -> tuple[bool, float | None]:
-        """Whether it was there at ``when``, and the time of the last change before (None: it never was there)."""
+        """Whether the item was present at ``when``, and the time of its last change before (None: it never was)."""
         times, states = self._changes.get(what, ([], []))
         at = bisect_right(times, when) - 1
         return (states[at], times[at]) if at >= 0 else (False, None)
@@ -90,8 +90,8 @@ class Index:
             index.blocks.all_gone(index.place)
             index.leases.all_gone(index.place)
             for slot, hashes in life.held.items():
-                for one in hashes:
-                    index.blocks.change((slot, one), index.place, there=True)
+                for held_block in hashes:
+                    index.blocks.change((slot, held_block), index.place, there=True)
             for lease in life.leases:
                 index.leases.change(lease, index.place, there=True)
             index.restored |= life.leases
@@ -127,8 +127,8 @@ class Index:
             chain = split(asked[FIRST_HASHES]) if len(asked) > FIRST_HASHES else ()
             made = Booking(reservation, self.place, at, slot, worker, matched // BLOCK_TOKENS, chain)
             self.bookings[reservation] = made
-            for one in chain:
-                self.makers[slot, one].append(made)
+            for block in chain:
+                self.makers[slot, block].append(made)
 
     def stalled(self, begin: float, end: float) -> float:
         """Return the seconds between the two in which no replica ran its upkeep, for instance for want of CPU."""
@@ -139,15 +139,15 @@ class Index:
     def makers_of(self, booking: Booking, block: bytes) -> list[Booking]:
         """Return the reservations, latest first, that were to make ``block`` there when ``booking`` was made."""
         return [
-            one
-            for one in reversed(self.makers[booking.slot, block])
-            if one.place < booking.place and self.leases.there(one.reservation, booking.place)
+            maker
+            for maker in reversed(self.makers[booking.slot, block])
+            if maker.place < booking.place and self.leases.there(maker.reservation, booking.place)
         ]
 
 
 @dataclass
 class Stay:
-    """One request in an engine, by its journal. cached: blocks that it found when it was first scheduled."""
+    """A request in an engine, by its journal. cached: blocks that it found when it was first scheduled."""
 
     reservation: str
     came: float
@@ -162,13 +162,13 @@ class Stay:
 
 @dataclass
 class Engine:
-    """One engine's journal. blocks: the hashes in its table over time, in seconds."""
+    """An engine's journal. blocks: the hashes in its table over time, in seconds."""
 
     blocks: Spells = field(default_factory=Spells)
     stays: dict[str, Stay] = field(default_factory=dict)
     flights: list[tuple[float, int]] = field(
         default_factory=list
-    )  # seconds, and +1 for a request that came or -1 for one that ended
+    )  # (seconds, +1 for the beginning of a request, -1 for its end)
     table: set[bytes] = field(default_factory=set)
     preemptions: int = 0
 
@@ -184,17 +184,17 @@ class Engine:
                 elif what == "add":
                     engine._came(at, ids, *rest)
                 elif what == "run":
-                    for one in rest[0]:
-                        if one in ids and ids[one].ran is None:
-                            ids[one].ran = at
+                    for block in rest[0]:
+                        if block in ids and ids[block].ran is None:
+                            ids[block].ran = at
                 elif rest[0] in ids:
                     engine._noted(ids[rest[0]], at, what, rest)
         return engine
 
     def _changed(self, at: float, appeared: list[str], gone: list[str]) -> None:
         for there, hashes in ((True, appeared), (False, gone)):
-            for one in map(bytes.fromhex, hashes):
-                self.blocks.change(one, at, there=there)
+            for block in map(bytes.fromhex, hashes):
+                self.blocks.change(block, at, there=there)
         self.table = (self.table | set(map(bytes.fromhex, appeared))) - set(map(bytes.fromhex, gone))
 
     def _came(self, at: float, ids: dict[str, Stay], request_id: str, tokens: int, chain: list[str]) -> None:
@@ -209,7 +209,7 @@ class Engine:
     def _noted(self, stay: Stay, at: float, what: str, rest: Sequence[object]) -> None:
         if what == "look" and stay.ran is None:
             stay.looked, stay.cached = at, int(str(rest[1])) // BLOCK_TOKENS
-            held = next((n for n, one in enumerate(stay.chain) if one not in self.table), len(stay.chain))
+            held = next((n for n, block in enumerate(stay.chain) if block not in self.table), len(stay.chain))
             assert stay.cached == held, f"{stay.reservation}: found {stay.cached} blocks, the table has {held}"
         elif what == "preempt":
             stay.preempted = at
@@ -224,7 +224,7 @@ def split(packed: bytes) -> tuple[bytes, ...]:
 
 
 class Concurrency:
-    """How many requests were in the engines at a moment, running or waiting."""
+    """The number of requests in the engines over time, running or waiting."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._times, self._counts, count = [0.0], [0], 0

@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python tests/vllm/hybrid_core.py SHAPE
 
-It runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and prints one
-JSON object: the scheme that the plugin announces, each prompt with what vLLM found cached of it and what the plugin had
-reported just before, and at the end the plugin's set beside the whole table.
+The program runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and
+prints a JSON object: the scheme that the plugin announces, each prompt with the tokens that vLLM found cached and the
+blocks that the plugin had reported just before, and at the end the plugin's set beside the whole table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def groups_of(shape: str) -> tuple[list[Any], int, int]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     common = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
-    if shape == "fine":  # what is hashed at a time is half of the full-attention group's block
+    if shape == "fine":  # a hash covers half of the full-attention group's block
         windows = SlidingWindowSpec(block_size=16, sliding_window=64, **common)
         return [windows, FullAttentionSpec(block_size=32, **common)], 16, 32
     if shape == "equal":  # as in most hybrid models: one size for all groups
@@ -78,7 +78,7 @@ class Core:
         self.rng = random.Random(3)
 
     def follow(self) -> set[bytes]:
-        """What the plugin has reported by now, from each change; each must be a real one."""
+        """The blocks that the plugin has reported so far. Each reported change must be real."""
         for run in self.reporter.transitions.drain(10**6):
             hashes = {run.packed[at : at + 8] for at in range(0, len(run.packed), 8)}
             if run.operation == "cleared":
@@ -134,7 +134,7 @@ def main() -> None:
         prompts.append(head + [rng.randrange(3, 8_000) for _ in range(rng.randrange(20, 300))])
         if len(prompts[-1]) > MAX_TOKENS - 100:
             prompts[-1] = prompts[-1][-200:]
-        held = [one.hex() for one in core.follow()]
+        held = [block.hex() for block in core.follow()]
         seen.append({"tokens": prompts[-1], "held": held, "cached": core.run(number, prompts[-1])})
     reported, table = core.follow(), core.table()
     cut = core.reporter.transitions.pick(core.reporter.transitions.cut())
@@ -144,7 +144,7 @@ def main() -> None:
         "scheme": scheme_of(core.config, full_attention_group(core.scheduler)).as_dict(),
         "closed": full_attention_group(core.scheduler).closed,
         "requests": seen,
-        "reported": [one.hex() for one in reported],
+        "reported": [block.hex() for block in reported],
         "table": table,
         "after_reset": len(core.follow()),
     }

@@ -43,7 +43,7 @@ NO_RETRY: dict[str, Any] = {"max_retries": 0, "timeout": 120}
 
 
 class Choice(BaseModel):
-    """What a structured answer must be."""
+    """The schema of a structured answer."""
 
     answer: Literal["yes", "no"]
 
@@ -82,7 +82,7 @@ def by_openai(base: str, model: str, embedding: str) -> dict[str, Callable[[], A
             return [sorted(kinds), stream.get_final_response().output_text]
 
     return {
-        "models": lambda: sorted(one.id for one in client.models.list()),
+        "models": lambda: sorted(model.id for model in client.models.list()),
         "model": lambda: client.models.retrieve(model).id,
         "chat": lambda: plain(chat.create(**common)),
         "chat streamed": lambda: text_of(chat.create(**common, stream=True, stream_options={"include_usage": True})),

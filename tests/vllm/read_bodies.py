@@ -30,7 +30,7 @@ READ = (
 
 
 def told(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """An endpoint that takes what the given one takes, and answers with the fields that were read."""
+    """An endpoint with the same parameters as ``endpoint``, which answers with the fields that were read."""
     from fastapi.responses import JSONResponse
     from pydantic import BaseModel
 

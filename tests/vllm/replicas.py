@@ -24,7 +24,7 @@ PATIENT_SECONDS = "2"
 
 
 class Replica:
-    """One process, on the same port each time it starts. deaths: how often it was killed. killed: it is dead now."""
+    """A replica, on the same port at each start. deaths: how often it was killed. killed: it is dead now."""
 
     def __init__(self, redis_url: str, policy: str = "cost", **settings: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WARMFLEET_")}
@@ -49,19 +49,19 @@ class Replica:
         self.process.wait()
 
     def ended(self) -> None:
-        """Wait until it has ended, and forget its log. Terminate it before."""
+        """Wait until the replica has ended, and delete its log. Terminate the replica before."""
         self.process.wait(20)
         self._log.close()
 
     @property
     def log(self) -> str:
-        """The end of what it has logged."""
+        """The end of the replica's log."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), 4_000, max(0, size - 4_000)).decode(errors="replace")
 
     @property
     def proven(self) -> int:
-        """How many workers are proven at this replica; -1 while it is not ready, or places requests by load alone."""
+        """The number of proven workers at the replica; -1 while it is not ready, or places requests by load alone."""
         try:
             if httpx.get(f"{self.url}/readyz", timeout=5).status_code != 200:
                 return -1  # /workers reads Redis anew, but its own last reading may be older
@@ -82,18 +82,20 @@ def running_replicas(
     try:
         started += [Replica(redis_url, policy, **settings) for _ in range(count)]
         deadline = time.monotonic() + READY_SECONDS
-        while not all(one.proven == engines for one in started):
-            if time.monotonic() > deadline or any(one.process.poll() is not None for one in started):
-                counts = [one.proven for one in started]
-                log = next((one.log for one, count in zip(started, counts, strict=True) if count != engines), "")
+        while not all(replica.proven == engines for replica in started):
+            if time.monotonic() > deadline or any(replica.process.poll() is not None for replica in started):
+                counts = [replica.proven for replica in started]
+                log = next(
+                    (replica.log for replica, count in zip(started, counts, strict=True) if count != engines), ""
+                )
                 raise RuntimeError(f"replicas not ready: {counts} of {engines} workers proven\n{log}")
             time.sleep(0.2)
         yield started
     finally:
-        for one in started:
-            one.process.terminate()
-        for one in started:
-            one.ended()
+        for replica in started:
+            replica.process.terminate()
+        for replica in started:
+            replica.ended()
 
 
 @contextmanager
@@ -103,4 +105,4 @@ def replicas(
     """``running_replicas`` for tests that kill none: their base URLs."""
     patient = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS}
     with running_replicas(redis_url, count, engines, policy, **{**patient, **settings}) as started:
-        yield [one.url for one in started]
+        yield [replica.url for replica in started]

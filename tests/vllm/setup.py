@@ -36,7 +36,7 @@ MODELS: dict[str, list[str]] = {
 }
 #: Where the tests let vLLM keep what it finds out about the classes of models.
 CACHE = ROOT / ".cache" / "vllm"
-#: Finds it out for the classes of our models. vLLM does it for each class in a process of its own.
+#: Inspects the classes of our models; vLLM inspects each class in a process of its own.
 INSPECT = """
 from vllm.model_executor.models import registry
 registry._run_in_subprocess = lambda look: look()

@@ -1,4 +1,4 @@
-"""Which bodies routers take, beside which vLLM's own server takes: its routes and request models, without an engine."""
+"""Routers take the bodies that vLLM's own server takes, by its routes and request models, without an engine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CHATS: tuple[Any, ...] = (
     *([{"role": "tool", "content": "x"}], [{"role": "odd", "content": None}], [{"role": "user", "content": []}]),
     *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "n": math.nan}]),
 )
-#: How a body can be written otherwise than everybody writes it.
+#: Unusual ways to write a body.
 SPELLINGS: dict[str, Any] = {
     "a mark before it": lambda text: b"\xef\xbb\xbf" + text.encode(),
     "UTF-16": lambda text: text.encode("utf-16"),
@@ -161,7 +161,9 @@ def cases() -> list[Case]:
 def read() -> dict[Case, dict[str, Any] | None]:
     """For each case the fields that vLLM reads; None if it refuses the body."""
     asked = cases()
-    lines = [json.dumps([one.path, one.content_type, base64.b64encode(one.body).decode()]) for one in asked]
+    lines = [
+        json.dumps([request.path, request.content_type, base64.b64encode(request.body).decode()]) for request in asked
+    ]
     command = [str(VENV / "bin" / "python"), str(ROOT / "tests/vllm/read_bodies.py")]
     run = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-4_000:]
@@ -230,7 +232,7 @@ def test_what_routing_reads_is_what_vllm_reads(read: dict[Case, dict[str, Any] |
     ],
 )
 def test_limits_of_a_router_are_in_its_documentation(path: str, body: dict[str, Any]) -> None:
-    """These are all that it refuses of what vLLM takes."""
+    """The documented limits are the only reasons to refuse a body that vLLM takes."""
     assert isinstance(parsed(Case(path, json.dumps(body).encode())), BadRequest)
     text = (ROOT / "app/docs/api.md").read_text()
     told = (

@@ -81,7 +81,7 @@ async def predicted(router: Replica, body: dict[str, Any]) -> tuple[int, int]:
 
 
 async def work(router: Replica, chance: random.Random, requests: int) -> int:
-    """Prompts with common heads, some of them again, some exactly as long as whole blocks; predicted is cached."""
+    """Send prompts with common heads, some again, some of whole blocks; the predicted tokens must be cached."""
     heads = [[3 + chance.randrange(250) for _ in range(32 * 8)] for _ in range(3)]
     tokens = 0
     for _ in range(requests):
@@ -104,7 +104,7 @@ async def test_the_index_is_the_table_of_stock_vllm(valkey_url: str) -> None:
     try:
         engine.start()
         await asyncio.to_thread(engine.wait)
-        for _ in range(6):  # before anybody listens
+        for _ in range(6):  # before any bridge listens
             await asyncio.to_thread(engine.complete, [3 + chance.randrange(250) for _ in range(320)])
         async with replica(valkey_url, SERVED_NAME, decide_timeout_s=5.0) as router:
             with bridge(valkey_url, option):

@@ -29,8 +29,8 @@ class Case:
     def _request(self, name: str, place: int, at: float, matched: int) -> None:
         made = Booking(name, place, at, 1, "w", matched, CHAIN)
         self.index.bookings[name] = made
-        for one in CHAIN:
-            self.index.makers[1, one].append(made)
+        for block in CHAIN:
+            self.index.makers[1, block].append(made)
 
     def indexed(self, *, there: bool = True) -> Case:
         self.index.blocks.change((1, LAST), PLACE - 1, there=there)
@@ -61,7 +61,7 @@ class Case:
         return self
 
     def stalled(self) -> Case:
-        self.index.ticks = [one for one in self.index.ticks if not 97.5 < one < 99.5]
+        self.index.ticks = [tick for tick in self.index.ticks if not 97.5 < tick < 99.5]
         return self
 
     @property
@@ -116,7 +116,7 @@ def test_another_prompt_is_never_explained() -> None:
 
 
 def test_a_prompt_that_a_replica_did_not_hash_is_never_explained() -> None:
-    """Not even when Redis has just come back: replicas keep what they hash prompts by."""
+    """A Redis that has just come back explains nothing: replicas keep their tokenizers."""
     case = Case(4, matched=0).struck(redis_back=[AT - 1])
     case.index.bookings["r"] = replace(case.index.bookings["r"], chain=())
     assert case.cause == "another prompt: unexplained"

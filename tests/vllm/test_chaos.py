@@ -46,7 +46,7 @@ pytestmark = [
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "3000"))
 BLOCKS = 192  # of 32 tokens, enough for about a third of the clients' conversations
 STEP_S = "0.05"  # as long as a larger model's step, so that requests overlap without starving the machine of CPU
-PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after so long the index must be right by itself
+PERIOD_S = HEARTBEAT_SECONDS + 1.0  # after this time the index must be right by itself
 
 
 @pytest.mark.timeout(3_600)
@@ -54,7 +54,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(MortalRedis(Keys(SERVED_NAME)))
         options = [engine_options(name, server, tmp_path) for name in ("vllm-a", "vllm-b")]
-        engines = {one.worker_id: one for one in stack.enter_context(running(*options))}
+        engines = {engine.worker_id: engine for engine in stack.enter_context(running(*options))}
         # A template's process that starves on a busy machine meets its limit, and such a chat predicts nothing.
         replicas = stack.enter_context(running_replicas(server.url, WARMFLEET_APPROVED_TEMPLATES="*"))
         load = Load(list(replicas), REQUESTS)
@@ -70,7 +70,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
             print("\ncounted in Redis since it last came back:", await fleet.index.counts())
         finally:
             await fleet.close()
-    journals = {one: Engine.of(tmp_path / f"{one}.journal") for one in engines}
+    journals = {worker: Engine.of(tmp_path / f"{worker}.journal") for worker in engines}
     index = Index.of(server)
     verdict = Judge(index, journals, chaos.strikes).verdict()
     report(load, seconds, verdict, journals)
@@ -79,7 +79,7 @@ async def test_predictions_and_index_under_chaos(tmp_path: Path) -> None:
     assert load.failures == []
     assert (len(chaos.lost), len(chaos.replica_lost)) == (2, 3)
     told = {s.reservation: s.cached for e in journals.values() for s in e.stays.values() if s.ran is not None}
-    assert {one: cached // 32 for one, cached in index.progress.items()}.items() <= told.items()
+    assert {reservation: cached // 32 for reservation, cached in index.progress.items()}.items() <= told.items()
     assert verdict.odd == []
     assert verdict.compared > REQUESTS / 2, "decisions without Redis predict nothing: they must be few"
     assert verdict.crowded.total() > verdict.compared / 2, f"fewer than {CROWD} concurrent requests"
@@ -101,14 +101,14 @@ async def index_is_the_tables(fleet: Fleet, engines: dict[str, VllmEngine]) -> N
     keys, store = fleet.keys, fleet.redis
     views = {view.worker_id: view for view in await fleet.workers.read()}
     assert views.keys() == engines.keys()
-    tables = {one: {key[-12:-4] for key in await asyncio.to_thread(engines[one].table)} for one in engines}
+    tables = {worker: {key[-12:-4] for key in await asyncio.to_thread(engines[worker].table)} for worker in engines}
     assert min(map(len, tables.values())) > BLOCKS / 2
     expected: dict[bytes, set[bytes]] = {}
     for worker_id, view in views.items():
         slot = view.record["slot"]
         assert await store.smembers(keys.slot(slot)) == tables[worker_id], worker_id
-        for one in tables[worker_id]:
-            expected.setdefault(keys.block(one), set()).add(str(slot).encode())
+        for block in tables[worker_id]:
+            expected.setdefault(keys.block(block), set()).add(str(slot).encode())
     forward = {key async for key in store.scan_iter(keys.prefix + "b:*", 1_000)}
     assert forward == expected.keys()
     for key, slots in expected.items():
@@ -123,7 +123,9 @@ async def nothing_is_left(fleet: Fleet) -> None:
 
     async def empty() -> bool:
         loads = [view.load for view in await fleet.workers.read()]
-        booked = sum(one.in_flight + one.prefill_tokens + one.decode_tokens for one in loads)
+        booked = sum(
+            worker_load.in_flight + worker_load.prefill_tokens + worker_load.decode_tokens for worker_load in loads
+        )
         return not booked and not await store.hlen(keys.lease) and not await store.zcard(keys.leases)
 
     await poll(empty, 75, "no reservation is left")
@@ -134,8 +136,8 @@ async def nothing_is_left(fleet: Fleet) -> None:
 def given_up(index: Index, journals: dict[str, Engine]) -> None:
     """Return how long Redis expected each prompt that no engine got, because its client or its replica gave up."""
     came = {reservation for engine in journals.values() for reservation in engine.stays}
-    never = [one for one in index.bookings.values() if one.reservation not in came]
-    told = [(index.told[one.reservation], one.at) for one in never if one.reservation in index.told]
+    never = [booking for booking in index.bookings.values() if booking.reservation not in came]
+    told = [(index.told[booking.reservation], booking.at) for booking in never if booking.reservation in index.told]
     late = sorted(round(there - booked, 2) for there, booked in told) or [0.0]
     print(f"booked, never came: {len(never)}; told after, s: p50 {late[len(late) // 2]}, longest {late[-8:]}")
 
@@ -144,8 +146,8 @@ def report(load: Load, seconds: float, verdict: Verdict, journals: dict[str, Eng
     lags = sorted(verdict.lags) or [0.0]
     print(f"\n{load.total} requests in {seconds:.0f} s, {load.total / seconds:.1f} a second")
     print("clients:", dict(load.outcomes), "reservations:", dict(load.words))
-    print("preempted:", sum(one.preemptions for one in journals.values()))
+    print("preempted:", sum(journal.preemptions for journal in journals.values()))
     print(verdict.table())
     print(f"not yet reported: {len(lags)}, p50 {lags[len(lags) // 2]:.3f} s, longest {lags[-1]:.3f} s")
-    for one in [*verdict.odd[:10], *load.failures[:10]]:
-        print("!", one)
+    for line in [*verdict.odd[:10], *load.failures[:10]]:
+        print("!", line)

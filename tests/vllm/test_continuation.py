@@ -1,4 +1,4 @@
-"""Real vLLM dies in the middle of its streams, and the clients get the text that they would have got."""
+"""Real vLLM dies in the middle of its streams, and the clients still get the same text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asked(number: int) -> tuple[str, dict[str, Any]]:
     """A path and a body. The random model answers with bytes of every kind, also with parts of characters."""
     text = " ".join(random.Random(number).choices(WORDS, k=120))
     body = {"model": SERVED_NAME, "temperature": 0, "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
-    body |= {"stream_options": {"include_usage": True}, "repetition_penalty": 1_000.0}  # or it says one word for ever
+    body |= {"stream_options": {"include_usage": True}, "repetition_penalty": 1_000.0}  # or one word repeats
     if number % 2:
         return "/v1/completions", body | {"prompt": text}
     return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]}
@@ -56,7 +56,7 @@ def asked(number: int) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Stream:
-    """What a client got so far. gap_s: the longest wait between two pieces."""
+    """The pieces that a client has got so far. gap_s: the longest wait between two pieces."""
 
     worker: str = ""
     text: str = ""
@@ -92,11 +92,13 @@ async def hear(router: Replica, number: int, stream: Stream) -> None:
 
 
 async def run(router: Replica, *, kill: Callable[[list[Stream]], None] | None = None) -> list[Stream]:
-    """All streams at once; ``kill`` is called with them when each has got some of its text."""
+    """Run all streams at once, and call ``kill`` with them when each has got some of its text."""
     streams = [Stream() for _ in range(STREAMS)]
-    tasks = [asyncio.create_task(hear(router, number, one)) for number, one in enumerate(streams)]
+    tasks = [asyncio.create_task(hear(router, number, stream)) for number, stream in enumerate(streams)]
     if kill is not None:
-        await poll(lambda: sum(one.events for one in streams) > 40 * STREAMS, 60, "the streams are in their middle")
+        await poll(
+            lambda: sum(stream.events for stream in streams) > 40 * STREAMS, 60, "the streams are in their middle"
+        )
         kill(streams)
     await asyncio.gather(*tasks)
     return streams
@@ -113,10 +115,12 @@ async def test_streams_go_on_with_the_same_text_when_an_engine_is_killed(
             await router.exact()
             await poll(lambda: _proven(router, 2), 60, "two proven workers")
             wanted = await run(router)
-            assert [one.error for one in wanted] == [""] * STREAMS
-            assert min(len(set(one.text)) for one in wanted) > 50, "the texts are too simple to show anything"
+            assert [stream.error for stream in wanted] == [""] * STREAMS
+            assert min(len(set(stream.text)) for stream in wanted) > 50, "the texts are too simple to show anything"
             again = await run(router)
-            assert [one.whole for one in again] == [one.whole for one in wanted], "greedy answers do not repeat"
+            assert [stream.whole for stream in again] == [stream.whole for stream in wanted], (
+                "greedy answers do not repeat"
+            )
             victim = await check(router, engines, wanted, lambda engine: engine.kill())
             victim.start()
             await asyncio.to_thread(victim.wait)
@@ -134,14 +138,14 @@ async def check(
     broken, before = Counter[str](), await router.metric(CONTINUED)
 
     def strike(streams: list[Stream]) -> None:
-        broken.update(one.worker for one in streams if one.worker and not one.ends)
+        broken.update(stream.worker for stream in streams if stream.worker and not stream.ends)
         kill(_engine(engines, broken.most_common(1)[0][0]))
 
     heard = await run(router, kill=strike)
     [(name, count)] = broken.most_common(1)
     differing = [number for number in range(STREAMS) if heard[number].whole != wanted[number].whole]
     continued = await router.metric(CONTINUED) - before
-    ours, others = ([one.gap_s for one in heard if (one.worker == name) == at] for at in (True, False))
+    ours, others = ([stream.gap_s for stream in heard if (stream.worker == name) == at] for at in (True, False))
     print(f"\n{count} of {STREAMS} streams were at {name}; {continued:.0f} went on, {len(differing)} differ;", end=" ")
     print(f"longest gap of those {max(ours):.2f} s, of the others {max(others, default=0.0):.2f} s")
     assert differing == []

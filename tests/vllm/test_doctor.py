@@ -57,15 +57,15 @@ async def doctor(redis_url: str, engine: VllmEngine, key: str = "") -> tuple[Rep
 async def joined(redis_url: str, worker_id: str) -> bool:
     fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
     try:
-        return any(one.worker_id == worker_id and one.server is not None for one in await fleet.workers.read())
+        return any(worker.worker_id == worker_id and worker.server is not None for worker in await fleet.workers.read())
     finally:
         await fleet.close()
 
 
 def named(report: Report, check: str, state: State, detail: str, remedy: str) -> bool:
     return any(
-        (one.check, one.state) == (check, state) and detail in one.detail and remedy in one.remedy
-        for _, one in report.found
+        (finding.check, finding.state) == (check, state) and detail in finding.detail and remedy in finding.remedy
+        for _, finding in report.found
     )
 
 
@@ -80,10 +80,10 @@ async def test_real_engines(store: str) -> None:
     with running(options[0]) as [good], running_replicas(store, 1, 1, **more):
         report, printed = await doctor(store, good)
         assert report.status == 0, printed
-        assert set(ALL_WELL) <= {one.check for _, one in report.found if one.state is State.OK}, printed
-        assert any(one.detail.endswith("as predicted") for _, one in report.found if one.check == "prefix caching"), (
-            printed
-        )
+        assert set(ALL_WELL) <= {finding.check for _, finding in report.found if finding.state is State.OK}, printed
+        assert any(
+            finding.detail.endswith("as predicted") for _, finding in report.found if finding.check == "prefix caching"
+        ), printed
         with running(options[1]) as [bad]:
             await poll(lambda: joined(store, bad.worker_id), 60, "both halves have joined")
             report, printed = await doctor(store, bad)

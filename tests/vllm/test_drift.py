@@ -129,7 +129,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: Body, *, hang_up: bool 
 
 
 async def evicting(client: httpx.AsyncClient, url: str) -> None:
-    """Send one request after the other, each of which fills more than half of the cache."""
+    """Send requests one after another, each of which fills more than half of the cache."""
     while True:
         await ask(client, url, {"model": SERVED_NAME, "max_tokens": 1} | TRICKS["evictions"]())
 

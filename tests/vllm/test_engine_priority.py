@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
-#: Without it an engine spins on two cores while it works: replicas then wait for a core, at times for seconds.
+#: Engines sleep while they wait, or they would spin on two cores: replicas would wait seconds for a core.
 SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
-#: Of prompts, in tokens; the order in which they come.
+#: Sizes of prompts in tokens, in the order in which they come.
 SIZES = (3_200, 2_400, 1_600, 800, 100)
-#: From one to the next. A waiting prompt grows old: it goes before one that comes later by more than four times the
+#: Seconds between prompts. A waiting prompt grows old: it goes before one that comes later by more than four times the
 #: time that the difference of their work takes. Of two in a row that is .4 s at the 7,000 tokens a second of
 #: models/small; of models/tiny it is less than the time between two prompts on a busy machine.
 GAP_S = 0.03
-#: Rules under comparison. ``engines``: the engines sort, and so many requests wait there that they can.
+#: Rules under comparison. ``engines``: the engines sort, and enough requests wait there for sorting.
 RULES: dict[str, dict[str, str]] = {
     "held_2s": {"WARMFLEET_MAX_ENGINE_WAIT_S": "2"},
     "default": {},
@@ -62,7 +62,7 @@ async def sizes_as_they_end(url: str, engine: VllmEngine) -> list[int]:
         asyncio.TaskGroup() as group,
         client.stream("POST", "/v1/completions", json=body(40, 4_000, stream=True)) as busy,
     ):
-        tokens = busy.aiter_bytes()  # it ends the stream when nothing refers to it
+        tokens = busy.aiter_bytes()  # the stream ends when nothing refers to its task
         await anext(tokens)
         for size in SIZES:
             group.create_task(ask(client, size, ended))
@@ -84,7 +84,7 @@ async def ask(client: httpx.AsyncClient, size: int, ended: list[int]) -> None:
 
 
 async def waiting(client: httpx.AsyncClient, engine: VllmEngine) -> float:
-    """How many requests wait in this engine, by its own metrics."""
+    """The number of requests that wait in this engine, by its own metrics."""
     return gauge((await client.get(f"{engine.url}/metrics")).text, "vllm:num_requests_waiting")
 
 
@@ -117,7 +117,7 @@ class Played(NamedTuple):
         )
 
     def told(self) -> dict[str, Any]:
-        """The figures of these answers. ``engine_cpu_us_per_token``: of a computed one. It tells when the machine was
+        """The figures of the answers. ``engine_cpu_us_per_token``: of a computed one. It tells when the machine was
         slow: near saturation a few percent multiply a mean.
         """
         found = summary(self.replies, skip=0.0)
@@ -143,8 +143,8 @@ def play(redis_url: str, engines: Sequence[VllmEngine], trace: Trace, settings: 
 def cpu_s(engines: Sequence[VllmEngine]) -> float:
     """CPU time of all processes of these engines so far."""
     servers = [psutil.Process(engine.process.pid) for engine in engines if engine.process is not None]
-    times = [one.cpu_times() for server in servers for one in (server, *server.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    times = [process.cpu_times() for server in servers for process in (server, *server.children(recursive=True))]
+    return sum(spent.user + spent.system for spent in times)
 
 
 @pytest.mark.long(minutes=2, shows="a real engine takes waiting prompts by the priority that routers send")
@@ -195,17 +195,17 @@ def test_mixed_load_near_saturation() -> None:
             flood = play(
                 redis_url, engines, load(DEVICE.flood_rate, DEVICE.flood_s, seed=DEVICE.rounds), RULES["held_2s"]
             )
-            rate = NEAR_SATURATION * sum(not one.error for one in flood.replies) / flood.spent_s
+            rate = NEAR_SATURATION * sum(not reply.error for reply in flood.replies) / flood.spent_s
             print(f"\n{rate:.1f} requests a second are near saturation", flush=True)
             for number in range(DEVICE.rounds):
                 for rule in (*RULES, *RULES)[number % len(RULES) :][: len(RULES)]:  # each is first, second and last
                     one = play(redis_url, engines, load(rate, DEVICE.slice_s, seed=number), RULES[rule])
                     print(f"slice {number} {rule}: {json.dumps(one.told())}", flush=True)
                     found[rule] = found[rule].and_then(one)
-    rows = {rule: one.told() for rule, one in found.items()}
-    for rule, one in found.items():
-        tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in one.replies)
-        rows[rule]["tokens_per_s"] = round(tokens / one.spent_s, 1)
+    rows = {rule: outcome.told() for rule, outcome in found.items()}
+    for rule, outcome in found.items():
+        tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in outcome.replies)
+        rows[rule]["tokens_per_s"] = round(tokens / outcome.spent_s, 1)
     print(table(rows))
     print(json.dumps(rows))
     assert all(row["errors"] == 0 for row in rows.values())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 pytestmark = pytest.mark.vllm
-#: If an answer of Redis was late on a busy machine, the word that a booking was cancelled stays there for so long.
+#: A tombstone of a cancelled booking stays in Redis this long, if Redis answered late on a busy machine.
 SETTLED_S = Spans().tombstone_ms / 1000 + 30
 
 
@@ -36,7 +36,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer: its worker, the predicted tokens, and the tokens that vLLM found cached."""
+    """An answer: its worker, the predicted tokens, and the tokens that vLLM found cached."""
 
     worker_id: str
     predicted: int

@@ -52,7 +52,7 @@ def joined(old: Any, new: Any, name: str = "") -> Any:
     if isinstance(old, dict) and isinstance(new, dict):
         return {key: joined(old.get(key), new.get(key), key) for key in [*old, *(new.keys() - old.keys())]}
     if name in ("choices", "tool_calls") and isinstance(old, list) and isinstance(new, list):
-        first, second = ({one["index"]: one for one in part} for part in (old, new))
+        first, second = ({choice["index"]: choice for choice in part} for part in (old, new))
         return [joined(first.get(index), second.get(index)) for index in sorted({*first, *second})]
     if isinstance(old, list) and isinstance(new, list):
         return old + new
@@ -163,7 +163,10 @@ async def test_nor_with_parsers_tools_in_the_template_and_adapters(vllm_store: s
     lora = ("--enable-lora", "--lora-modules", f"adapter={adapter}")
     arguments = ("--chat-template", str(template), *parsers, *lora)
     options = EngineOptions(vllm_store, "vllm-p", tag, BLOCKS, arguments=arguments)
-    adapted = {f"adapter, {name}": one._replace(body=one.body | {"model": "adapter"}) for name, one in FEATURES.items()}
+    adapted = {
+        f"adapter, {name}": feature._replace(body=feature.body | {"model": "adapter"})
+        for name, feature in FEATURES.items()
+    }
     with running(options) as [engine]:
         found = Reported(engine, vllm_store)
         plain = engine.complete("class A:", max_tokens=8)["choices"][0]["text"]

@@ -48,7 +48,7 @@ def test_what_is_reported_is_the_full_attention_group_and_predicts_what_is_cache
     for request in core["requests"]:
         packed, held = hasher.chain(request["tokens"]).hashes, set(request["held"])
         chain = [packed[at : at + HASH_BYTES].hex() for at in range(0, len(packed), HASH_BYTES)]
-        depth = next((at for at, one in enumerate(chain) if one not in held), len(chain))
+        depth = next((at for at, block in enumerate(chain) if block not in held), len(chain))
         predicted, cached = depth * scheme.block_tokens, request["cached"]
         outcomes["exact" if cached == predicted else "over" if cached > predicted else "short"] += 1
         chains.update(chain)

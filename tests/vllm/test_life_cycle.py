@@ -47,7 +47,7 @@ LONG_ANSWER = 3_800  # tokens: many seconds
 
 @dataclass
 class Life:
-    """A server, the stream of its API server, and a replica once it is asked for."""
+    """A server, the stream of its API server, and a replica, which is started when first used."""
 
     engine: VllmEngine
     fleet: Fleet
@@ -199,20 +199,20 @@ async def test_it_is_drained_by_the_operator_and_by_sigterm_and_finishes_what_it
 
 
 async def state_of(fleet: Fleet, worker_id: str) -> str:
-    return next((str(one.state) for one in await fleet.workers.read() if one.worker_id == worker_id), "")
+    return next((str(worker.state) for worker in await fleet.workers.read() if worker.worker_id == worker_id), "")
 
 
 async def faults(store: str) -> list[str]:
-    """What `warmfleet doctor` finds wrong with the workers."""
+    """The faults that `warmfleet doctor` finds in the workers."""
     settings = Settings(redis_url=store, models=(SERVED_NAME,), decide_timeout_s=2.0)
     report = Report(out=io.StringIO())
     await examine(Plan(settings, store), report)
     checks = ("worker", "halves", "workers", "url")
-    return [one.detail for _, one in report.found if one.check in checks and one.state is not State.OK]
+    return [finding.detail for _, finding in report.found if finding.check in checks and finding.state is not State.OK]
 
 
 async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> None:
-    """One engine is replaced by another, which is then replaced by the first under its old name."""
+    """A second engine replaces the first, which then replaces the second under its old name."""
     async with life(store) as old:
         await serving(old)
         options = replace(old.engine.options, worker_id="vllm-b")
@@ -229,7 +229,7 @@ async def test_a_goodbye_is_no_fault_after_a_rolling_replacement(store: str) -> 
                     assert await ask(replica.url) == 200
                     assert await faults(store) == []
                     await asyncio.to_thread(leaves.kill)
-                    for _ in range(4):  # over the time in which its other half falls silent
+                    for _ in range(4):  # longer than it takes until the engine's other half counts as silent
                         await asyncio.sleep(5)
                         assert await state_of(old.fleet, leaves.worker_id) == "left"
                         assert await faults(store) == []

@@ -149,7 +149,7 @@ async def told(engine: VllmEngine, verb: str, body: dict[str, str]) -> None:
 
 
 async def test_adapters_and_salts_keep_apart(adapted: Adapted) -> None:
-    """All send the same prompt. Nothing is cached the first time, and all of it on the same engine the second time."""
+    """All tenants send the same prompt: nothing of it is cached at first, all of it on the same engine later."""
     one, two = adapted.replicas
     for url in adapted.replicas:
         await listed(url, {SERVED_NAME, "one", "two"})

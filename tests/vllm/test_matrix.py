@@ -1,4 +1,4 @@
-"""The plugin on the core of every vLLM from 0.28 to 0.33: what it reports is what that core itself says.
+"""The plugin on the core of every vLLM from 0.28 to 0.33: its reports equal the core's own figures.
 
     make vllm-matrix
 
@@ -247,7 +247,7 @@ async def test_what_is_reported_is_what_the_core_says(
                 assert await prefills(fleet, ran["counted"]) == ran["counted"]
                 assert len(ran["counted"]) == REQUESTS
                 reported += len(ran["counted"])
-                evicted += sum(len(one[b"d"]) // 8 for one in await entries(fleet) if one[b"o"] == b"removed")
+                evicted += sum(len(entry[b"d"]) // 8 for entry in await entries(fleet) if entry[b"o"] == b"removed")
                 blocks.append(await same(fleet, ran["table"]))
             cells["prefills"] = f"{reported} of {reported}"
             cells["index == table"] = ", ".join(map(str, blocks))

@@ -36,7 +36,7 @@ pytestmark = [
 
 PACKAGES = ("openai", "anthropic", "langchain-openai")
 EMBEDDING = "embedding"
-#: A busy engine may answer a plain stream otherwise: floating-point sums depend on what is computed together.
+#: A busy engine may answer a plain stream differently: floating-point sums depend on what is computed together.
 TRIES = 3
 
 
@@ -51,7 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def results(python: Path, url: str) -> dict[str, Any]:
-    """What the clients get from one server."""
+    """The results that the clients get from a server."""
     script = __file__.replace("test_official_clients", "official_clients")
     found: dict[str, Any] = json.loads(await asyncio.to_thread(run, [str(python), script, url, TAG, EMBEDDING]))
     return found

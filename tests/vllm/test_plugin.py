@@ -171,7 +171,7 @@ async def test_progress_says_what_usage_says(reported: Reported, vllm_fleet: Fle
         turns += [{"role": "user", "content": words(50, 10 + number)}]
     answer = await asyncio.to_thread(engine.complete, words(600, 4), f"{reservation(3)}.me")
     told[reservation(3)] = [0, answer["usage"]["prompt_tokens"]]
-    await asyncio.to_thread(engine.complete, words(600, 5))  # without a reservation, so nothing is told
+    await asyncio.to_thread(engine.complete, words(600, 5))  # without a reservation, so no progress is reported
     seen: dict[str, list[int]] = {}
 
     async def progress() -> bool:

@@ -1,4 +1,4 @@
-"""Two real engines that are told only their model: each finds a pool, keeps it, and one moves while it serves."""
+"""Two real engines know only their model: each finds a pool and keeps it, and one of them moves while it serves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Spread:
             models = (await client.get(f"{self.replica.url}/workers")).json()["models"]
         return {
             model["model"]: [
-                one["worker_id"] for one in model["workers"] if one["routable"] and one["proof"] == "proven"
+                worker["worker_id"] for worker in model["workers"] if worker["routable"] and worker["proof"] == "proven"
             ]
             for model in models
         }
@@ -194,9 +194,9 @@ async def move(fleet: Spread, mover: str, old: str, new: str) -> None:
         load.total = load.begun  # no more
     print(f"\nthe core left after {left_s:.1f} s; it had requests in its new pool after {serves_s:.1f} s")
     print(f"{load.done} requests, of which {during} until then: {dict(load.outcomes)}, {dict(load.words)}")
-    print(f"counted: { ({tag: await one.index.counts() for tag, one in fleet.pools.items()}) }")
+    print(f"counted: { ({tag: await pool.index.counts() for tag, pool in fleet.pools.items()}) }")
     assert load.failures == []
-    assert {one.result() for one in long} == {LONG_ANSWER}
+    assert {task.result() for task in long} == {LONG_ANSWER}
 
 
 async def long_answers(fleet: Spread, tasks: asyncio.TaskGroup) -> list[asyncio.Task[int]]:
@@ -207,7 +207,7 @@ async def long_answers(fleet: Spread, tasks: asyncio.TaskGroup) -> list[asyncio.
         first = asyncio.Event()
         begun.append(tasks.create_task(stream(fleet.replica.url, first, len(begun))))
         await first.wait()
-        busy = [any(one.load.in_flight for one in await pool.workers.read()) for pool in fleet.pools.values()]
+        busy = [any(worker.load.in_flight for worker in await pool.workers.read()) for pool in fleet.pools.values()]
     return begun
 
 
@@ -225,7 +225,7 @@ async def predict(fleet: Spread, tag: str, talks: dict[str, list[Talk]]) -> None
             messages += [{"role": "assistant", "content": turn.text}, user(40, question)]
             await settled(fleet.real, pool)
     after = await pool.index.counts()
-    counts = {one: after.get(one, 0) - before.get(one, 0) for one in ("exact", "over", "short", "mismatch")}
+    counts = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in ("exact", "over", "short", "mismatch")}
     print(f"predictions in {tag}: {counts}; {tokens} tokens cached as predicted")
     assert counts == {"exact": 4 * TALKS, "over": 0, "short": 0, "mismatch": 0}
 

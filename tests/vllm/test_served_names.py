@@ -30,7 +30,7 @@ OTHER = "served-by-another-name"
 
 
 async def asked(url: str, model: str, count: int) -> tuple[Counter[int], set[str]]:
-    """The statuses, and the workers that answered, of so many fresh requests one after the other."""
+    """Send ``count`` fresh requests one after another. Return their statuses, and the workers that answered."""
     statuses, workers = Counter[int](), set[str]()
     async with httpx.AsyncClient(timeout=120) as client:
         for _ in range(count):
@@ -49,7 +49,7 @@ async def states(url: str) -> dict[str, dict[str, Any]]:
 
 async def test_each_name_goes_to_the_engines_that_serve_it() -> None:
     with server(valkey_binary()) as redis_url:
-        # The last one of two equal options counts, so each of these serves what is named here.
+        # The last of two equal options counts, so each server has the names given below.
         names = {"right": [SERVED_NAME], "both": [SERVED_NAME, "alias"], "wrong": [OTHER]}
         options = [
             EngineOptions(redis_url=redis_url, worker_id=name, arguments=("--served-model-name", *served))
@@ -58,7 +58,7 @@ async def test_each_name_goes_to_the_engines_that_serve_it() -> None:
         with running(*options), replicas(redis_url) as (url, _):
 
             async def settled() -> bool:
-                found = {name: one["state"] for name, one in (await states(url)).items()}
+                found = {name: state["state"] for name, state in (await states(url)).items()}
                 return found == {"right.0": "proven", "both.0": "proven", "wrong.0": "misnamed"}
 
             await poll(settled, 120, "two are proven and one is misnamed")

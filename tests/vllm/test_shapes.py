@@ -1,4 +1,4 @@
-"""Engines of other shapes than the plain one, as real vLLM: their own tables, what is predicted, and who is chosen."""
+"""Real engines of unusual shapes: their own tables, the predictions, and the chosen engines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BLOCK_TOKENS, HASH_TOKENS = 64, 32
 
 
 class Shown(NamedTuple):
-    """What one answer says: its worker, the predicted and the cached tokens, and the ids whose KV the engine has."""
+    """The facts in an answer: its worker, the predicted and the cached tokens, and the ids whose KV the engine has."""
 
     worker_id: str
     predicted: int
@@ -130,7 +130,7 @@ def ranks() -> Iterator[Stack]:
 
 
 async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> None:
-    """Through two replicas, whatever rank the client asks for; each rank's index is that rank's own table."""
+    """Two replicas ignore the rank that a client asks for; each rank's index equals its own table."""
     urls, engine = ranks.replicas, ranks.engines[RANKS[0]]
     async with fleet_of(ranks) as fleet:
         workers = await fleet.workers.read()
@@ -143,11 +143,11 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
         for rank, name in enumerate(RANKS):
             table = {key[-12:-4] for key in await asyncio.to_thread(engine.table, rank)}
             assert await held(fleet, views[name]) == table
-            chains = [chain_hashes(Scheme.from_dict(views[name].record["scheme"]), one.ids) for one in first]
+            chains = [chain_hashes(Scheme.from_dict(views[name].record["scheme"]), answer.ids) for answer in first]
             own = [digest[-8:] in table for chain in chains for digest in chain]
-            assert own == [one.worker_id == name for one, chain in zip(first, chains, strict=True) for _ in chain]
+            assert own == [answer.worker_id == name for answer, chain in zip(first, chains, strict=True) for _ in chain]
         for seed, before in enumerate(first):
-            wish = {"X-data-parallel-rank": str(seed % 3)}  # ignored, even one that no rank has
+            wish = {"X-data-parallel-rank": str(seed % 3)}  # the rank is ignored, even a number that no rank has
             again = await ask(urls[1 - seed % 2], prompt(seed) + prompt(100 + seed, 20), **wish)
             assert again.worker_id == before.worker_id
             assert again.predicted == again.cached >= len(before.ids) - 64
@@ -164,7 +164,7 @@ async def test_requests_reach_the_rank_that_holds_their_prefix(ranks: Stack) -> 
 
 @pytest.fixture(scope="module")
 def mixed() -> Iterator[Stack]:
-    """One engine with sliding windows, which hashes by 32 tokens and has blocks of 64; one without prefix caching."""
+    """An engine with sliding windows, hashes of 32 tokens and blocks of 64; and an engine without prefix caching."""
     sizes = ("--block-size", str(BLOCK_TOKENS), "--prefix-match-unit", str(HASH_TOKENS))
     with server(valkey_binary()) as redis_url:
         options = [
@@ -222,7 +222,7 @@ async def test_hashes_finer_than_blocks_are_matched(mixed: Stack) -> None:
     ],
 )
 async def test_a_paused_engine_gets_no_requests_until_it_goes_on(mixed: Stack, stop: str, go_on: str) -> None:
-    """Not even for a prompt that only this engine holds."""
+    """A paused engine gets not even a prompt that only it holds."""
     engine, (url, _), text = mixed.engines["windows.0"], mixed.replicas, prompt(random.randrange(2**30))
     async with fleet_of(mixed) as fleet:
         await asyncio.to_thread(engine.complete, text)
@@ -265,7 +265,7 @@ async def test_the_index_of_an_engine_whose_cache_is_reset_is_empty_at_once(mixe
 
 
 async def test_with_a_kv_connector_texts_are_left_to_the_engine(tmp_path: Path) -> None:
-    """Its set of blocks may have holes, and it gets no token ids; what is predicted is cached all the same."""
+    """An engine with a KV connector gets no token ids, as its blocks may have holes; predicted tokens are cached."""
     kept = {"shared_storage_path": str(tmp_path)}
     told = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": kept}
     with server(valkey_binary()) as redis_url:

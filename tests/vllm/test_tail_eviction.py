@@ -46,7 +46,7 @@ BLOCKS = 64  # 63 of them for requests, of 32 tokens
 
 @pytest.fixture(scope="module", params=trees.VERSIONS)
 def core(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What happened in the core of one version of vLLM, which checks itself after every step."""
+    """The run of a core of one version of vLLM, which checks itself after every step."""
     environment = trees.environment(trees.tree(request.param))
     done = subprocess.run(
         [VENV / "bin/python", CORE, "1"], env=environment, capture_output=True, text=True, check=False, timeout=300
@@ -99,7 +99,7 @@ class Conversations:
         return views[0].load if views else None
 
     def first_again(self) -> int:
-        """Four conversations that do not fit; returns what is left of the first one.
+        """Four conversations that do not fit; returns how many tokens of the first are still cached.
 
         Prompts of 800 tokens come before them, so that ``auto`` means an objective of 480 tokens on any machine.
         """
@@ -112,7 +112,7 @@ class Conversations:
         return self.cached(a)
 
     def ended(self, **hint: Any) -> int:
-        """The second of two conversations ends, and a third needs room; returns what is left of the first."""
+        """The second of two conversations ends, and a third needs room; returns the first's cached tokens."""
         self.engine.reset_prefix_cache()
         a = prompt(1, 640)
         self.cached(a)
@@ -123,7 +123,7 @@ class Conversations:
 
 @asynccontextmanager
 async def conversations(store: str, name: str, target: str | None) -> AsyncIterator[Conversations]:
-    """One engine with a fleet of its own. Its plugin is that of this working tree."""
+    """An engine with a fleet of its own. Its plugin is that of this working tree."""
     environment = {"PYTHONPATH": f"{TRUTH}{os.pathsep}{ROOT / 'worker_plugin'}"}
     environment |= {} if target is None else {"WARMFLEET_TTFT_TARGET_S": target}
     tag = f"tail-{name}"

@@ -1,4 +1,4 @@
-"""One trace from a client's span over the router to real vLLM's own span, through a collector's process."""
+"""A trace leads from a client's span over the router to real vLLM's own span, through a collector's process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
 def installed(folder: Path, python: Path, *packages: str) -> Path:
-    """A folder with these packages, for the path of that interpreter."""
+    """A folder with ``packages``, for the path of the given interpreter."""
     command = [str(python), "-m", "pip", "install", "-qq", "--target", str(folder), *packages]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def collecting(folder: Path, forwards_to: str) -> Iterator[tuple[str, str]]:
 
 
 def client_span(trace_id: str, span_id: str, began_ns: int) -> bytes:
-    """What a client that traces its requests would send."""
+    """The span that a client would send if it traced its requests."""
     message = ExportTraceServiceRequest()
     described = message.resource_spans.add()
     described.resource.attributes.add(key="service.name").value.string_value = "chat-app"
@@ -87,16 +87,16 @@ def client_span(trace_id: str, span_id: str, began_ns: int) -> bytes:
 
 
 def tree(spans: Sequence[Span], parent_id: str = "", indent: str = "") -> list[str]:
-    """One line for each span: its service, its name, when it began and how long it was, and some attributes."""
-    origin = min(one.began_ns for one in spans)
+    """Return a line for each span: its service, its name, when it began and how long it was, and some attributes."""
+    origin = min(span.began_ns for span in spans)
     lines = []
-    for one in sorted((span for span in spans if span.parent_id == parent_id), key=lambda span: span.began_ns):
-        at, took = (one.began_ns - origin) / 1e6, (one.ended_ns - one.began_ns) / 1e6
-        told = " ".join(f"{name.split('.')[-1]}={one.attributes[name]}" for name in SHOWN if name in one.attributes)
+    for child in sorted((span for span in spans if span.parent_id == parent_id), key=lambda span: span.began_ns):
+        at, took = (child.began_ns - origin) / 1e6, (child.ended_ns - child.began_ns) / 1e6
+        told = " ".join(f"{name.split('.')[-1]}={child.attributes[name]}" for name in SHOWN if name in child.attributes)
         lines.append(
-            f"{indent}{one.resource['service.name']}: {one.name}  +{at:.1f} ms, {took:.1f} ms  {told}".rstrip()
+            f"{indent}{child.resource['service.name']}: {child.name}  +{at:.1f} ms, {took:.1f} ms  {told}".rstrip()
         )
-        lines += tree(spans, one.span_id, indent + "  ")
+        lines += tree(spans, child.span_id, indent + "  ")
     return lines
 
 
@@ -114,7 +114,7 @@ async def test_a_trace_from_the_client_to_vllms_own_span(vllm_store: str, tmp_pa
             )
             settings = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS, "OTEL_EXPORTER_OTLP_ENDPOINT": http}
             with running(options), running_replicas(vllm_store, 1, 1, **settings) as [replica]:
-                for number in range(2):  # the second one finds the blocks of the first
+                for number in range(2):  # the second request finds the blocks of the first
                     began_ns, own = time.time_ns(), f"{int(span_id, 16) ^ number:016x}"
                     headers = {"traceparent": f"00-{trace_id}-{own}-01", "X-Request-Id": f"ask-{number}"}
                     async with httpx.AsyncClient(timeout=120) as client:
@@ -125,7 +125,7 @@ async def test_a_trace_from_the_client_to_vllms_own_span(vllm_store: str, tmp_pa
                         assert sent.status_code == 200
 
                 def whole() -> list[Span]:
-                    spans = [one for one in found.spans if one.trace_id == trace_id]
+                    spans = [span for span in found.spans if span.trace_id == trace_id]
                     return spans if len(spans) >= 8 else []
 
                 await poll(whole, 60, "two requests with four spans each")

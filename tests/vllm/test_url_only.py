@@ -1,4 +1,4 @@
-"""Stock vLLM as an engine that is only a URL: what the fleet believes of its cache follows what its answers say."""
+"""Stock vLLM as an engine that is only a URL: the fleet's view of its cache follows its answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompt(seed: int, words: int = 700) -> str:
 
 
 class Router:
-    """One replica, and what it believed and the engine said of one prompt."""
+    """A replica, and for a prompt its predicted and the engine's own cached tokens."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -59,11 +59,11 @@ class Router:
             usage = json.loads(events[-1])["usage"]
         else:
             usage = answer.json()["usage"]
-        time.sleep(0.05)  # its end is told to Redis after two milliseconds
+        time.sleep(0.05)  # Redis gets its end after two milliseconds
         return int(answer.headers["x-warmfleet-matched-tokens"]), usage["prompt_tokens_details"]["cached_tokens"]
 
     def model(self) -> dict[str, Any]:
-        """What /workers tells of the model, {} while the replica does not answer."""
+        """The entry of the model in /workers, {} while the replica does not answer."""
         try:
             [model] = httpx.get(f"{self.replica.url}/workers", timeout=10).json()["models"]
         except (httpx.HTTPError, ValueError):
@@ -71,7 +71,7 @@ class Router:
         return dict(model)
 
     def worker(self) -> dict[str, Any]:
-        """The one worker, {} while there is none."""
+        """The only worker's entry in /workers, {} while no worker is listed."""
         workers = self.model().get("workers")
         return dict(workers[0]) if workers else {}
 
@@ -113,7 +113,7 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
     exact = router.worker()["load"]["capacity_blocks"] == BLOCKS
     assert exact or router.worker()["load"]["capacity_blocks"] == BLOCKS * BLOCK_TOKENS // 16
 
-    # its own evictions: conversations that share the cache, more than it holds
+    # evictions by the fleet's own requests: more conversations than the cache holds
     choose, talks, off = random.Random(3), [prompt(seed, 300) for seed in range(12)], []
     for turn in range(40):
         at = choose.randrange(len(talks))
@@ -121,7 +121,7 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
         matched, cached = router.ask(talks[at], stream=turn % 2 == 0)
         off.append(abs(matched - cached))
     print(f"predicted against cached tokens, 40 requests through evictions: {off}; {router.results()}")
-    assert not exact or sum(one <= 2 * BLOCK_TOKENS for one in off) >= 36, "of a text the tokens are estimated"
+    assert not exact or sum(error <= 2 * BLOCK_TOKENS for error in off) >= 36, "of a text the tokens are estimated"
 
     # a neighbour fills the cache past the router
     kept = [prompt(seed) for seed in (101, 102, 103)]
@@ -137,7 +137,7 @@ def test_predictions_follow_evictions_resets_and_restarts(router: Router, engine
     assert [router.ask(text)[0] for text in kept[:2]] == [0, 0], "one answer corrected all that was older"
     assert router.ask(kept[2])[0] > 600
 
-    # a reset that nobody is told of
+    # a reset of the cache that no router learns of
     engine.reset_prefix_cache()
     assert router.ask(kept[1])[0] > 600
     assert router.ask(kept[0])[0] == 0

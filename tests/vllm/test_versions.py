@@ -39,7 +39,7 @@ pytestmark = [
 
 TURNS = 4
 START_SECONDS = 400.0
-#: A renamed internal, by a word for it: its name, its new name, and what the plugin says. vLLM works as before.
+#: Renamed internals, by a word: the name, the new name, and the plugin's message. vLLM works as before.
 RENAMED = {
     "blocks": (
         "cached_block_hash_to_block",
@@ -106,7 +106,7 @@ def words(count: int, seed: int) -> str:
 
 
 def our_lines(engine: VllmEngine) -> list[str]:
-    """What the plugin wrote into vLLM's log, from the word ``warmfleet:`` on."""
+    """The plugin's lines in vLLM's log, from the word ``warmfleet:`` on."""
     lines = engine.log.read_text(errors="replace").splitlines()
     return [line[line.index("warmfleet:") :] for line in lines if "warmfleet:" in line]
 

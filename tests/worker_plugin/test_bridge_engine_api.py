@@ -1,4 +1,4 @@
-"""What the bridge reads of engines: vLLM's and SGLang's own answers, options of the command line."""
+"""The bridge's readers of engines: vLLM's and SGLang's own answers, and options of the command line."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_engine_that_is_gone_or_dead(serve: Any) -> None:
 @pytest.mark.parametrize("path", ["/server_info", "/metrics", "/version", "/kv_event_sources"])
 @pytest.mark.parametrize(("status", "known"), [(404, True), (405, True), (501, True), (401, False), (500, False)])
 def test_what_an_engine_cannot_tell_now_is_asked_again(serve: Any, path: str, status: int, known: bool) -> None:
-    """Facts that are read once, at the join, must not be those of an engine without this path."""
+    """The bridge reads facts once, at the join: it must not take a failure for an engine without the path."""
     api = serve({**VLLM, path: status})
     if known:
         api.facts()

@@ -1,4 +1,4 @@
-"""The bridge as a process: its list of engines, its counters, and what it says when it cannot start."""
+"""The bridge as a process: its list of engines, its counters, and its message when it cannot start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What engines were told to do; none of them does anything."""
+    """Record the commands for engines in place of running them."""
     done: list[str] = []
 
     def engine(options: EngineOptions, *_: Any) -> Any:
@@ -61,7 +61,7 @@ def test_a_bridge_that_is_told_to_stop_starts_no_further_engine(told: list[str])
 
 
 def test_an_engine_that_is_busy_while_it_leaves_holds_up_no_other(told: list[str]) -> None:
-    """A tokenizer may take minutes to load. Until that engine has said goodbye, nobody else reports under its name."""
+    """A tokenizer may take minutes to load. Until the engine has said goodbye, no successor reports under its name."""
     busy, other = EngineOptions("http://a:1"), EngineOptions("http://b:2")
     followed = Bridge("redis://store:6379")
     followed.follow([busy])
@@ -95,7 +95,7 @@ def test_a_tokenizer_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatc
     hangs.set()
     for thread in threads:
         thread.join(30)
-    assert loaded == ["quick", "slow"]  # and one that several engines want is loaded once
+    assert loaded == ["quick", "slow"]  # a tokenizer that several engines want is loaded once
     made.stop()
 
 
@@ -159,7 +159,7 @@ def test_a_port_that_is_none_is_told_with_the_usage(capsys: pytest.CaptureFixtur
 def test_a_hub_that_cannot_be_reached_is_not_waited_for(
     variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a proxy, or told to stay offline, only the hub's own client knows."""
+    """With a proxy, or in offline mode, only the hub's own client knows whether the hub can be reached."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Numbered batches: gaps, losses, repetitions and restarts, with an engine whose replay lacks what it likes."""
+"""Numbered batches: gaps, losses, repetitions and restarts, with an engine whose replay lacks some batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Engine:
 
 
 class Heard:
-    """What the listener was told, as the batches of the process that is followed; None for a loss."""
+    """Batches that the listener got from the followed process; None stands for a loss."""
 
     def __init__(self) -> None:
         self.batches: list[str | None] = []
@@ -124,7 +124,7 @@ def test_without_a_replay_a_gap_is_a_loss() -> None:
 
 
 def test_a_restart_is_seen_whatever_its_numbers_are() -> None:
-    """With fewer batches than before, as many, more, or none at all."""
+    """A restart is noticed if the engine has fewer batches than before, as many, more, or none."""
     for after in (0, 2, 5, 6, 9):
         engine = Engine()
         heard, sequence = followed(engine)

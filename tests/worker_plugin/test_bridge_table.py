@@ -158,9 +158,9 @@ def test_arrays_of_earlier_engines() -> None:
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_batches_of_sglang(page: int) -> None:
-    """As SGLang 0.5.23 records and encodes them: a node, a child, a salted node, removals, a reset."""
+    """Batches as SGLang 0.5.23 records and encodes them: a node, a child, a salted node, removals, a reset."""
     recorded = json.loads((Path(__file__).parent / "sglang_batches.json").read_text())[str(page)]
-    batches = [decode(bytes.fromhex(one), sglang=True) for one in recorded]
+    batches = [decode(bytes.fromhex(batch), sglang=True) for batch in recorded]
     head, more = list(range(100, 100 + 4 * 64)), list(range(1_000, 1_128))
     table = BlockTable(Tracker(), page, 1_000)
     chain = partial(hashes, scheme=scheme_of(page))
@@ -223,7 +223,7 @@ ACTIONS = ("serve", "serve", "serve", "serve", "drop", "drop all", "repeat", "re
 def test_the_table_is_never_more_than_the_truth_and_equal_after_healing(
     seed: int, actions: list[str], replays: bool
 ) -> None:
-    """With a replay that reaches 6 batches back, or none."""
+    """The engine's replay reaches 6 batches back, or the engine has none."""
     engine = ScriptedEngine(seed, kept=6, replays=replays)
     follower, chance = Follower(engine), random.Random(seed)
     for action in actions:

@@ -1,4 +1,4 @@
-"""One engine behind the bridge, without threads: what its answers and its events make of it."""
+"""An engine behind the bridge, without threads: its state after its answers and its events."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ UNRESOLVED = EngineDown("no address is found for gpu1", unresolved=True)
 
 @pytest.fixture
 def engine() -> Iterator[BridgedEngine]:
-    """Not started; its tokenizer is none."""
+    """An engine that is not started and has no tokenizer."""
     context = zmq.Context[zmq.Socket[bytes]]()
     yield BridgedEngine(EngineOptions("http://gpu1:8000"), "redis://store:6379", context, lambda *_: ({}, {}))
     context.destroy(linger=0)
 
 
 def joined(engine: BridgedEngine) -> list[bool]:
-    """The engine as if it had joined; what its ranks were told by ``stop`` (leave) comes into the list."""
+    """The engine as if it had joined, and a list of the ``leave`` arguments of its ranks' ``stop``."""
     told: list[bool] = []
     rank = SimpleNamespace(stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0))
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
@@ -57,7 +57,7 @@ def test_a_table_that_overflows_is_not_complete(engine: BridgedEngine) -> None:
 def test_a_name_that_is_not_resolved_is_no_engine_that_is_gone(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server's heartbeats end, so that replicas ask it themselves."""
+    """An unresolved name ends the server's heartbeats, so that replicas check the engine themselves."""
 
     def fails(*_: object, **__: object) -> None:
         raise socket.gaierror(-3, "Temporary failure in name resolution")
@@ -155,7 +155,7 @@ def test_an_engine_that_sleeps_takes_no_requests(engine: BridgedEngine) -> None:
 
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch, stopping: bool) -> None:
-    """It is not waited for, and the engine joins anew, but not while it is stopped."""
+    """Nothing waits for the dead rank, and the engine joins anew unless it is being stopped."""
     rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
     monkeypatch.setattr(rank, "_sequence", None)
     if stopping:
@@ -170,7 +170,7 @@ def test_a_rank_whose_thread_dies(engine: BridgedEngine, monkeypatch: pytest.Mon
 def test_told_to_stop_while_it_reads_an_engine_it_joins_nothing(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tokenizer may take long to load; a worker that joined then would be reported by nobody."""
+    """A tokenizer may take long to load; no thread would report a worker that joined after the stop."""
     started: list[str] = []
     monkeypatch.setattr(engine.api, "healthy", lambda: None)
     monkeypatch.setattr(engine, "_facts", lambda: FACTS)

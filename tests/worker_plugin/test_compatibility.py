@@ -1,4 +1,4 @@
-"""Parts that this vLLM lacks are found before anything is hooked, and told in one line."""
+"""Parts that this vLLM lacks are found before anything is hooked, and logged in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Table:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module in place of one of vLLM's, and what of it is in use."""
+    """A module in place of one of vLLM's, and the names in it that are in use."""
     module = ModuleType("of_vllm")
     vars(module).update(Table=Table, Output=Output, __annotations__={"LATER": bytes})
     monkeypatch.setitem(sys.modules, "of_vllm", module)
@@ -118,8 +118,12 @@ def test_a_servers_state_is_looked_at_before_it_is_used() -> None:
 
 
 def test_every_import_of_vllm_is_in_the_list() -> None:
-    listed = {(one.place.partition(":")[0], one.place.partition(":")[2]) for one in INTERNALS}
-    names = {(one.place, name) for one in INTERNALS for name in (*one.names, *[name for name, _ in one.functions])}
+    listed = {(internal.place.partition(":")[0], internal.place.partition(":")[2]) for internal in INTERNALS}
+    names = {
+        (internal.place, name)
+        for internal in INTERNALS
+        for name in (*internal.names, *[name for name, _ in internal.functions])
+    }
     modules = {module for module, _ in listed}
     for path in HOOKS.glob("*.py"):
         if path.name == "compatibility.py":
@@ -132,7 +136,7 @@ def test_every_import_of_vllm_is_in_the_list() -> None:
 
 
 def test_a_vllm_that_differs_is_not_hooked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its Scheduler still works, and the log has one line for each engine core, with version, internal, consequence."""
+    """A different vLLM's Scheduler still works; the log has a line per engine core: version, internal, consequence."""
 
     class Scheduler:
         made = 0

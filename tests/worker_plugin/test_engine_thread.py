@@ -26,11 +26,11 @@ from warmfleet_worker.stream import MAX_PENDING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-LIMIT = 2_000  # records in the engine's queue: 0.1 s of what it does
+LIMIT = 2_000  # records in the engine's queue: 0.1 s of its work
 WELL_SECONDS, OUTAGE_SECONDS = 0.5, 1.5
-#: A call that waited for Redis would take as long as Redis is away, stalls (1 s) or is waited for (2 s).
+#: A call that waited for Redis would take as long as Redis is away, stalls (1 s) or times out (2 s).
 LONGEST_MS = 500 * STALL_SECONDS
-P99_MS = 5.0  # Python lets another thread run for as long
+P99_MS = 5.0  # Python lets another thread run for this long
 GROWTH_MB = 16.0
 #: A try every 3 s at most (with jitter 3.75), half a second until the command is read, a snapshot of 16 chunks.
 HEALED_SECONDS = wire.HEARTBEAT_SECONDS + 1.0

@@ -1,4 +1,4 @@
-"""The account of T-LRU against plain LRU, and what stops when it loses."""
+"""The account of T-LRU against plain LRU, and the end of T-LRU when it loses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_the_shadow_is_lru_whatever_happens() -> None:
     rng, shadow, plain = Random(5), ShadowLru(50), OrderedDict[bytes, None]()
     for _ in range(2_000):
         used = chain(f"{rng.randrange(12)}-", rng.randrange(1, 20))
-        expected = next((index for index, one in enumerate(used) if one not in plain), len(used))
+        expected = next((index for index, used_block in enumerate(used) if used_block not in plain), len(used))
         assert shadow.leading(used) == expected
         shadow.use(used)
-        for one in reversed(used):
-            plain[one] = None
-            plain.move_to_end(one)
+        for used_block in reversed(used):
+            plain[used_block] = None
+            plain.move_to_end(used_block)
         while len(plain) > 50:
             plain.popitem(last=False)
 

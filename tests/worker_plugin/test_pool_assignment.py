@@ -1,4 +1,4 @@
-"""Which pool a server joins, keeps and leaves, on a real Redis."""
+"""A server joins, keeps and leaves pools on a real Redis."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Town:
         self.client.hdel(self.keys.pools, self.pool(number))
 
     def sit(self, server: str, host: str = "", blocks: int = BLOCKS) -> str:
-        """The server's core looks where it belongs."""
+        """Let the server's core look up its pool."""
         member = Member(server, host, 0, blocks)
         self.present[server] = take(self.client, self.name, member, self.present.get(server, ""))
         return self.present[server]
@@ -73,7 +73,7 @@ class Town:
         return found
 
     def away(self, server: str, ms: int = AWAY_MS + 10_000) -> None:
-        """The server has ended, and was not seen for so long."""
+        """Let the server have ended this long ago."""
         self.present.pop(server, None)
         place = self.place(server)
         self.client.hset(self.keys.placement, server, replace(place, seen_ms=place.seen_ms - ms).encode())
@@ -111,7 +111,7 @@ def test_servers_go_where_the_least_capacity_is(town: Town) -> None:
 
 
 def test_a_server_that_has_not_told_its_capacity_counts_as_others_do(town: Town) -> None:
-    """API servers, whose cores come later: else all of them would see an empty pool."""
+    """API servers start before their cores: if they did not count, all would see an empty pool."""
     town.register(1), town.register(2)
     for number in range(8):
         take(town.client, town.name, Member(f"s{number}"), "")
@@ -177,7 +177,7 @@ def test_a_drained_pool_is_left_at_the_next_start(town: Town) -> None:
 
 
 def test_a_pool_moves_a_few_servers_at_a_time(town: Town) -> None:
-    """The others serve meanwhile: a server that moves takes no requests until it is proved in its new pool."""
+    """All other servers serve meanwhile: a server that moves takes no requests until it is proved in its new pool."""
     servers = [f"s{n}" for n in range(17)]
     for server in servers:
         assert town.sit(server) == town.name
@@ -193,7 +193,7 @@ def test_a_pool_moves_a_few_servers_at_a_time(town: Town) -> None:
             other_half = take(town.client, town.name, Member(server), town.present[server])
             assert other_half == town.present[server]
         moved = len(now)
-        for server in now:  # they have settled in
+        for server in now:  # the servers have settled in
             place = town.place(server)
             settled = replace(place, moved_ms=place.moved_ms - SETTLE_MS)
             town.client.hset(town.keys.placement, server, settled.encode())
@@ -236,7 +236,7 @@ def test_places_of_servers_that_are_gone_for_good_are_struck_out(town: Town) -> 
 
 
 def test_servers_that_join_together_are_spread_evenly(town: Town) -> None:
-    """Each has a connection of its own, and all begin at once."""
+    """All servers begin at once, each with its own connection."""
     for number in range(4):
         town.register(number)
 
@@ -400,7 +400,7 @@ async def test_a_worker_moves_with_its_blocks_while_it_serves(town: Town, monkey
 
 @pytest.mark.usefixtures("short_periods")
 async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: Town) -> None:
-    """Its stream is gone, so it does not wait for its next look, and does not bring the pool to life again."""
+    """The worker's stream is gone, so the worker moves before its next look, and does not revive the pool."""
     town.register(1)
     tracker = Tracker()
     tracker.stored([os.urandom(8) for _ in range(50)])
@@ -423,7 +423,7 @@ async def test_a_worker_whose_pool_is_removed_looks_for_another_at_once(town: To
 
 
 async def _gone(fleet: Fleet) -> bool:
-    return [(one.heartbeat_age_s, one.server_age_s) for one in await fleet.workers.read()] == [(None, None)]
+    return [(worker.heartbeat_age_s, worker.server_age_s) for worker in await fleet.workers.read()] == [(None, None)]
 
 
 async def _both(fleet: Fleet) -> bool:

@@ -45,12 +45,12 @@ async def test_progress_arrives_within_20_ms(fleet: Fleet, redis_url: str, model
                     assert (cached, prompt) == (64, 100)
                     delays[reservation] = int(entry_id.split(b"-")[0]) / 1_000 - told[reservation]
         assert delays.keys() == told.keys()
-        # The lower quartile: whatever else the machine does makes it longer.
+        # The lower quartile counts: other work on the machine makes times longer.
         assert sorted(delays.values())[len(delays) // 4] <= wire.PROGRESS_FLUSH_SECONDS
 
 
 async def test_a_prompts_blocks_are_reported_before_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
-    """Routers rely on it: a block that is not in the stream before its prefill is taken for missing."""
+    """Routers rely on the order: they take a block that comes after its prefill for missing."""
     tracker = Tracker()
     with publishing(redis_url, model, tracker) as publisher:
         await poll(lambda: publisher.state.joined)
@@ -69,7 +69,7 @@ async def test_a_prompts_blocks_are_reported_before_its_prefill(fleet: Fleet, re
                     found += [data[at : at + 8] for at in range(0, len(data), 8)]
                 elif entry[b"o"] == b"progress":
                     found += [item[0] for item in json.loads(data)]
-            return found if made.keys() <= {one for one in found if isinstance(one, str)} else None
+            return found if made.keys() <= {key for key in found if isinstance(key, str)} else None
 
         order = await poll(told, what="all is told")
         assert isinstance(order, list)
@@ -147,12 +147,12 @@ def test_past_foreign_load_is_forgotten() -> None:
     recent = SmoothedLoad()
     there = [Load(running=1, foreign_prefill_tokens=4_000 * (at < 40), speed_tps=50_000) for at in range(100)]
     told = [recent.smooth(load, at / 4) for at, load in enumerate(there)]
-    assert [one.foreign_prefill_tokens for one in told[:40]] == [4_000] * 40
-    after = [one.foreign_prefill_tokens for one in told[40:]]
+    assert [load.foreign_prefill_tokens for load in told[:40]] == [4_000] * 40
+    after = [load.foreign_prefill_tokens for load in told[40:]]
     assert after == sorted(after, reverse=True)
     assert 1_300 < after[7] < 1_700, "e-fold in two seconds"
     assert after[-1] == 0
-    assert {one.running for one in told} == {1}
+    assert {load.running for load in told} == {1}
 
 
 def test_past_foreign_load_does_not_make_an_idle_engine_look_saturated() -> None:
@@ -209,7 +209,7 @@ async def test_a_stopped_publisher_says_goodbye(fleet: Fleet, redis_url: str, mo
             return await fleet.redis.zscore(fleet.keys.alive, WORKER) is None
 
         await poll(left)
-        await equal(fleet, tracker)  # what was queued went out first
+        await equal(fleet, tracker)  # queued entries went out first
 
 
 async def test_an_idle_engine_sends_almost_nothing(fleet: Fleet, redis_url: str, model: str) -> None:

@@ -80,6 +80,6 @@ async def test_the_index_is_right_after_redis_has_refused(
     assert dropped > 0 if limit == 200 else dropped == 0
     assert publisher.state.joins == 1
     refusals = [line for line in caplog.messages if "away or refuses" in line]
-    assert len(refusals) <= 3  # one per spell, not one per try
+    assert len(refusals) <= 3  # one line per spell, not one per try
     client.close()
     await fleet.close()

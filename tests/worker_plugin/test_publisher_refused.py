@@ -1,4 +1,4 @@
-"""A key that takes no entry is in the place of the stream: it is deleted, and worker and server report again."""
+"""A key that takes no entry stands under the stream's name: it is deleted, and worker and server report again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def short_waits(short_periods: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def plant(store: aioredis.Redis, key: str, kind: str) -> None:
-    """Put such a key there. An attacker with no permission but XADD could do it, too."""
+    """Put an unusable key under the stream's name, as an attacker with no permission but XADD could."""
     if kind == "string":
         await store.set(key, "no stream")
         return

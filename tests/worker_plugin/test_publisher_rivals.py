@@ -70,7 +70,7 @@ async def test_a_dead_process_whose_join_comes_late_does_not_keep_the_name(
 async def test_a_dead_process_whose_entries_come_late_does_not_keep_the_name(
     fleet: Fleet, redis_url: str, model: str
 ) -> None:
-    """Its entries are applied bit by bit, so a moving number does not yet show that it is alive."""
+    """The dead process's entries are applied bit by bit, so a moving entry number is no proof of life."""
     tracker = Tracker()
     tracker.stored(hashes(300))
     async with upkeep(fleet):

@@ -32,7 +32,7 @@ def test_foreign_load_counts_only_requests_that_no_router_has_sent() -> None:
         request("chatcmpl-direct", 500, 500, 640),
     ]
     assert foreign_load(requests) == (700, 640)
-    left = {one.request_id for one in requests[:2]}
+    left = {request.request_id for request in requests[:2]}
     assert foreign_load(requests, left) == (1_700, 1_240), "no reservation of the worker's pool stands for them"
 
 

@@ -98,7 +98,7 @@ def test_a_server_id_survives_a_restart_and_differs_between_servers_of_a_host() 
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_server_is_ready_when_its_health_is_fine(status: int, tmp_path: Path) -> None:
-    """A port that is bound and not listened on, one that is silent, and one that answers; by TCP and by unix socket."""
+    """A port that is only bound, a silent port and an answering port, each by TCP and by unix socket."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /health HTTP/1.1\r\n")
@@ -131,7 +131,7 @@ def server(redis_url: str, model: str) -> Iterator[ServerPublisher]:
 async def test_what_no_server_uses_any_more_expires(
     fleet: Fleet, store: aioredis.Redis, server: ServerPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was stored and never announced: the server ends here before any router hears of it."""
+    """Stored but never announced files expire, too: the server ends before any router learns of it."""
     monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 0.02)
     server.start()
     await poll(lambda: server.joined)
@@ -139,12 +139,12 @@ async def test_what_no_server_uses_any_more_expires(
     assert len(keys) > 4
     for key in keys:
         assert server_publisher.ARTIFACT_SECONDS - 60 < await store.ttl(key) <= server_publisher.ARTIFACT_SECONDS
-    # While the server lives, its files do.
+    # Files are kept while the server lives.
     await store.expire(keys[0], 100)
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 0.0)
     await poll(lambda: _lives(store, keys[0]))
     monkeypatch.setattr(server_publisher, "IN_USE_SECONDS", 3_600.0)
-    # One that routers have emptied stays so; one that is lost, or that they want again, is stored. It needs no join.
+    # A file that routers emptied stays empty; a lost file, or one that they want again, is stored without a join.
     nonce = server._stream.nonce
     await store.set(keys[1], b"", keepttl=True)
     await store.delete(keys[0])

@@ -1,4 +1,4 @@
-"""T-LRU: which blocks are given up first, by the code that vLLM's hook and the simulator share."""
+"""The eviction order of T-LRU, by the code that vLLM's hook and the simulator share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class Xi:
-    """An objective that is told its ξ."""
+    """An objective with a given ξ."""
 
     def __init__(self, tokens: int | None) -> None:
         self.tokens = tokens

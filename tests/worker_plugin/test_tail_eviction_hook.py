@@ -46,7 +46,7 @@ class Queue:
     def remove(self, block: Block) -> None:
         assert block.prev_free_block is not None
         assert block.next_free_block is not None
-        self._relink([one for one in self.order() if one is not block])
+        self._relink([other for other in self.order() if other is not block])
         block.prev_free_block = block.next_free_block = None
 
     def prepend_n(self, blocks: list[Block]) -> None:
@@ -131,7 +131,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no vLLM in this environment."""
+    """Modules that stand for vLLM's, which this environment lacks."""
     monkeypatch.setattr(tail_eviction, "missing", lambda _part: "")
 
 
@@ -174,7 +174,7 @@ def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
     else:
         pool.free_block_queue.remove(block)
     before = engine.order
-    assert [one.block_id for one in pool.get_new_blocks(1)] == [3]
+    assert [other.block_id for other in pool.get_new_blocks(1)] == [3]
     assert engine.order == [number for number in before if number != 3]
     assert "free" in vars(engine.manager), "nothing went wrong"
 
@@ -270,7 +270,7 @@ def test_the_objective_is_told_of_first_tokens_only() -> None:
         SimpleNamespace(request_id="b", prefill_stats=None),
     ]
     engine.hook.first_tokens({0: SimpleNamespace(outputs=outputs)})
-    assert [(one.prompt_tokens, one.uncached_tokens) for one in noted] == [(100, 36), (100, 36)]
+    assert [(note.prompt_tokens, note.uncached_tokens) for note in noted] == [(100, 36), (100, 36)]
 
 
 @pytest.mark.parametrize(("target", "hashes"), [("auto", [b"a0", b"a1"]), ("0.1", [])])

@@ -1,4 +1,4 @@
-"""The tracker: exact transitions, exact cuts while an engine works, a bounded queue, and what it costs the engine."""
+"""The tracker: exact transitions, exact cuts while an engine works, a bounded queue, and the engine's cost."""
 
 from __future__ import annotations
 
@@ -155,12 +155,12 @@ class Pool:
 
 
 def test_entries_of_parts_of_a_block_are_left_out() -> None:
-    """Blocks of 32 tokens that are hashed by 16: what comes and goes is what was reported, with and without copies."""
+    """Blocks of 32 tokens are hashed by 16: only whole blocks are reported, with and without copies."""
     pool, transitions = Pool(), Transitions(hash_of_key(0))
     track(pool.map, transitions, WholeBlocks(pool, 0, 32))
     pool.map.insert(key_of(1), Block(1))
     assert pool.cache_partial_block(2, Block(2), 48, kv_cache_group_id=0) == 48
-    pool.cache_partial_block(3, Block(3), 64)  # it ends where a block does
+    pool.cache_partial_block(3, Block(3), 64)  # a part that ends where a block ends
     pool.map.insert(key_of(4, GROUP_1), Block(4))
     pool.map.insert(key_of(1), Block(5))
     assert transitions.cut() == [key_of(1), key_of(3)]

@@ -72,7 +72,7 @@ def plain_reporter(monkeypatch: pytest.MonkeyPatch, requests: dict[str, Any], **
 
 
 def test_steps_are_counted_while_the_scheduler_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused engine keeps its requests and makes no step: nothing is wrong with it."""
+    """A paused engine keeps its requests and makes no step, which is no fault."""
     unfinished = [1]
     reporter = plain_reporter(monkeypatch, {}, get_num_unfinished_requests=lambda: unfinished[0])
     assert (reporter.load().running, reporter.load().steps) == (1, 0)
@@ -157,7 +157,7 @@ def scheduler_of(specs: list[object], sizes: list[int], hashed_by: int, connecto
 
 
 def test_which_group_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of full attention; other groups and connectors may keep blocks without their predecessors."""
+    """The group with full attention is reported; other groups and connectors may keep blocks without predecessors."""
     monkeypatch.setattr(engine_core, "is_full_attention", lambda spec: isinstance(spec, FullAttentionSpec))
     full, windows = FullAttentionSpec(), SlidingWindowSpec()
     assert full_attention_group(scheduler_of([full], [16], 16)) == Group(0, 16, 16, closed=True)
@@ -189,7 +189,7 @@ def test_an_engine_whose_blocks_cannot_be_matched_says_so(
 
 @pytest.mark.parametrize("target", ["", "1"])
 def test_a_worker_with_t_lru_does_not_claim_whole_prefixes(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may give up a block for one conversation while another one's later blocks stay."""
+    """A worker with T-LRU may evict a block of one conversation while later blocks of another stay."""
     monkeypatch.setenv("WARMFLEET_TTFT_TARGET_S", target)
     monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: Group(0, 16, 16, closed=True))
     monkeypatch.setattr(engine_core, "track", lambda *_: None)

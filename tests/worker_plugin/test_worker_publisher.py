@@ -131,7 +131,7 @@ async def test_a_command_is_obeyed_once(fleet: Fleet, redis_url: str, model: str
         await fleet.redis.set(fleet.keys.command(WORKER), json.dumps(command))
         await poll(lambda: publisher.state.snapshots == 2)
         number = publisher.state.number
-        await poll(lambda: publisher.state.number >= number + 5)  # heartbeats: it has read the command again
+        await poll(lambda: publisher.state.number >= number + 5)  # heartbeats: the worker has read the command again
         assert publisher.state.snapshots == 2
         begins = [entry for _, entry in await stream(fleet) if entry[b"o"] == b"begin"]
         assert [json.loads(entry[b"d"])["command"] for entry in begins] == [None, "c1"]

@@ -21,7 +21,7 @@ from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, answer_wel
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-#: When it holds a request: before any byte of the answer, or after the head of a stream. ``core``: before any byte; if
+#: When a request is held: before any byte of the answer, or after the head of a stream. ``core``: before any byte; if
 #: the test then kills the core, the API server says so, as vLLM's does.
 Way = Literal["silent", "head", "core"]
 CORE_DIED = {"message": "EngineCore encountered an issue. See stack trace (above) for the root cause.", "code": 500}
@@ -30,7 +30,7 @@ ESTABLISHED, LOOK_S = "01", 0.005
 
 @dataclass(eq=False)
 class EngineProcess:
-    """``folder``: of its files: ``got`` has a byte for each request that it has read."""
+    """An engine's process. ``folder`` holds its files: ``got`` has a byte for each request that it has read."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -42,7 +42,7 @@ class EngineProcess:
 
     @property
     def got(self) -> int:
-        """How many requests the process has read."""
+        """The number of requests that the process has read."""
         return (self.folder / "got").stat().st_size
 
     @property
@@ -75,7 +75,7 @@ class EngineProcesses(list[EngineProcess]):
         self.folder = folder
 
     def answer(self) -> None:
-        """Let every engine answer what it holds, and all that comes."""
+        """Let every engine answer the requests that it holds, and all later ones."""
         (self.folder / "go").touch()
 
     def hold(self) -> None:
@@ -84,7 +84,7 @@ class EngineProcesses(list[EngineProcess]):
 
 @asynccontextmanager
 async def engine_processes(model: str, folder: Path, count: int, way: Way = "silent") -> AsyncIterator[EngineProcesses]:
-    """So many engines, which answer for now. All are killed at the end."""
+    """Start ``count`` engines, which answer until a test makes them hold. All are killed at the end."""
     from tests.support.polling import poll  # not at the top: its imports are most of what an engine would compute
 
     engines = EngineProcesses(folder)
@@ -95,13 +95,13 @@ async def engine_processes(model: str, folder: Path, count: int, way: Way = "sil
             own.mkdir()
             (own / "got").touch()
             engines.append(EngineProcess(started(model, own, way), own))
-        for one in engines:
-            await poll((one.folder / "url").exists, 60, "the engine listens")
-            one.url = (one.folder / "url").read_text()
+        for process in engines:
+            await poll((process.folder / "url").exists, 60, "the engine listens")
+            process.url = (process.folder / "url").read_text()
         yield engines
     finally:
-        for one in engines:
-            one.kill()
+        for process in engines:
+            process.kill()
 
 
 def started(model: str, folder: Path, way: Way) -> subprocess.Popen[bytes]:

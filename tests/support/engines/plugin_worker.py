@@ -36,7 +36,7 @@ def byte_tokenizer() -> bytes:
 
 
 SCHEME = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16)
-#: A replica tries it in a fraction of the time that a real one takes.
+#: A replica tries a tokenizer of one token per byte much faster than a real one.
 TOKENIZER = tokenizer_json(argparse.__file__, 1_000).encode()
 SMALL = byte_tokenizer()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""A tiny real HTTP server that answers as an engine would, and can be told to misbehave in many ways."""
+"""A tiny real HTTP server that answers as an engine would, or misbehaves in many ways if a test says so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Callable[["Engine", "Seen", asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass
 class Seen:
-    """One request to a completion endpoint."""
+    """A request to a completion endpoint."""
 
     path: str
     headers: dict[str, str]
@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass
 class Engine:
-    """``answer`` serves completion requests; the rest is there for health checks.
+    """``answer`` serves completion requests; all other members serve health checks.
 
     ``hangs``: it answers nothing. ``late``: paths that get no answer. ``statuses``: by path, if not 200.
     names: those that /v1/models lists, in place of ``model``.
@@ -118,12 +118,12 @@ class Engine:
 
 
 def reply(writer: asyncio.StreamWriter, body: bytes, status: str = "200 OK", kind: str = "application/json") -> None:
-    """One whole answer."""
+    """A whole answer."""
     writer.write(f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
 
 
 def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """One piece of a chunked answer; empty = the end."""
+    """A piece of a chunked answer; empty = the end."""
     writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
@@ -147,8 +147,8 @@ def freezing(head: bytes, *events: bytes) -> Answer:
 
     async def answer(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(head)
-        for one in events:
-            chunk(writer, one)
+        for piece in events:
+            chunk(writer, piece)
         await writer.drain()
         await asyncio.sleep(60)
 
@@ -182,7 +182,7 @@ def no_model(name: str) -> bytes:
 
 
 async def answer_by_name(engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
-    """As ``answer_well``, but 404 for a name that the engine does not list."""
+    """Answer as ``answer_well``, but with 404 for a name that the engine does not list."""
     name = seen.json.get("model", "")
     if name in engine.names or not name:
         await answer_well(engine, seen, writer)

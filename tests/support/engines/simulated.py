@@ -79,7 +79,7 @@ class Announcing(PromptTokenizer):
 
 @dataclass
 class Simulated:
-    """An engine that can become another one while it runs, and tells nobody. worker_id: only in a fleet."""
+    """An engine that can become another one while it runs, without an announcement. worker_id: only in a fleet."""
 
     engine: Engine
     worker_id: str = ""
@@ -96,7 +96,7 @@ class Simulated:
         scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=8_192, block_tokens=scheme.block_tokens)
 
     def evict_at_once(self) -> None:
-        """From now on what a request leaves in the cache is gone before anybody can look: a tenant's load at worst."""
+        """From now on evict the blocks of a request as soon as it ends: the worst load of another tenant."""
         scheduler = self.engine.core.scheduler
         free, pool = scheduler._free, scheduler.pool
 
@@ -140,7 +140,7 @@ async def simulated(
     facts: Mapping[str, Any] | None = None,
     leave_out: tuple[str, ...] = (),
 ) -> AsyncIterator[Simulated]:
-    """An engine that has joined. kind: what it is; lies: it announces to be ``right``; url: where it says it is.
+    """An engine that has joined. kind: its real kind; lies: it announces ``right``; url: its announced address.
 
     pool: the tag that it joins; empty: the model's only one. facts: announced beside or instead of the usual ones.
     leave_out: artifacts that the engine does not announce.

@@ -42,7 +42,7 @@ SPANS = Spans(lease_ms=6_000)  # short: if only the old master got a settle, tha
 
 @dataclass
 class BusyFleet:
-    """One running fleet. url: the address of Redis. failures: time and reason of each decision that failed.
+    """A running fleet. url: the address of Redis. failures: time and reason of each decision that failed.
 
     connections: of a replica that has other pools, too; they are closed with those.
     """
@@ -90,9 +90,9 @@ class BusyFleet:
     async def _upkeep(self) -> None:
         await self.fleet.upkeep.step()
         await self.fleet.bookings.renew(self.held)
-        for one in list(self.unsettled):
-            await self.fleet.bookings.settle(one, "cancelled")
-            self.unsettled.remove(one)
+        for reservation in list(self.unsettled):
+            await self.fleet.bookings.settle(reservation, "cancelled")
+            self.unsettled.remove(reservation)
 
     async def _prove(self) -> bool:
         with suppress(FleetUnavailable):
@@ -122,10 +122,13 @@ class BusyFleet:
     async def hold(self) -> None:
         """Take reservations that stay open and are renewed."""
         decisions = [await self._decided() for _ in range(HELD)]
-        self.held = [Renewal(one.reservation, WORKER, one.prefill_tokens, one.decode_tokens) for one in decisions]
+        self.held = [
+            Renewal(decision.reservation, WORKER, decision.prefill_tokens, decision.decode_tokens)
+            for decision in decisions
+        ]
 
     async def _decided(self) -> Decision:
-        """A decision, however often a busy machine lets Redis answer too late."""
+        """Decide, again while a busy machine lets Redis answer too late."""
         while True:
             one = new_reservation(1)
             try:
@@ -162,9 +165,13 @@ class BusyFleet:
         await poll(lambda: not self.unsettled, 10, "every outcome is told")
         renewed, rebuilt, refused = await self.fleet.bookings.renew(self.held)
         assert (renewed + rebuilt, refused) == (HELD, 0)
-        total = [sum(one.prefill_tokens for one in self.held), sum(one.decode_tokens for one in self.held), HELD]
+        total = [
+            sum(renewal.prefill_tokens for renewal in self.held),
+            sum(renewal.decode_tokens for renewal in self.held),
+            HELD,
+        ]
         await poll(lambda: self._load(total), 15, "only what is held is booked")
-        self.unsettled += [one.reservation for one in self.held]
+        self.unsettled += [renewal.reservation for renewal in self.held]
         self.held = []
         await poll(lambda: self._load([0, 0, 0]), 15, "nothing is booked")
 

@@ -29,7 +29,7 @@ PACE = Pace(min_gap_ms=0, max_entries=3, max_blocks=24, applies=12, collects=2)
 
 
 class ChaosFleet:
-    """One store, two appliers, three workers. Each method without ``_`` is a step: worker, two numbers."""
+    """A store, two appliers, three workers. Each method without ``_`` is a step with a worker and two numbers."""
 
     def __init__(self, store: Any, fleets: list[Fleet], queue: int) -> None:
         self.store, self.fleets, self.queue = store, fleets, queue
@@ -38,7 +38,7 @@ class ChaosFleet:
         self.dead: dict[str, SteppedPublisher] = {}
         self.saved: list[tuple[bytes, bytes]] | None = None
         self.cancelled: set[str] = set()
-        self.commands: dict[str, dict[str, Any]] = {}  # that were lost
+        self.commands: dict[str, dict[str, Any]] = {}  # lost commands
         self.turn = 0
         self._reset()
 
@@ -231,7 +231,7 @@ class ChaosFleet:
                 self.store.xadd(self.keys.events(name), fields, id=f"{a + 1}-{number + 1}")
 
     async def forged(self, name: str, a: int, b: int) -> None:
-        """A worker that breaks the rules: another type, ids near the end of time, another's name in its join."""
+        """A worker breaks the rules: a wrong type of key, ids near the end of time, another's name in its join."""
         stream, process, now = self.keys.events(name), self._one(name, 0), self._now_ms()
         if a % 6 == 0:
             self.store.set(stream, "no stream")

@@ -1,4 +1,4 @@
-"""A fleet without Redis, for tests of what asks Redis nothing."""
+"""A fleet without Redis, for tests of code that sends Redis no command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warmfleet.fleet import Constants
 
 
 class ConstantsAlone:
-    """A fleet that holds its constants, and can be asked nothing."""
+    """A fleet with constants only; any use of its other parts fails."""
 
     def __init__(self, **constants: Any) -> None:
         self.keys, self.constants = SimpleNamespace(tag="m"), Constants(**constants)

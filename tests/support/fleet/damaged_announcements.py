@@ -1,4 +1,4 @@
-"""Makes joins and files of workers with arbitrary values in one of their fields. The same seed makes the same ones."""
+"""Makes joins and files of workers with arbitrary values in one of their fields. Equal seeds make equal values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MARK = '"@here@"'
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something can be put into ``value``: each of its fields and items, at any depth."""
+    """The places in ``value`` at which a value can be replaced: its fields and items, at any depth."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*at, key)
@@ -83,7 +83,7 @@ class Damage:
         return text
 
     def odd(self) -> str:
-        """One of ODD, or a small tree of them."""
+        """A value of ODD, or a small tree of such values."""
         rng = self.rng
         if rng.random() < 0.85:
             return rng.choice(ODD)
@@ -93,7 +93,7 @@ class Damage:
         return "{" + ",".join(f'"{name}":{value}' for name, value in zip("xyz", inner, strict=False)) + "}"
 
     def content(self, good: bytes) -> bytes:
-        """A file that is none, or that has something else in one place than ``good``."""
+        """Text that is no such file, or ``good`` with a change at one place."""
         rng = self.rng
         way = rng.randrange(8)
         if way == 0:

@@ -74,7 +74,7 @@ def owner(chaos: ChaosFleet, name: str) -> SteppedPublisher | None:
     """The process that Redis has recorded as this worker."""
     raw = chaos.store.hget(chaos.keys.workers, name)
     nonce = json.loads(raw)["nonce"] if raw else None
-    return next((one for one in chaos.processes[name] if one.running and one.stream.nonce == nonce), None)
+    return next((other for other in chaos.processes[name] if other.running and other.stream.nonce == nonce), None)
 
 
 def row_of(chaos: ChaosFleet, name: str) -> LoadRow | None:
@@ -89,8 +89,8 @@ def wrong(chaos: ChaosFleet) -> str:
         if not chaos.processes[name]:
             continue
         if process is None or row is None:
-            return f"nobody is taken for {name}: {[one.publisher.state for one in chaos.processes[name]]}"
-        if any(one.running for one in chaos.processes[name] if one is not process):
+            return f"nobody is taken for {name}: {[other.publisher.state for other in chaos.processes[name]]}"
+        if any(other.running for other in chaos.processes[name] if other is not process):
             return f"two processes go on as {name}"
         if chaos.store.smembers(chaos.keys.slot(row.slot)) != process.table:
             return f"the index of {name} is not its table"
@@ -133,7 +133,7 @@ def check_index(chaos: ChaosFleet) -> None:
     for name in NAMES:
         process, record = owner(chaos, name), json.loads(chaos.store.hget(chaos.keys.workers, name) or "{}")
         for slot in [record[kind] for kind in ("slot", "shadow") if kind in record]:
-            held = chaos.store.smembers(chaos.keys.slot(slot))  # of a process that is gone: only both ways the same
+            held = chaos.store.smembers(chaos.keys.slot(slot))  # gone: only forward and reverse sets must agree
             slots |= {slot: held} if held else {}
         if process:
             slots |= {record["slot"]: process.table} if process.table else {}
@@ -142,8 +142,8 @@ def check_index(chaos: ChaosFleet) -> None:
             assert list(struct.unpack(">3I", raw)) == digest.as_list(), f"digest of {name}"
     holders: dict[bytes, set[bytes]] = {}
     for slot, held in slots.items():
-        for one in held:
-            holders.setdefault(one, set()).add(b"%d" % slot)
+        for key in held:
+            holders.setdefault(key, set()).add(b"%d" % slot)
     assert everything(chaos, b"s:", int) == slots
     assert everything(chaos, b"b:", bytes) == holders
 
@@ -180,7 +180,7 @@ async def check_the_gone(chaos: ChaosFleet) -> None:
         _, candidates = await chaos.fleets[0].queue.explain(Question("wf-look", (), 10, 10))
     except NoWorker:
         candidates = []
-    assert not {one.worker_id for one in candidates} & set(gone)
+    assert not {candidate.worker_id for candidate in candidates} & set(gone)
     for name in gone:
         slots = {row.slot for row in [row_of(chaos, name)] if row}
         await chaos.fleets[1].upkeep.forget(name, 600_000)

@@ -1,4 +1,4 @@
-"""A fleet written straight into the keys: workers, what they hold, and what a decision must see. No streams."""
+"""A fleet that is written straight into the keys, without streams: workers, their blocks and their load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READY = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
 class Keyspace:
-    """Workers ``w<n>.0`` (slot n) of one model; all alive, routable and proven unless told otherwise."""
+    """Workers ``w<n>.0`` (slot n) of one model; all alive, routable and proven unless a test changes them."""
 
     def __init__(self, store: aioredis.Redis, fleet: Fleet, seed: int = 1) -> None:
         self.store, self.fleet, self.keys = store, fleet, fleet.keys
@@ -30,7 +30,7 @@ class Keyspace:
         self._ids = itertools.count(1)
 
     async def ticked(self, *, age_ms: int = 0, grace_ms: int = 0, median: int = 10_000) -> None:
-        """Write ``tick`` as if one had run ``age_ms`` ago."""
+        """Write ``tick`` as if the script of this name had run ``age_ms`` ago."""
         now = int(time.time() * 1000)
         await self.store.set(self.keys.tick, f"{now - age_ms} {now + grace_ms} {median} 0")
 
@@ -71,8 +71,8 @@ class Keyspace:
         """Make a slot hold the first ``depth`` blocks (default: all) of a chain, in forward and reverse set."""
         blocks = [hashes[at : at + 8] for at in range(0, len(hashes), 8)][:depth]
         pipe = self.store.pipeline(transaction=False)
-        for one in blocks:
-            pipe.sadd(self.keys.block(one), slot)
+        for block in blocks:
+            pipe.sadd(self.keys.block(block), slot)
         if blocks:
             pipe.sadd(self.keys.slot(slot), *blocks)
         await pipe.execute()
@@ -84,7 +84,7 @@ class Keyspace:
         await self.expire(ask.reservation)
 
     async def expire(self, reservation: str) -> None:
-        """Let its lease expire, and have it reaped."""
+        """Let the reservation's lease expire, and have it reaped."""
         await self.store.zadd(self.keys.leases, {reservation: 1})
         await self.fleet.bookings.settle("wf-nobody", "finished")
 

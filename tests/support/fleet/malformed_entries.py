@@ -69,7 +69,7 @@ class Malformed:
         self.nonce, self.batch = "n1", 1
 
     def entry(self) -> list[bytes]:
-        """One entry for a worker's stream. Most are partly right, or they would all be refused at the first check."""
+        """Make an entry for a worker's stream. Most entries are partly right, so that they pass the first checks."""
         rng = self.rng
         operation = rng.choice(wire.OPERATIONS)
         self.batch += 1
@@ -78,7 +78,7 @@ class Malformed:
         return self._bent(fields)
 
     def server_entry(self) -> list[bytes]:
-        """One entry for a server's stream."""
+        """Make an entry for a server's stream."""
         operation = self.rng.choice(("join", "join", "join", "heartbeat", "leave", "stored"))
         nonce = self.rng.choice((b"s1", b"s2", b"s" * 65, b"\xff", b'"'))
         return self._bent([b"n", nonce, b"b", b"1", b"o", operation.encode(), b"d", self._bend(self._server_join())])
@@ -89,7 +89,7 @@ class Malformed:
         return self.rng.choice(([b"s", (kind + name).encode()], [b"q", b"1"], [b"s", self.rng.randbytes(40)]))
 
     def entry_id(self, now_ms: int) -> str:
-        """An id: nearly always the one that Redis gives, else a made-up one."""
+        """An id for an entry: nearly always ``*``, by which Redis chooses it, else a made-up id."""
         if self.rng.random() > 0.0002:
             return "*"
         far = (f"{now_ms + 7_200_000}-0", f"{2**64 - 1}-{2**64 - 1}", f"{2**63}-1", f"{now_ms + 5}-{2**64 - 2}")
@@ -189,7 +189,7 @@ class Malformed:
             fields[rng.randrange(8)] = rng.choice(WORDS)
         elif way == 3:
             fields[3] = rng.choice((*NUMBERS, *NUMBERS_TOO)).encode()
-            if fields[3].isdigit() and len(fields[3]) <= 14:  # taken for a number: what follows must go on from there
+            if fields[3].isdigit() and len(fields[3]) <= 14:  # taken for a number: later numbers must follow it
                 self.batch = max(self.batch, int(fields[3]))
         elif way == 4:
             fields[5] = rng.choice(OTHER_OPERATIONS).encode()

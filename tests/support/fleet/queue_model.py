@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 CLASS, LENGTH = 2**44, 2**20
 LIMIT_S, SPEED = 0.1, 10_000  # so 1,000 tokens of prefill are what a worker may have
-LAG = SPEED  # a second of work: a flow that was served is behind its class by no more, or by the largest work
+LAG = SPEED  # a second of work: a served flow is behind its class by that much at most, or by its largest ticket
 LEAST_S = 1e-6  # room of a worker without work
-TICKET_ARRIVAL = slice(26, 42)  # of a ticket's record: 16 digits of us
+TICKET_ARRIVAL = slice(26, 42)  # first bytes of a ticket's record: 16 digits of µs
 SUFFIXES = ("", ":tickets", ":leases", ":flows", ":lengths", ":served", ":clock")
 
 
@@ -47,7 +47,7 @@ class Workers:
     def take(self, ticket: Ticket) -> bool:
         free = self.free(ticket.barred)
         if free:
-            name, seconds = min(free, key=lambda one: self.base[one]), ticket.tokens / SPEED
+            name, seconds = min(free, key=lambda candidate: self.base[candidate]), ticket.tokens / SPEED
             self.room[name] -= seconds
             self.base[name] += seconds
         return bool(free)
@@ -65,7 +65,7 @@ class QueueModel:
     largest: dict[int, int] = field(default_factory=dict)
 
     def enter(self, ticket: Ticket) -> None:
-        if all(one.flow != ticket.flow for one in self.tickets):
+        if all(other.flow != ticket.flow for other in self.tickets):
             start = max(self.clock.get(ticket.flow[0], 0), self.served.pop(ticket.flow, 0))
             self.time[ticket.flow] = start
         self.tickets.append(ticket)
@@ -73,14 +73,14 @@ class QueueModel:
     def leave(self, ticket: Ticket, done: int | None = None) -> None:
         flow, level = ticket.flow, ticket.flow[0]
         if done is not None:
-            waiting = {one.flow for one in self.tickets if one.flow[0] == level}
+            waiting = {other.flow for other in self.tickets if other.flow[0] == level}
             self.clock[level] = max(self.clock.get(level, 0), self.time[flow]) + math.ceil(done / len(waiting))
             self.largest[level] = max(done, math.floor(self.largest.get(level, 0) - done / 16))
             behind = self.clock[level] - max(LAG, self.largest[level])
             self.time[flow] = max(self.time[flow] + done, behind)
             self.served = {f: t for f, t in self.served.items() if f[0] != level or t > self.clock[level]}
         self.tickets.remove(ticket)
-        if all(one.flow != flow for one in self.tickets):
+        if all(other.flow != flow for other in self.tickets):
             time = self.time.pop(flow)
             if time > self.clock.get(level, 0):
                 self.served[flow] = time
@@ -91,15 +91,15 @@ class QueueModel:
         return ticket.arrival_us + self.patience * ticket.tokens * (1_000_000 // SPEED), ticket.reservation
 
     def line(self, flow: tuple[int, int]) -> list[Ticket]:
-        return sorted((one for one in self.tickets if one.flow == flow), key=self.place)
+        return sorted((other for other in self.tickets if other.flow == flow), key=self.place)
 
     def turns(self, workers: Workers) -> list[Ticket]:
         """Return the tickets whose turn it is, in order, and let each take the room that it needs."""
-        lines = {flow: self.line(flow) for flow in {one.flow for one in self.tickets}}
+        lines = {flow: self.line(flow) for flow in {other.flow for other in self.tickets}}
         first = {flow: self.place(line[0])[0] for flow, line in lines.items()}
         time, found = dict(self.time), []
         while lines and workers.free():
-            flow = min(lines, key=lambda one: (one[0], time[one], first[one], one))
+            flow = min(lines, key=lambda candidate: (candidate[0], time[candidate], first[candidate], candidate))
             ticket = lines[flow].pop(0)
             if workers.take(ticket):
                 found.append(ticket)
@@ -111,16 +111,16 @@ class QueueModel:
     def displaced_by(self, flow: tuple[int, int]) -> Ticket | None:
         """The ticket that gives way when the queue is full; None if none does."""
         lengths: dict[tuple[int, int], int] = {}
-        for one in self.tickets:
-            lengths[one.flow] = lengths.get(one.flow, 0) + 1
-        longest = max(lengths, key=lambda one: (one[0], lengths[one], bytes([65 + one[1]])))
+        for other in self.tickets:
+            lengths[other.flow] = lengths.get(other.flow, 0) + 1
+        longest = max(lengths, key=lambda candidate: (candidate[0], lengths[candidate], bytes([65 + candidate[1]])))
         if (longest[0], lengths[longest]) <= (flow[0], lengths.get(flow, 0) + 1):
             return None
         return self.line(longest)[-1]
 
 
 class CheckedQueue:
-    """A world with a queue, and the model beside it."""
+    """A keyspace with a queue, and the model beside it."""
 
     def __init__(self, keyspace: Keyspace, tickets: int, patience: float = 0.0) -> None:
         self.keyspace, self.model = keyspace, QueueModel(patience)
@@ -165,18 +165,18 @@ class CheckedQueue:
         )
 
     async def foretold(self, question: Question) -> tuple[str, bool, float]:
-        """As ``came_true`` tells a decision, told before it. Asserts that nothing was written."""
+        """Foretell a decision in the form of ``came_true``. Asserts that nothing was written."""
         before = await self.written()
         worker_id, _, seen = await self.keyspace.fleet.queue.consider(question)
         assert await self.written() == before
         return "" if seen.waits else worker_id, seen.waits, seen.turn_s
 
     async def written(self) -> int:
-        """How many changes the server has made since it started. It saves nothing."""
+        """The number of changes that the server has made since its start. It saves nothing to disk."""
         return int((await cast("Any", self.keyspace.store.info("persistence")))["rdb_changes_since_last_save"])
 
     async def turns(self) -> set[str]:
-        line = await self.keyspace.fleet.queue.poll([one.reservation for one in self.model.tickets])
+        line = await self.keyspace.fleet.queue.poll([other.reservation for other in self.model.tickets])
         return {ticket for ticket, standing in line.standings.items() if standing is Standing.TURN}
 
     async def check(self) -> None:
@@ -186,17 +186,17 @@ class CheckedQueue:
         assert len(members) <= self.keyspace.fleet.constants.limits.tickets
         tickets = await cast("Any", store.hgetall(f"{queue}:tickets"))
         waiting = {name.decode() for name, record in tickets.items() if record}
-        assert waiting == {one.reservation for one in model.tickets} == {one[25:].decode() for one in members}
+        assert waiting == {other.reservation for other in model.tickets} == {member[25:].decode() for member in members}
         assert {name.decode() for name in tickets} - waiting <= self.displaced
         assert set(await self.zset(":leases")) == set(tickets)
         flows = {flow[16:]: time for flow, time in (await self.zset(":flows")).items()}
         assert flows == {name(flow): flow[0] * CLASS + time for flow, time in model.time.items()}
         served = {name(flow): flow[0] * CLASS + time for flow, time in model.served.items()}
         assert await self.zset(":served") == served
-        lengths = Counter(one.flow for one in model.tickets)
+        lengths = Counter(other.flow for other in model.tickets)
         assert await self.zset(":lengths") == {name(flow): flow[0] * LENGTH + n for flow, n in lengths.items()}
         clock = await cast("Any", store.hgetall(f"{queue}:clock"))
-        assert int(clock.get(b"work_us", 0)) == sum(one.tokens * (1_000_000 // SPEED) for one in model.tickets)
+        assert int(clock.get(b"work_us", 0)) == sum(other.tokens * (1_000_000 // SPEED) for other in model.tickets)
 
     async def zset(self, suffix: str) -> dict[bytes, int]:
         found = await cast(

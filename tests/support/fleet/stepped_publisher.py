@@ -34,7 +34,7 @@ def small_pieces() -> Iterator[None]:
 
 
 class SteppedPublisher:
-    """One engine core: its table, its real publisher, run by hand instead of by its thread."""
+    """An engine core: its table, and its real publisher, run by hand instead of by its thread."""
 
     def __init__(self, store: Any, worker_id: str, queue: int) -> None:
         self.tracker = tracker.Tracker(queue)
@@ -42,7 +42,7 @@ class SteppedPublisher:
         self.publisher = WorkerPublisher(config, self.tracker)
         self.stream = self.publisher._stream
         self.stream.client = store
-        self.forged = ""  # under this nonce somebody has written besides it
+        self.forged = ""  # another process has written under this nonce, too
         self.sent: deque[dict[bytes, bytes]] = deque(maxlen=8)
         put, join = self.stream.put, self.stream.join
 
@@ -71,7 +71,7 @@ class SteppedPublisher:
         return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_request is not None)
 
     def round(self, *, beat: bool = False, listen: bool = False) -> None:
-        """One round of the publisher's thread; with a heartbeat or a reading of the command only if asked for."""
+        """Run one round of the publisher's thread. beat: send a heartbeat. listen: read the command."""
         if not self.running:
             return
         self.publisher._due = Due(heartbeat=0 if beat else math.inf, load=math.inf, command=0 if listen else math.inf)
@@ -86,4 +86,4 @@ class SteppedPublisher:
         if self.publisher._loss_noticed_at is not None:
             self.publisher._loss_noticed_at -= 30
         self.publisher._joined_at -= 30
-        self.publisher._rival.first_read -= 8  # twice that is a TTL: who lives has written in between
+        self.publisher._rival.first_read -= 8  # twice that is a TTL: a living process has written in between

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 IN_MEMORY = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction")
 QUIET = (*IN_MEMORY, "--bind", "127.0.0.1", *KEEPS_ENVIRONMENT)
-PORTS = range(10_000, 20_000)  # below those of outgoing connections, and so are the ports of a bus
+PORTS = range(10_000, 20_000)  # below the ports of outgoing connections, as are the ports of a Cluster's bus
 
 
 @dataclass
 class Node:
-    """One process, its port, and the Redis user that tests use there."""
+    """A process, its port, and the Redis user that tests use there."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -181,7 +181,7 @@ class Watched:
 def sentinels(users: str = "", lost_ms: int = 1_000) -> Iterator[Watched]:
     """users: lines of an ACL file with `replica`, `sentinel` and `admin`. Each name is also the password.
 
-    lost_ms: a master is lost that was silent for so long. Sentinels promote no replica that its master lost ten times
+    lost_ms: silence after which a master is lost. Sentinels promote no replica that its master lost ten times
     as long before.
     """
     with Servers() as servers:
@@ -281,7 +281,7 @@ class WholeCluster:
 
     @property
     def ranges(self) -> tuple[SlotRange, ...]:
-        """Which master owned which slots at the start."""
+        """Return the slots that each master owned at the start."""
         share = _share(self.masters)
         return tuple(
             (number * share, min((number + 1) * share, SLOTS) - 1, ("127.0.0.1", node.port))
@@ -347,7 +347,7 @@ def _join(nodes: list[Node], masters: list[Node], replicas: dict[int, Node]) -> 
     def acquainted() -> bool:
         if all(len(node.client().cluster("NODES")) == len(nodes) for node in nodes):
             return True
-        if time.monotonic() - met[0] > 3:  # a handshake that a busy machine keeps waiting is given up by the nodes
+        if time.monotonic() - met[0] > 3:  # nodes give a handshake up that a busy machine delays
             met[0] = time.monotonic()
             for node in nodes[1:]:
                 nodes[0].client().cluster("MEET", "127.0.0.1", node.port)

@@ -1,4 +1,4 @@
-"""One router replica without HTTP, whose commands get lost, come twice or late: its bookkeeping is the real one."""
+"""A router replica without HTTP, with the real bookkeeping, whose commands get lost, come twice or late."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LossyScripts(Scripts):
         return await self._fated(name, partial(super().call, name, command, limit_s))
 
     async def _fated(self, name: str, execute: Callable[[], Awaitable[Any]]) -> Any:
-        await asyncio.sleep(0)  # whoever else is there goes first
+        await asyncio.sleep(0)  # other waiting tasks run first
         fate = self.fates.popleft() if self.fates else "well"
         if fate == "lost":
             raise FleetUnavailable(fate)
@@ -111,7 +111,7 @@ class LossyBookings(Bookings):
 
 
 class ForetellingQueue(Queue):
-    """asked: what decisions were asked for. foretold: what each would be at that moment, if ``foretells``."""
+    """asked: requests for decisions. foretold: the decision that each would get at that moment, if ``foretells``."""
 
     def __init__(self, scripts: LossyScripts, bookings: Bookings) -> None:
         super().__init__(scripts, bookings)
@@ -139,7 +139,7 @@ class GivenOrder(PolicyChoice):
 
 
 class LossyReplica:
-    """One router without HTTP: it books, settles and renews by its own code."""
+    """A router without HTTP: it books, settles and renews by its own code."""
 
     def __init__(self, client: aioredis.Redis, model: str, policy: str, late: Late, spans: Spans = SPANS) -> None:
         with patch.object(fleet, "Scripts", LossyScripts):
@@ -168,7 +168,7 @@ class LossyReplica:
             if attempt.chosen.state is BookingState.BOOKED:
                 self.attempts.append(attempt)
             else:
-                attempt.release("cancelled")  # it went where the degraded mode chose: nothing of it is booked
+                attempt.release("cancelled")  # the degraded mode chose its worker: nothing of it is booked
         await self.settlements.drained()
         return attempt
 
@@ -191,7 +191,7 @@ class LossyReplica:
             await self.settlements.drained()
 
     async def end_cancelled(self, which: int) -> str:
-        """Its task is cancelled twice, the second time while it gives back; returns the reservation."""
+        """A request's task is cancelled twice, the second time while it gives back; returns the reservation."""
         attempt = self.attempts.pop(which % len(self.attempts))
 
         async def request() -> None:
@@ -224,8 +224,8 @@ class LossyReplica:
 
 
 async def order_of(monitor: Any, count: int) -> list[str]:
-    """The reservations of so many decisions, in the order in which Redis executed them."""
-    order: list[str] = []  # of calls: a script that is not there is loaded before the first of them
+    """The reservations of ``count`` decisions, in the order in which Redis executed them."""
+    order: list[str] = []  # calls of the script only: a missing script is loaded first
     while len(order) < count:
         command = (await monitor.next_command())["command"]
         found = re.match(r"EVALSHA \S+ \d+ .*?(wf-0\d+) ", command)

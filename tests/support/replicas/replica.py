@@ -1,4 +1,4 @@
-"""One router replica on a free port, served by uvicorn in the test's own event loop; and what tests ask of it."""
+"""A router replica on a free port, served by uvicorn in the test's own event loop, with helpers for tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STOP_LOOK_S = 0.005  # between two looks whether the connections of a replica that stops are closed
 ASK_S = 0.03  # between two questions to a replica: a page of metrics costs it as much as several requests
 ROUTABLE = ("proven", "identity", "approximate")  # states of workers
-#: One context for all replicas that trust the system's authorities: to read these takes 20 ms of CPU.
+#: All replicas that trust the system's authorities share a context, as reading these takes 20 ms of CPU.
 shared_tls = cache(engine_tls)
 #: Tokenizers that replicas have loaded, and where their texts may be cut: half a second for the 5 MB of the simulator.
 LOAD, CUTS = Encoder.__dict__["load"], Encoder.cuts
@@ -68,7 +68,7 @@ class Replica:
 
     @property
     def connections(self) -> int:
-        """How many connections of clients are open."""
+        """The number of open connections of clients."""
         return len(self.server.server_state.connections)
 
     async def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -167,7 +167,9 @@ async def replica(
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
-            url, operators = (f"http://127.0.0.1:{one.getsockname()[1]}" for one in (listener, [listener, *admin][-1]))
+            url, operators = (
+                f"http://127.0.0.1:{server.getsockname()[1]}" for server in (listener, [listener, *admin][-1])
+            )
             found = Replica(url, operators, fleet, client, running)
             await poll(lambda: running.started or task.done(), 60, "the replica starts")
             if engines:

@@ -53,7 +53,7 @@ class SeveralReplicas:
         hashes = self.chains[a % 4]
         exclude = (WORKERS[b % 4],) if b % 7 == 0 else ()
         chains = (Chain(SCHEME.scheme_id, 16, hashes),)
-        order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # of a ring: for the policies that look at one
+        order = WORKERS[b % 4 :] + WORKERS[: b % 4]  # a ring of workers, for the policies that use one
         return Question(
             f"wf-0{self.number}", chains, len(hashes) * 2 + 1 + a, 100 + b, self.policy, exclude, order=order
         )
@@ -195,26 +195,26 @@ class SeveralReplicas:
         await self._reaped()
         twin = Fleet(self.store, f"twin/{self.model}", timeouts=PATIENT, constants=Constants(spans=SPANS))
         await self._copy(self.keys.prefix, twin.keys.prefix)
-        # What is done of a prefill, and a share of time, go by the clock, which a twin cannot turn back: both are free.
+        # A prefill's computed part and the share of time follow the clock, which a twin cannot turn back: both cost 0.
         weights, free = twin.constants.weights, replace(twin.constants.weights, wait_price=0.0, place=0.0)
         twin.use(weights=free)
-        for one in self.replicas:
-            one.scripts.fates.clear()
-            one.queue.foretells = False
-            one.fleet.use(weights=free)
+        for replica in self.replicas:
+            replica.scripts.fates.clear()
+            replica.queue.foretells = False
+            replica.fleet.use(weights=free)
         async with self.store.monitor() as monitor:
             at = [self.replicas[(who + number) % len(self.replicas)] for number in range(len(asks))]
-            attempts = await asyncio.gather(*(one.decide(ask) for one, ask in zip(at, asks, strict=True)))
+            attempts = await asyncio.gather(*(replica.decide(ask) for replica, ask in zip(at, asks, strict=True)))
             order = await order_of(monitor, len(asks))
         made = {
             attempt.reservation: attempt.chosen.decision if attempt.chosen.state is BookingState.BOOKED else None
             for attempt in attempts
         }
         asked: dict[str, Question] = {}
-        for one in self.replicas:
-            one.queue.foretells = True
-            one.fleet.use(weights=weights)
-            asked |= one.queue.asked
+        for replica in self.replicas:
+            replica.queue.foretells = True
+            replica.fleet.use(weights=weights)
+            asked |= replica.queue.asked
         for name in order:
             try:
                 alone = await twin.bookings.decide(asked[name])
@@ -231,7 +231,11 @@ class SeveralReplicas:
     # ------------------------------------------------ what is there
 
     def _open(self) -> dict[str, Any]:
-        return {renewal.reservation: renewal for one in self.replicas for renewal in one.pool.reservations.renewals()}
+        return {
+            renewal.reservation: renewal
+            for replica in self.replicas
+            for renewal in replica.pool.reservations.renewals()
+        }
 
     async def _leases(self, of: Fleet | None = None) -> list[tuple[str, Lease]]:
         packed = await cast("Any", self.store.hgetall((of or self.plain).keys.lease))
@@ -255,7 +259,7 @@ class SeveralReplicas:
         rows, made = await self._rows(), Counter[tuple[bytes, bytes]]()
         sums = dict.fromkeys(rows, (0, 0, 0))
         for _, lease in await self._leases():
-            made.update((one, b"%d" % lease.slot) for one in lease.checkpoints)
+            made.update((block, b"%d" % lease.slot) for block in lease.checkpoints)
             row = rows.get(lease.worker_id)
             if row and lease.stage <= Stage.STARTED and lease.epoch == row.epoch:
                 prefill, decodes, count = sums[lease.worker_id]
@@ -265,7 +269,7 @@ class SeveralReplicas:
         for key in await self._named(self.keys.prefix):
             if key.startswith(prefix + b"lru:"):
                 slot = key[len(prefix) + 4 :]
-                made.update((one, slot) for one in cast("list[bytes]", await self.store.zrange(key, 0, -1)))
+                made.update((block, slot) for block in cast("list[bytes]", await self.store.zrange(key, 0, -1)))
             elif key.startswith(prefix + b"x:"):
                 counts = await cast("Any", self.store.hgetall(key))
                 found |= {(key[len(prefix) + 2 :], slot): int(n) for slot, n in counts.items() if slot.isdigit()}
@@ -275,10 +279,10 @@ class SeveralReplicas:
         """Let every command and outcome arrive and the lease time pass; then only open requests are booked."""
         while self.late:
             await self._fated(0).scripts.arrive(0)
-        for who, one in enumerate(self.replicas):
+        for who, replica in enumerate(self.replicas):
             await self._fated(who).clear()
-            await one.renew()
-            assert not one.pool.reservations.outcomes()
+            await replica.renew()
+            assert not replica.pool.reservations.outcomes()
         kept = self._open()
         over = {name: 1 for name, _ in await self._leases() if name not in kept}
         if over:
@@ -297,8 +301,8 @@ class SeveralReplicas:
 
     async def _over(self) -> None:
         """End all requests: then nothing is booked, and nothing of them is left."""
-        for who, one in enumerate(self.replicas):
-            while one.attempts:
+        for who, replica in enumerate(self.replicas):
+            while replica.attempts:
                 await self._fated(who).end(0, "finished")
         await self._rest()
         rows, left = await self._rows(), await self._named(self.keys.prefix)

@@ -38,7 +38,7 @@ IMAGE = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "
 
 
 class SteppedReplica:
-    """What a replica does in the background with one model, one round at a time, without the waiting between."""
+    """The background tasks of a replica with one model, one round at a time, without waiting between rounds."""
 
     def __init__(self, fleet: Fleet, executor: ThreadPoolExecutor) -> None:
         self.fleet, self.metrics = fleet, Metrics()
@@ -52,7 +52,7 @@ class SteppedReplica:
 
     async def applied(self) -> None:
         empty = 0
-        while empty < 3:  # the first may be too soon after the last, and new names are only found
+        while empty < 3:  # the first round may come too soon after the last one, and only finds new names
             tick = await self.fleet.upkeep.tick()
             empty = 0 if tick.backlog + tick.snapshots else empty + tick.ran
             for stream in tick.backlog + tick.snapshots:
@@ -61,13 +61,11 @@ class SteppedReplica:
 
     async def look(self) -> dict[str, Any]:
         """Read the whole fleet, and return the JSON that ``/workers`` would answer."""
-        self.pool.fleet.workers._servers_until = (
-            0.0  # as if so much time had passed that servers' records are read again
-        )
+        self.pool.fleet.workers._servers_until = 0.0  # so that servers' records are due and read again
         await self.reader.refresh()
         await IndexHealthWatch(self.pools, self.metrics).look()
         view = self.pool.view
-        for worker in view.workers:  # whoever is due: as a round of probes finds out, without sending any
+        for worker in view.workers:  # finds due workers as a round of probes does, but sends no probe
             self.prober._first_seen["x"] = 0.0
             self.prober._due("x", view, worker)
         entries(self.pools, 0)
@@ -80,7 +78,7 @@ class SteppedReplica:
         await self.prober._probe("x", self.pool, worker)
 
     async def loaded(self) -> None:
-        """Every identity that is being loaded is, or was refused; a task that raises is what no one would see."""
+        """Wait until every identity is loaded or refused; raises the error of a task, which would be lost otherwise."""
         while self.reader._loads:
             await asyncio.gather(*self.reader._loads.values())
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """One replica's checks, run by hand."""
+    """A replica's checks, run by hand."""
 
     def __init__(self, redis_url: str, model: str, entries: list[str], **times: Any) -> None:
         self.fleet = Fleet(connect(redis_url, timeout_s=5), model)

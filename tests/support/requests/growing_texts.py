@@ -64,7 +64,7 @@ class Texts:
         return "".join(part + rng.choice((" ", " ", " ", " ", "", "  ", ".\n")) for part in parts)
 
     def next(self) -> str:
-        """One of the last texts, grown, edited, truncated or left alone; or a new one."""
+        """Return a recent text, grown, edited, truncated or unchanged, or a new text."""
         rng, text = self.rng, self.rng.choice(self.kept)
         kind, at = rng.random(), rng.randrange(len(text) + 1)
         if len(text) > 30_000 or kind < 0.1:

@@ -86,7 +86,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 @dataclass
 class RandomRequest:
-    """One request. shape: the features that it uses. lora: name and path of the adapter that it asks for."""
+    """A request. shape: the features that it uses. lora: name and path of the adapter that it asks for."""
 
     endpoint: Literal["completions", "chat", "messages", "responses"]
     body: Body
@@ -260,7 +260,7 @@ class Maker:
             body["add_generation_prompt"] = self.chance(0.5)
 
     def _odd(self, request: RandomRequest) -> None:
-        """Return one of the shapes that are easy to get wrong."""
+        """Return a request of a shape that is easy to get wrong."""
         if not self._odd_ones:  # each once before any comes again
             self._odd_ones = self.random.sample(ODDITIES, len(ODDITIES))
         odd = self._odd_ones.pop()

@@ -1,4 +1,4 @@
-"""A test run that gets SIGTERM, SIGINT or SIGHUP ends with its fixtures; a watchdog kills whatever that leaves behind.
+"""A test run that gets SIGTERM, SIGINT or SIGHUP ends with its fixtures; a watchdog kills all processes that are left.
 
 A run in several processes passes the signal on. Otherwise its processes would hear of the end after five seconds, and
 would be killed five seconds later.
@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Also in each process of ``-n``, where tests run in the main thread."""
+    """Set the handlers, also in each process of ``-n``, where tests run in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     watchdog = None if hasattr(config, "workerinput") else Watchdog()
@@ -68,7 +68,7 @@ class Ending:
         if self._watchdog is not None:
             self._watchdog.run_is_ending()
         if self._config.pluginmanager.hasplugin("dsession"):
-            for process in psutil.Process().children():  # those of -n: tests, and so servers, are started by them
+            for process in psutil.Process().children():  # processes of -n: they start tests, and so servers
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
         raise KeyboardInterrupt

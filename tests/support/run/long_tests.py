@@ -27,7 +27,7 @@ BEGIN, END = "<!-- begin: python -m tests.support.run.long_tests --write -->\n",
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One long test, or the long tests of one file. selects: the arguments of pytest that choose it."""
+    """A long test, or the long tests of a file. selects: the arguments of pytest that choose it."""
 
     selects: str
     minutes: int

@@ -1,4 +1,4 @@
-"""Which environments the selected tests need beyond the common one, as targets of the Makefile.
+"""Prints the environments that the selected tests need beyond the common one, as targets of the Makefile.
 
     python3 tests/support/run/needed_targets.py -q tests/app/test_stop.py      prints nothing
     python3 tests/support/run/needed_targets.py -x tests/vllm                  prints: vllm
@@ -47,7 +47,7 @@ def selected_paths(arguments: list[str]) -> list[Path]:
 
 
 def overlap(folder: Path, path: Path) -> bool:
-    """Whether one of the two holds the other."""
+    """Whether one of the two paths contains the other."""
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 

@@ -47,7 +47,7 @@ def find(command: str) -> str | None:
 
 
 def missing(commands: Iterable[str] = ()) -> list[str]:
-    """Which of these commands are not there; of all that are known, if none is named."""
+    """Return the commands that are not installed; of all known commands, if none is named."""
     return [command for command in commands or (*TOOLS, *TAKEN_OUT) if find(command) is None]
 
 
@@ -121,7 +121,7 @@ def as_root() -> list[str] | None:
 
 
 def sentence(commands: list[str], reason: str) -> str:
-    """What is missing, why it was not installed, and what to install."""
+    """A sentence with the missing tools, the reason why they were not installed, and the packages to install."""
     packages = [TOOLS[command] for command in commands if command in TOOLS]
     steps = [f"apt-get install {' '.join(packages)}"] if packages else []
     steps += [

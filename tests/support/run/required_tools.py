@@ -1,4 +1,4 @@
-"""What a test does when a tool that it needs is not installed: it fails under `make test`, and is skipped elsewhere."""
+"""A test whose tool is not installed fails under `make test`, and is skipped elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills what a test run leaves behind, however the run ended: a program that ending.py starts beside the run.
+"""Kills processes that a test run leaves behind, however the run ended. ending.py starts this program beside the run.
 
     python tests/support/run/run_watchdog.py NAME PID
 
@@ -19,7 +19,7 @@ import psutil
 
 RUNS = "TEST_RUNS"  # the names of a run and of the runs that started it
 ORDERLY_S = 5.0  # for a run that is ending, with its fixtures
-KILLED_S = 2.0  # for what is left then, or of a run that was killed, between SIGTERM and SIGKILL
+KILLED_S = 2.0  # between SIGTERM and SIGKILL, for processes that are left then, or after the run was killed
 POLL_S = 0.1
 
 
@@ -32,7 +32,7 @@ class Leftovers:
         self._seen = {self._run}
 
     def look(self) -> set[psutil.Process]:
-        """Return those that run, but not this program."""
+        """Return the processes that run, but not this program."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if self._name in process.environ().get(RUNS, ""):
@@ -49,7 +49,7 @@ class Leftovers:
                 process.send_signal(number)
 
     def wait(self, seconds: float, *, while_run: bool) -> None:
-        """Return when none runs, or not the run itself if ``while_run``; or after ``seconds``."""
+        """Return when no process runs, or the run itself has ended if ``while_run``; or after ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and (left := self.look()) and (not while_run or self._run in left):
             time.sleep(POLL_S)

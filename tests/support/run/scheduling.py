@@ -1,4 +1,4 @@
-"""How `make test` spreads the tests over several processes (pytest-xdist, ``-n auto``).
+"""Spreads the tests of `make test` over several processes (pytest-xdist, ``-n auto``).
 
 The tests of one file run in one process, in their order, because they share fixtures. So do the files of one entry of
 ``TOGETHER``, which share a fixture that takes long to start. The slowest files come first: whatever runs last should be
@@ -38,13 +38,13 @@ FIRST = (
     "tests/app",
 )
 
-#: At most so many processes: several tests measure times, and need cores that nobody else takes.
+#: The most processes: several tests measure times, and need cores that no other test uses.
 MOST_PROCESSES = 6
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes ``-n auto`` means: two more than there are cores, because tests wait half of their time.
+    """The number of processes for ``-n auto``: two more than there are cores, because tests wait half of their time.
 
     0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
     long tests: most of them measure, and some take the whole machine.
@@ -69,7 +69,7 @@ def runs_long_tests(marks: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One unit of work for each file, or for all files of one entry of ``TOGETHER``, in the order of the tests."""
+    """Make a unit of work for each file, or for all files of one entry of ``TOGETHER``, in the order of the tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False
@@ -86,6 +86,6 @@ def unit_of(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The slowest first, as ``FIRST`` says. A run in one process keeps the usual order."""
+    """Sort the slowest files first, in the order of ``FIRST``. A run in one process keeps the usual order."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if item.nodeid.startswith(name)), 99))

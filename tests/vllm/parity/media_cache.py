@@ -1,4 +1,4 @@
-"""Which picture real vLLM finds for a request, without an engine core. It runs in vLLM's own environment.
+"""Find the pictures that real vLLM uses for a request, without an engine core. It runs in vLLM's own environment.
 
     .venv-vllm/bin/python -m tests.vllm.parity.media_cache MODEL      (see ``test_media_ids.py``, which starts it)
 
@@ -80,17 +80,17 @@ class Engine:
         elif path == "/v1/chat/completions/batch":
             batch = BatchChatCompletionRequest.model_validate(body)
             chats = [batch.to_chat_completion_request(messages) for messages in batch.messages]
-            inputs = [one for chat in chats for one in (await renderer.render_chat(chat))[1]]
+            inputs = [rendered for chat in chats for rendered in (await renderer.render_chat(chat))[1]]
         else:
             made = await renderer.render_chat(ChatCompletionRequest.model_validate(body))
             inputs = made[1] if isinstance(made, tuple) else made
         if isinstance(inputs, list):
-            for one in inputs:
-                self._core(one)
+            for rendered in inputs:
+                self._core(rendered)
         return inputs
 
     async def _generate(self, engine_input: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        """What ``/inference/v1/generate`` hands to the engine core."""
+        """The input that ``/inference/v1/generate`` hands to the engine core."""
         from vllm.outputs import RequestOutput
 
         self._core(engine_input)

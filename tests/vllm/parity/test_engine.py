@@ -85,10 +85,10 @@ async def test_ids_and_blocks_of_a_real_engine(identities: Truth, kind: str) -> 
             made = await identity.prompts(
                 bodies.parse(PATHS[ask.endpoint], ask.raw), (hasher,), None, INLINE_CHARACTERS
             )
-            assert [one.ids for one in made] == ids, (ask.shape, ask.raw.decode()[:2_000])
+            assert [prompt.ids for prompt in made] == ids, (ask.shape, ask.raw.decode()[:2_000])
             counts["equal"] += 1
-            for one in made:
-                packed = hasher.chain(one.ids, ask.body.get("cache_salt")).hashes
+            for prompt in made:
+                packed = hasher.chain(prompt.ids, ask.body.get("cache_salt")).hashes
                 expected |= {packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES)}
         held = {key[-12:-4] for key in await asyncio.to_thread(engine.table)}
     print(f"{kind}: {dict(counts)}, {len(expected)} blocks, {len(held)} in the engine's table")

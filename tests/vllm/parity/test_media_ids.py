@@ -33,7 +33,7 @@ CHAT, RENDER, GENERATE = "/v1/chat/completions", "/v1/chat/completions/render", 
 BATCH, RESPONSES = "/v1/chat/completions/batch", "/v1/responses"
 COLOURS = {"red": b"\xff\0\0", "green": b"\0\xff\0", "blue": b"\0\0\xff"}
 Ask = tuple[str, bytes]
-#: How vLLM's two caches say so.
+#: Words by which vLLM's two caches report a missing picture.
 NO_PICTURE = ("Cache miss for image at index 0 but data is not provided", "are not in the receiver (P1) cache")
 MISSED = "vLLM has no such picture"
 

@@ -114,7 +114,7 @@ def report(model: str, counts: Counts) -> None:
 
 
 def check(counts: Counts) -> None:
-    """Fail for a wrong answer, for many missing ones, and if vLLM refused so many that little was compared."""
+    """Fail for a wrong answer, for many missing ones, and if vLLM refused most requests."""
     assert not counts.different
     assert counts.fallback.total() <= 0.01 * counts.served
     assert counts.refused.total() <= 0.15 * (counts.served + counts.refused.total())

@@ -184,17 +184,17 @@ def _difference(
     hashers: Sequence[Hasher],
     keys: tuple[str | None, tuple[str, str] | None],
 ) -> str:
-    if [one.ids for one in made] != answer["prompts"]:
-        lengths = [one.tokens for one in made], [len(ids) for ids in answer["prompts"]]
+    if [prompt.ids for prompt in made] != answer["prompts"]:
+        lengths = [prompt.tokens for prompt in made], [len(ids) for ids in answer["prompts"]]
         return f"other ids: {lengths[0]} against {lengths[1]} tokens"
-    if not any(one.chains for one in made):
+    if not any(prompt.chains for prompt in made):
         return "no prompt has a chain"
-    for one, expected in zip(made, answer["hashes"], strict=True):
+    for prompt, expected in zip(made, answer["hashes"], strict=True):
         # Only the prompt of a request with a single prompt brings its chains.
-        chains = one.chains or [hasher.chain(one.ids, *keys) for hasher in hashers]
+        chains = prompt.chains or [hasher.chain(prompt.ids, *keys) for hasher in hashers]
         for hasher, chain, value in zip(hashers, chains, expected, strict=True):
             # The router's chain ends where a hit must end: the prompt's last token is always computed.
-            whole = min((one.tokens - 1) // hasher.scheme.block_tokens, MAX_BLOCKS) * HASH_BYTES
+            whole = min((prompt.tokens - 1) // hasher.scheme.block_tokens, MAX_BLOCKS) * HASH_BYTES
             if len(chain.hashes) != whole or chain.hashes != base64.b64decode(value)[:whole]:
                 return f"other hashes: {hasher.scheme.algorithm}, blocks of {hasher.scheme.block_tokens}"
     return ""

@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def count_tokenised(path: Path) -> None:
-    """A byte in this file for every prompt that this server makes into token ids itself."""
+    """Write a byte to ``path`` for every prompt that this server tokenises itself."""
     from vllm.renderers.base import BaseRenderer
 
     original = BaseRenderer._tokenize_prompt
@@ -93,10 +93,10 @@ def reseed(file: Path) -> None:
 
 
 class Journal:
-    """One JSON line for everything, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
+    """A JSON line for each event, in the engine's own order: [CLOCK_MONOTONIC seconds, what, ...].
 
-    ``table`` appeared, gone: block hashes, told before anything that depends on them. ``add`` id, tokens, chain: a
-    request came. ``look`` id, tokens: so many are cached, now. ``run`` ids: these are scheduled, with what their last
+    ``table`` appeared, gone: block hashes, noted before anything that depends on them. ``add`` id, tokens, chain: a
+    request came. ``look`` id, tokens: this many are cached now. ``run`` ids: these are scheduled, with what their last
     look found. ``preempt`` id; ``end`` id, status.
     """
 
@@ -115,7 +115,7 @@ class Journal:
         self.file.write(json.dumps([time.monotonic(), *what]) + "\n")
 
     def keep(self, scheduler) -> None:  # type: ignore[no-untyped-def]
-        """Write down what this scheduler does from now on. All of it happens on the engine's thread."""
+        """Note all work of the scheduler from now on, on the engine's thread."""
 
         def around(owner, name, before=None, after=None) -> None:  # type: ignore[no-untyped-def]
             original = getattr(owner, name)
@@ -136,16 +136,20 @@ class Journal:
                 self.note("look", request.request_id, found[1])
 
         def scheduled(output, *_) -> None:  # type: ignore[no-untyped-def]
-            self.note("run", [one.req_id for one in output.scheduled_new_reqs])
+            self.note("run", [request.req_id for request in output.scheduled_new_reqs])
             if output.total_num_scheduled_tokens:
                 time.sleep(self.step_s)
 
         def came(request) -> None:  # type: ignore[no-untyped-def]
-            chain = [bytes(one)[-8:].hex() for one in request.block_hashes]
+            chain = [bytes(block)[-8:].hex() for block in request.block_hashes]
             self.note("add", request.request_id, request.num_tokens, chain)
 
         around(scheduler, "add_request", before=came)
         around(scheduler.kv_cache_manager, "get_computed_blocks", after=looked)
         around(scheduler, "schedule", after=scheduled)
-        around(scheduler, "_preempt_request", before=lambda one, *_: self.note("preempt", one.request_id))
-        around(scheduler, "_free_request", before=lambda one, *_: self.note("end", one.request_id, one.status.name))
+        around(scheduler, "_preempt_request", before=lambda request, *_: self.note("preempt", request.request_id))
+        around(
+            scheduler,
+            "_free_request",
+            before=lambda request, *_: self.note("end", request.request_id, request.status.name),
+        )
