@@ -125,7 +125,7 @@ end
 local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
-local entries, spent = 0, 0 -- that were applied; their blocks
+local entries, spent = 0, 0 -- entries that were applied; their blocks
 local from, want = "-", 1 -- the first page is one entry: one full batch is already as much as a call may apply
 local full, control = false, false -- no more fits into this call; the next entry is apply_control's
 repeat

@@ -1,5 +1,5 @@
 --[[
-register: what a replica found of an approximate worker (an engine without the plugin, which the operator listed).
+register: notes a replica's check of an approximate worker (an engine without the plugin, which the operator listed).
 
 Guarantee: the first check that passes makes its slot and its row; each later one is its heartbeat. A worker that comes
 back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
@@ -30,7 +30,7 @@ local cause, reason = ARGV[10], ARGV[11]
 
 local NEW_FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
 local HEARTBEAT_MS = 5000 -- of the plugin
-local MAX_CAPACITY = 4294967295 -- as a row can hold
+local MAX_CAPACITY = 4294967295 -- the largest number that a row can hold
 local call, band, misnamed = redis.call, bit.band, include "shared/misnamed"
 
 if not capacity_blocks or capacity_blocks < 1 or capacity_blocks > MAX_CAPACITY or not since_ms or not ttl_ms then

@@ -27,7 +27,7 @@ local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short 
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
-local GRANTED_US = 5 -- its place in the answer
+local GRANTED_US = 5 -- the position of granted us in the answer
 
 local call = redis.call
 local clock = call("TIME")

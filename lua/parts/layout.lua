@@ -20,7 +20,7 @@ local EJECTIONS_KEPT_MS = 600000 -- an ejection that was over for so long counts
 -- Workers
 local UNKNOWN_SPEED = 10000 -- tokens/s, while no speed in the fleet is known
 local VLLM_BLOCK_TOKENS = 16 -- as vLLM does by default
-local MAX_EVICTED = 65535 -- as a row can hold
+local MAX_EVICTED = 65535 -- the largest number that a row can hold
 local BUSY_ALWAYS = 65535 -- the busy_share of a row of an engine that computes prompts all the time
 local BUSY_MEMORY_MS = 15000 -- in a worker's share of time in prefill older time counts less: shared/busy_share
 local FULL_SHARE = 0.95 -- a cache is full from this share on

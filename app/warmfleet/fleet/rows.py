@@ -56,7 +56,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What the scripts read of a worker. Booked tokens are sums over open reservations.
+    """The load and the facts of a worker that scripts read. Booked tokens are sums over open reservations.
 
     In Redis the worker_id follows, so that a script which reads all rows has the names, too.
     """

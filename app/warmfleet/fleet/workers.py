@@ -28,7 +28,7 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 
 
 class Check(NamedTuple):
-    """What a replica found of an engine without the plugin. replica: a random word of its own.
+    """A replica's check of an engine without the plugin. replica: a random word that stands for the replica.
 
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
     time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
@@ -49,7 +49,7 @@ PASSED = Check("PASSED")
 
 
 class Registered(NamedTuple):
-    """What is registered of such an engine after a check; the words are those of lua/register.lua."""
+    """The registration of an engine without the plugin after a check; lua/register.lua explains the words."""
 
     slot: int
     in_flight: int
@@ -88,7 +88,7 @@ class WorkerView:
 
     @property
     def routable(self) -> bool:
-        """A decision may choose it now."""
+        """Whether a decision may choose the worker now."""
         return self.state.routable
 
     @property
@@ -109,7 +109,7 @@ class WorkerView:
 
     @property
     def misnamed(self) -> bool:
-        """It does not serve its pool's name."""
+        """Whether the worker does not serve its pool's name."""
         return bool(self.load.flags & Flag.MISNAMED)
 
     @property
@@ -162,7 +162,7 @@ class Workers:
         self.servers: dict[str, dict[str, Any]] = {}
         self.quiet_s = 0.0
         self._raw_servers: dict[bytes, bytes] = {}
-        self._announcements: bytes | None = None  # the count of them at that reading
+        self._announcements: bytes | None = None  # the counter of announcements at the last reading
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
 
@@ -171,11 +171,11 @@ class Workers:
         return await self._read(await self.reading(), fresh=True)
 
     def reading(self) -> asyncio.Future[list[Any]]:
-        """What ``look`` is made of, as Redis has it now. Raises FleetUnavailable."""
+        """The raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
         return self._scripts.together(self._reading)
 
     async def look(self, reading: list[Any]) -> list[WorkerView]:
-        """As ``read``, for a caller that asks again and again.
+        """Read as ``read`` does, for a caller that repeats it often.
 
         The records of API servers, the largest part of all that a reading reads, are read when one of them has changed,
         or a worker comes, goes or changes its state, else every SERVERS_S.
@@ -188,7 +188,7 @@ class Workers:
         changed = servers_known != len(self._raw_servers) or announcements != self._announcements
         doubt = changed or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
-            self._servers_until = 0.0  # until they are read: this may fail
+            self._servers_until = 0.0  # due until the records are read, which may fail
             self._raw_servers = pairs(await self._scripts.ask("HGETALL", self._scripts.keys.servers))
             self._servers_until, self._announcements = time.monotonic() + SERVERS_S, announcements
         self._rows = loads
@@ -222,7 +222,7 @@ class Workers:
     async def register(
         self, worker_id: str, record: dict[str, Any], capacity_blocks: int, check: Check = PASSED
     ) -> Registered:
-        """Tell what a check of an approximate worker found. record: scheme_id, url, models, started, ...
+        """Record the check of an approximate worker. record: scheme_id, url, models, started, ...
 
         Raises FleetUnavailable.
         """

@@ -144,7 +144,7 @@ def _way(renders: Any, request: Request) -> tuple[str, str] | None:
     if request.endpoint == "completions":
         one_text = len(request.prompts) == 1 and isinstance(request.prompts[0], str)
         return ("/tokenize", "tokens") if one_text else None
-    if renders.get("render") and not request.thinking_off:  # the route does not know how its server says so
+    if renders.get("render") and not request.thinking_off:  # a render request cannot switch thinking off
         return RENDERS[request.dialect], "token_ids"
     if request.dialect != "chat":
         return None

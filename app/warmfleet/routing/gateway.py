@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
 
-FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the request is decided without knowing it
+FIND_S = 0.25  # for all pools to say whether they have a reservation; later answers are ignored
 
 
 class Handover(NamedTuple):

@@ -50,7 +50,7 @@ logger = logging.getLogger("warmfleet.routing.pool_choice")
 
 HOMES = 2  # pools that are asked at once
 MOST_ASKED = 3  # pools that may be full before the request is refused
-LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
+LONG_S = 1.0  # a turn that costs so much more than the whole prompt sends the request to a pool that is away
 ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/decide/wait_turn.lua
@@ -392,7 +392,7 @@ def _offer(booking: Booking) -> Offer | None:
 
 
 def _in_words(booking: Booking) -> dict[str, object]:
-    """A pool's answer, for people."""
+    """A pool's answer in words, for logs and explanations."""
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):

@@ -53,7 +53,7 @@ BUFFER_MAX_BYTES = 1_048_576
 #: more seconds and pieces than these. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
 UNKNOWN_TOKEN_S = 1e-4  # of prefill, where no worker's speed is known; as lua/parts/shared/alive_workers.lua has it
-NOT_FOUND = 404  # a model, or a path, or an object
+NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
 Ended = Literal["finished", "failed"]
@@ -407,7 +407,7 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
 
 
 def _watched(attempt: Attempt, client: Sink) -> Sink:
-    """``client``, whose pieces are seen first by whatever reads the answer on its way. Most answers nothing reads."""
+    """``client``, wrapped so that each reader of the answer sees its pieces first. Most answers have no reader."""
     if attempt.output is not None:
         client = WatchedClient(attempt.output.add, client)
     return client if attempt.tail is None else WatchedClient(attempt.tail.add, client)

@@ -23,8 +23,8 @@ logger = logging.getLogger("warmfleet.routing.settlements")
 class Settlements:
     """The outcomes that are on their way to Redis.
 
-    ``tickets``: of this replica; an end gives one up, and lets others ask for the room. ``settled``: the counters of
-    attempts that have ended, by outcome.
+    ``tickets``: of this replica; an end gives up its ticket, and lets others ask for the room. ``settled``: the
+    counters of attempts that have ended, by outcome.
     """
 
     def __init__(self, tickets: Tickets, metrics: Metrics) -> None:

@@ -83,7 +83,7 @@ class Tickets:
 class TicketPolls:
     """The tickets of one model in this replica. ``task`` polls Redis while the model has any.
 
-    A poll tells all tickets whose turn it is, and names an eighth of them, which keeps these.
+    A poll returns all tickets whose turn it is. It names an eighth of this replica's tickets, which renews them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -92,10 +92,10 @@ class TicketPolls:
         self.pool = pool
         self._soon = asyncio.Event()
         self._room_in_s = math.inf
-        self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
+        self._waiting: dict[str, asyncio.Future[Standing]] = {}  # by id, in the order of their last decisions
         self._review_at: dict[str, float] = {}
-        self._to_name: dict[str, None] = {}  # the one that was named longest ago, first
-        self._leaving: dict[str, float] = {}  # and since when
+        self._to_name: dict[str, None] = {}  # ids, the longest unnamed first
+        self._leaving: dict[str, float] = {}  # by id, the time since which the ticket leaves
 
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.

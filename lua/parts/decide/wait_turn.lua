@@ -99,7 +99,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
   local ticket, refusal = queue.find(id), "FULL"
-  if ticket == queue.DISPLACED then -- it comes anew: by now there may be a place, or an engine with room
+  if ticket == queue.DISPLACED then -- a displaced request enters anew: there may be a place, or an engine with room
     queue.leave(id)
     ticket, refusal = nil, "DISPLACED"
   end
@@ -135,7 +135,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   else
     local most = request.queue_max
     if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
-      -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
+      -- The request cannot wait: at any price, it takes room that all waiting tickets leave over.
       local left, own = room()
       turns.take(queue, left, MAX_TURNS)
       s.room = own()
@@ -157,7 +157,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not with_room(s, w, own()) then return stays() end
   local mine = turns.take(queue, left, MAX_TURNS, id)[id]
   if not mine and may_wait then return stays() end
-  local free = own() -- if it may wait no longer, and it is not its turn: what those who wait have left, dearer or not
+  local free = own() -- room that waiting tickets leave over, for a request that may wait no longer
   s.room = free
   for i = 1, s.count do
     if mine and s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken

@@ -29,9 +29,9 @@ in us; `limit_us` -> the most prefill that a replica gives engines ahead, of tho
 local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
 local FIRST_CLASS = 65 -- the letter A
-local PAGE_TICKETS = 8 -- of a flow, that are read at once
+local PAGE_TICKETS = 8 -- tickets of a flow that are read at once
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
-local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
+local FORGOTTEN = 0.0625 -- `largest` falls by so many tokens for each token of work that is served later
 
 return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   local call = own_call or redis.call

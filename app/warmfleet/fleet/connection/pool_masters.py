@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-TAGS_TRIED = 1_000  # hash tags fall on masters at random: one of the three lies on the right one nearly always
+TAGS_TRIED = 1_000  # tags fall on masters at random: of so many, one falls nearly always on the wanted master
 
 
 @dataclass(frozen=True, slots=True)

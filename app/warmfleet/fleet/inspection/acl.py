@@ -81,9 +81,10 @@ def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list
 
 
 def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *, cluster: bool) -> list[str]:
-    """A place: the hash ``placement`` is of all servers, so a worker could write another's, too, and no more than that.
+    """The rules of these workers of one server.
 
-    Then that server goes to another pool when it is started next.
+    All servers share the hash ``placement``, so a worker can also write another server's place. That server then
+    goes to another pool when it is started next.
     """
     allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
     places = list(dict.fromkeys(Keys(served_model(model)).placement for model in models))

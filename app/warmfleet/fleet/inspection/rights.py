@@ -94,7 +94,7 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
 
 
 def newer_worker_rights(model: str, server_id: str) -> list[Right]:
-    """What users of workers got since 2026-11-23. The plugin does without, so it is no fault if a user lacks them."""
+    """The rights that only users made since 2026-11-23 have. The plugin works without them, so a lack is no fault."""
     artifact, of_model = Keys(model).artifact(server_id, "*"), Keys(served_model(model))
     places = of_model.placement
     rights = [Right(f"EXPIRE of {artifact}", ("expire", artifact, "1"))]

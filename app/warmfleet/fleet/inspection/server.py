@@ -27,7 +27,7 @@ CLOCK_TRIES = 3  # the answer that came quickest tells the clock best
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Of Redis' INFO. replicas: those that follow. cluster: it is a node of a Cluster."""
+    """Fields of Redis' INFO. replicas: how many follow the server. cluster: it is a node of a Cluster."""
 
     version: str
     used_bytes: int
@@ -170,7 +170,7 @@ class Inspection:
     # ------------------------------------------------ streams
 
     async def streams(self) -> Streams:
-        """Which halves Redis knows, and whether any router works on the streams of this model."""
+        """The halves of workers that Redis knows, and whether any router works on the streams of this model."""
         keys = self.keys
         try:
             tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(

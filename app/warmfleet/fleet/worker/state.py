@@ -54,17 +54,17 @@ class WorkerState(StrEnum):
 
     @property
     def matched(self) -> bool:
-        """The block hashes of its engine are known to be those that routers compute."""
+        """Whether the block hashes of its engine are known to be those that routers compute."""
         return self in (WorkerState.PROVEN, WorkerState.SUSPECTED)
 
     @property
     def unproved(self) -> bool:
-        """No probe has passed: until one does, it takes no requests."""
+        """Whether no probe has passed yet, so that the worker takes no requests."""
         return self in UNPROVED
 
     @property
     def alive(self) -> bool:
-        """Its engine core and its API server are both heard, whatever else holds it."""
+        """Whether its engine core and its API server are both heard, whatever hold it has."""
         return self not in (WorkerState.GONE, WorkerState.LEFT, WorkerState.SILENT, WorkerState.JOINING)
 
 
@@ -97,7 +97,7 @@ def heard(heartbeat_age_s: float | None) -> bool:
 def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
     """The state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
 
-    A hold hides the standing, and the hold that is asked about first hides the others.
+    A hold hides the standing, and the hold that is checked first hides the others.
     Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
     """
     unheard = bool(flags & Flag.UNHEARD)
@@ -134,7 +134,7 @@ def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> Wo
 
 
 def proof_of(record: Mapping[str, Any], now: float) -> str:
-    """What the last probe said: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
+    """The result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
 
     A warming whose lease is over counts as ``pending``: the replica that had it is gone.
     """
