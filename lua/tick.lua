@@ -78,7 +78,7 @@ local function notice(stream)
 end
 
 -- Looks for the streams that `hello` names. A forged hello changes nothing. Any worker may write there as often as it
--- likes: so only the youngest hints are kept, a name is looked at once, and a core's name stands for its server's.
+-- likes, so only the youngest hints are kept, each name is looked up once, and a core's name stands for its server's.
 local function greet()
   local kind = call("TYPE", hello_key).ok
   if kind == "none" then return end

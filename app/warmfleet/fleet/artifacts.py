@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.workers import Workers
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # other servers at most that a missing piece is asked of
+PIECE_ASKED_OF = 16  # a missing piece is looked for at so many other servers
 EMPTY_EXPIRES_S = 86_400  # a stored file expires so long after its server last renewed it
 
 

@@ -64,7 +64,7 @@ def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", clien
 # Question and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
 @dataclass(slots=True)
 class Question:
-    """One request, as ``decide`` needs it, and from ``tenant`` on what decides its place in the queue.
+    """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
     reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
@@ -114,7 +114,7 @@ class Question:
 
 @dataclass(slots=True)
 class Decision:
-    """Where a request goes and what was booked for it.
+    """The worker of a request, and the load that was booked there.
 
     outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
     open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
@@ -200,7 +200,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
+    """A worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
 
     worker_id: str
     matched_tokens: int
@@ -274,7 +274,7 @@ class Bookings:
             matched,
             prompt,
             speculative == 1,
-            flagged == 1 or flags & UNHEARD != 0,  # then the index is as it was last known
+            flagged == 1 or flags & UNHEARD != 0,  # an unheard worker's index is as it was last known
             float(cost),
             wait,
             approximate,

@@ -53,7 +53,7 @@ async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
 
 
 def server_in_words(redis: aioredis.Redis, where: RedisAddress, url: str) -> str:
-    """The server that was asked, as a sentence begins; in a Cluster the master, if its nodes have named it."""
+    """The server of a client, as a sentence begins; in a Cluster the master, if its nodes have named it."""
     name, master = in_words(where, url), master_of(redis)
     if where.kind != "cluster" or not master:
         return name
@@ -72,7 +72,7 @@ def pools_help(redis: aioredis.Redis, where: RedisAddress) -> str:
 
 def _tag(redis: aioredis.Redis) -> str:
     """The pool whose keys a client of a Cluster is for."""
-    return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # it is a MasterPool
+    return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # the pool is a MasterPool
 
 
 def in_words(where: RedisAddress, url: str) -> str:

@@ -92,7 +92,7 @@ class Queue:
         self._bookings = bookings
 
     async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
-        """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
+        """Decide as ``decide`` does, but give a request that must wait a ticket, under its reservation's id.
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
         RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ANNOUNCE_S = 3.0  # between two announcements of a replica
 SILENT_S = 8.0  # without an announcement for so long a replica counts as killed, hung or cut off
-FORGET_MS = 600_000  # as for workers: until then an operator reads which replica was lost
+FORGET_MS = 600_000  # so long operators can still read which replica was lost
 MAX_BUCKETS = 256
 
 
@@ -38,7 +38,7 @@ class LastMinute:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The record by which a replica tells of itself in one pool.
+    """The record that a replica keeps of itself in one pool.
 
     url: where it answers operators; empty if it does not know. started: Unix time. in_flight: its requests at engines;
     waiting: those that wait in it for their turn.
@@ -60,7 +60,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica as a reading found it. name: of its place, host and port. age_s: of its last announcement."""
+    """A replica as a reading found it. name: its host and port. age_s: the age of its last announcement."""
 
     name: str
     age_s: float
@@ -89,7 +89,7 @@ class Replicas:
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
     async def read(self) -> list[ReplicaView]:
-        """All replicas that have told of themselves within ten minutes, by name. Raises FleetUnavailable."""
+        """All replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
         calls = [("", pack_command("HGETALL", self._scripts.keys.replicas)), ("", pack_command("TIME"))]
         found, (seconds, micros) = await self._scripts.together(calls)
         now = int(seconds) + int(micros) / 1e6

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 
-SNAPSHOT_SHARE = 0.25  # of the time that a tick grants; streams of workers that send a snapshot get this at least
+SNAPSHOT_SHARE = 0.25  # the least share of a tick's granted time for streams of workers that send a snapshot
 AWAITED_STREAMS = 128  # at most: 64 workers write 26 heartbeats a second, so there is always something to do
 
 
@@ -47,13 +47,13 @@ class Pace:
     max_entries: int = 16  # stream entries that one call of apply_control or apply_server applies
     rest_applies: int = 8  # streams that a replica at rest applies in one write: half a millisecond of Redis
     applies: int = 256  # calls of apply in one step at most, however much time the tick grants
-    share_permille: int = 300  # of Redis's time that applying may take, all replicas together
+    share_permille: int = 300  # the share of Redis' time that all replicas together may take to apply
     call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
     entry_us: int = 15
     block_us: float = 2.0  # measured 1.7 to 2.0 us warm
     collects: int = 8  # calls of collect in one step, more if many slots are retired
     audit_blocks: int = 128  # block hashes that audit compares in one call
-    audit_gap_ms: int = 25  # between two calls of audit in the whole fleet: 1 % of Redis while a walk is under way
+    audit_gap_ms: int = 25  # the least gap between two audits of the fleet: 1 % of Redis while a walk is under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Tick:
 class Applied:
     """The result of one apply. more: entries are left in the stream. cost_us: estimated time of Redis.
 
-    control: some of the entries told more than blocks and heartbeats.
+    control: some of the entries held more than blocks and heartbeats.
     """
 
     entries: int
@@ -115,8 +115,8 @@ class Audited:
 class Upkeep:
     """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
 
-    last_tick: what the last tick found, or was told by another replica's tick. suspected: set when an apply of this
-    replica has made a worker suspected.
+    last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
+    suspected: set when an apply of this replica has made a worker suspected.
     """
 
     def __init__(self, scripts: Scripts) -> None:

@@ -61,7 +61,7 @@ EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each 
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker, as one reading found it.
+    """A worker, as one reading found it.
 
     ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
     the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
@@ -99,7 +99,7 @@ class WorkerView:
 
     @property
     def labels(self) -> frozenset[str]:
-        """Its labels, each as ``name=value``."""
+        """The labels of the worker, each as ``name=value``."""
         return frozenset(f"{name}={value}" for name, value in self.record.get("labels", {}).items())
 
     @property
@@ -114,7 +114,7 @@ class WorkerView:
 
     @property
     def heard(self) -> bool:
-        """Its heartbeats come, or replicas vouch for it."""
+        """Whether the worker's heartbeats come, or replicas vouch for it."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property
@@ -124,19 +124,19 @@ class WorkerView:
 
     @property
     def said_goodbye(self) -> bool:
-        """Its engine core or its API server has ended, or is about to, and told so."""
+        """Whether the engine core or the API server has announced its end."""
         return not self.approximate and (
             self.heartbeat_age_s is None or (self.server is not None and self.server_age_s is None)
         )
 
     @property
     def paused(self) -> bool:
-        """Its last heartbeat, or its last check, said that somebody has paused its engine or put it to sleep."""
+        """Whether the engine was paused or put to sleep, by its last heartbeat or its last check."""
         return bool(self.load.flags & Flag.PAUSED)
 
     @property
     def approximate(self) -> bool:
-        """It has no plugin: a replica registered it and checks its health."""
+        """Whether the worker has no plugin, so that replicas register it and check its health."""
         return bool(self.load.flags & Flag.APPROXIMATE)
 
 
@@ -164,7 +164,7 @@ class Workers:
         self._raw_servers: dict[bytes, bytes] = {}
         self._announcements: bytes | None = None  # the counter of announcements at the last reading
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
-        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
+        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # the rows of the last reading, packed and unpacked
 
     async def read(self) -> list[WorkerView]:
         """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
@@ -243,7 +243,7 @@ class Workers:
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
-        """This worker's engine answers over HTTP, though its heartbeats are missing: it stays routable for a TTL.
+        """Vouch for a worker whose engine answers without heartbeats, so that it stays routable for a TTL.
 
         Returns REFUSED if the worker joined anew (its nonce is another), said goodbye, or must not be vouched for
         (lua/vouch.lua). Raises FleetUnavailable.

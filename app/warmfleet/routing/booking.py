@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BookingState(Enum):
-    """What Redis may hold of a booking, and which methods lead there.
+    """The state of a booking in Redis, as far as it is known, and the methods that lead there.
 
     NEW: nothing; Redis was not asked yet, or the queue was full (``queued``). ASKED: in doubt, a lease or a ticket; a
     decision was asked for and has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
@@ -160,7 +160,7 @@ class Booking:
 
     @property
     def owner(self) -> str:
-        """The owner of this request's load, as the worker is told: the reservation, or ``unbooked`` if Redis booked
+        """The owner of this request's load in the worker's reports: the reservation, or ``unbooked`` if Redis booked
         none.
 
         The worker must report unbooked load as foreign, or else no decision would count it.

@@ -52,7 +52,7 @@ class Counting:
         self.open: dict[str, Counted] = {}
         self._pools = pools
         self._metrics = metrics
-        self._refused_until: dict[str, float] = {}  # by the tag of a client
+        self._refused_until: dict[str, float] = {}  # tag of a client -> until when
         self._under_way = 0  # ends that Redis has neither taken nor refused
         self._not_taken: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
         self._none_left = asyncio.Event()
@@ -240,7 +240,7 @@ class Counted:
             return
         if error is not None:
             self._give_back(pool)
-            if not self.answered:  # else the pool was late, which was its failure
+            if not self.answered:  # a late answer counted as the pool's failure already
                 self._counting.failed(pool, error)
                 self.ask()
         elif self.answered:
@@ -250,7 +250,7 @@ class Counted:
             pool.degraded.succeeded()
             self._counting.answers(pool)
             if answer[0] == b"LIMITED":
-                self._leave()  # it counts nowhere, so nothing is left to keep or to end
+                self._leave()  # the request counts nowhere: nothing is left to keep or to end
             self._answer.set_result(answer)
 
     @property

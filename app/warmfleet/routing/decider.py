@@ -55,7 +55,7 @@ class Decider:
     def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
-        self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
+        self._decisions = cache(metrics.decisions.labels)  # counters by policy, reason and model
         seconds, prompt, matched = metrics.decision_seconds, metrics.prompt_tokens, metrics.matched_tokens
         self._of_model = cache(lambda tag: (seconds.labels(tag), prompt.labels(tag), matched.labels(tag)))
 
@@ -89,10 +89,10 @@ class Decider:
         return answer
 
     async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
-        """Ask one of several pools. The answer, or the error, is the booking's then.
+        """Ask one of several pools, and keep the answer or the error in the booking.
 
         may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Nothing is chosen
-        without Redis. Whoever compares the answers tells by ``keep`` which decision stands.
+        without Redis. The caller compares the answers and calls ``keep`` for the decision that stands.
         """
         pool, booking.answer, booking.error = booking.pool, None, None
         if booking.keeps_place and not pool.degraded.asks_redis:

@@ -210,7 +210,7 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """The one of several pools in which this reservation is booked, else one that knows of its end.
+        """The pool, of several, in which this reservation is booked, else a pool that knows of its end.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
         FleetUnavailable if none of those that answer has it, and one does not answer.

@@ -83,7 +83,7 @@ class Router:
                 await retries.moment()
             failed, avoids = retries.failed_workers, retries.avoids_failing
             attempt = Attempt(self.settlements, job, failed, avoids_failing=avoids)
-            outcome: Outcome = "cancelled"  # until it is known how the attempt ended
+            outcome: Outcome = "cancelled"  # unless the attempt ends in another way
             try:
                 decision = await self.queue.admit(job, attempt)  # 3 decide
                 outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward

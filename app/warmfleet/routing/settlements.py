@@ -46,7 +46,7 @@ class Settlements:
         """Send Redis an outcome, and wait for nothing. A background round repeats an outcome that Redis does not take,
         without the tokens and the shortfall. record: gets the cached tokens, if the engine's plugin has reported them.
 
-        Redis takes it before every decision that is asked for later, because all go over one connection.
+        Redis takes the outcome before every later decision, because all go over one connection.
         """
         self._under_way += 1
         answered = partial(self._answered, pool, reservation, outcome, record=record)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 POLL_S = 0.02  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
-REVIEW_ELSEWHERE_S = 0.05  # the same where the model has several pools: another one may have room by now
+REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 

@@ -67,7 +67,7 @@ end
 local function is_being_made(s)
   local most = 0
   for i, blocks in pairs(s.speculated) do
-    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- the other blocks it has made already
+    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- its confirmed blocks are made already
   end
   return 2 * most >= s.prompt
 end

@@ -127,7 +127,7 @@ class SlotLine:
         *,
         patient: bool = False,
     ) -> None:
-        """As ``Multiplexed.send``. While no owner of the slot is known yet, the call waits for the nodes' answer."""
+        """Send as ``Multiplexed.send`` does. While the slot's owner is unknown, the call waits for the nodes."""
         if self._masters.knows(self._slot):
             self._masters.line(self._slot).send(script, command, limit_s, on_answer, patient=patient)
         else:
@@ -146,16 +146,16 @@ class SlotLine:
 
 
 class Masters:
-    """Which master owns the slots of this replica's tags, and the line to each of them.
+    """The masters that own the slots of this replica's tags, and the line to each of them.
 
     A slot that no node names an owner of counts as the first node's, which refuses its calls until one is named.
     """
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._slots: dict[str, int] = {}  # by tag
-        self._followers: Counter[str] = Counter()  # of each tag: a pool and its model's registry may share one
-        self._owners: dict[int, HostPort] = {}  # by slot, as far as they are known
+        self._slots: dict[str, int] = {}  # tag -> its slot
+        self._followers: Counter[str] = Counter()  # tag -> clients: a pool and its model's registry may share a tag
+        self._owners: dict[int, HostPort] = {}  # slot -> its master, where that is known
         self._lines: dict[HostPort, MasterLine] = {}
         self._held: list[Held] = []
         self._looked_at = float("-inf")
@@ -228,7 +228,8 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            while any(call.slot in self._unknown() for call in self._held):  # a pool came while nodes were asked
+            # A pool may have come while the nodes were asked.
+            while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:
             held, self._held = self._held, []
@@ -238,10 +239,6 @@ class Masters:
         for place, line in list(self._lines.items()):
             if place not in used and line.idle:
                 self._close_soon(self._lines.pop(place))
-
-    def _unknown(self) -> set[int]:
-        """Slots in use whose owner is not known."""
-        return {*self._slots.values()} - self._owners.keys()
 
     async def _ask(self, max_age_s: float) -> None:
         for tag, slot in list(self._slots.items()):

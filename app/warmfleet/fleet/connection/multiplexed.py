@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 
 MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
-MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
-MOST_S = 1.0  # by which a time limit grows at most while the event loop is late
+MOST_BYTES = 33_554_432  # all waiting calls together; a decision about the longest prompt has 70 kB
+MOST_S = 1.0  # the most by which a time limit grows while the event loop is late
 PATIENCE_S = 0.002  # a patient call waits so long for others to go with: one read and one write for Redis and for us
 STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
 BLOCKED_STEP_S = 1.0  # STEP_S of calls that block: no request waits for them
@@ -76,7 +76,7 @@ class Call:
         self.on_answer: OnAnswer | None = on_answer
         self.due = due
         self.last = last
-        self.again = False  # it was sent once more, behind its script
+        self.again = False  # the call was sent once more, behind its script
         self.moved = moved
 
 

@@ -75,7 +75,7 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
 def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """The rights of ``worker_rules`` for every worker of these models, whatever its name: for one user that they share.
 
-    So one worker may write as another. It still reads and overwrites nothing else. Raises WireError.
+    A worker may then write as another worker, but may still read and overwrite nothing else. Raises WireError.
     """
     return _worker_rules(list(models), ["*"], "*", cluster=cluster)
 

@@ -71,7 +71,7 @@ def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
 
 
 def _deep(value: Any) -> bool:
-    """Whether its nesting is deeper than JSON writers and our loops can go; the scripts take 500 brackets at most."""
+    """Whether the nesting is deeper than JSON writers and our loops can go; the scripts take 500 brackets at most."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -29,7 +29,7 @@ class WorkerState(StrEnum):
 
     # Standings
     GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
-    PENDING = "pending"  # it joined, and no probe has told anything yet
+    PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
     PROVEN = "proven"  # its identity is right: its blocks may be matched
     SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
@@ -41,10 +41,10 @@ class WorkerState(StrEnum):
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
-    MISNAMED = "misnamed"  # it does not serve its pool's name: requests for that would fail there
+    MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
     DRAINING = "draining"  # the operator lets it finish what it has
     PAUSED = "paused"  # somebody paused its engine or put it to sleep
-    EJECTED = "ejected"  # it failed requests that others served: it gets none for a while, then one to try it
+    EJECTED = "ejected"  # the worker failed requests that others served: it gets none for a while, then a trial
     UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
 
     @property

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.call import Job
 
 MAX_ATTEMPTS = 4  # at different workers that take the request, before the first byte of an answer
-MAX_GONE = 16  # workers that are found dead on the way: half of a large fleet may die at once
-MAX_DEATHS = 2  # of workers that had read the request: the request may have killed them
+MAX_GONE = 16  # dead workers that a request may meet: half of a large fleet may die at once
+MAX_DEATHS = 2  # deaths of workers that had read the request, which may have killed them
 #: If workers are left after MAX_DEATHS, a third one gets the request, but only after a moment: engines that die of a
 #: common cause have died by then, and hardly any request meets three of them. A fourth gets no request that kills.
 LARGE_FLEET, MOMENT_S = 4, 1.0
