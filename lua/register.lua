@@ -29,7 +29,7 @@ local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), t
 local cause, reason = ARGV[10], ARGV[11]
 
 local NEW_FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
-local HEARTBEAT_MS = 5000 -- of the plugin
+local HEARTBEAT_MS = 5000 -- the interval of the plugin's heartbeats
 local MAX_CAPACITY = 4294967295 -- the largest number that a row can hold
 local call, band, misnamed = redis.call, bit.band, include "shared/misnamed"
 

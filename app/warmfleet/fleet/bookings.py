@@ -101,7 +101,7 @@ class Question:
 
     @property
     def priority_class(self) -> int:
-        """0 (served first) to 15."""
+        """The class in the queue: 0 (served first) to 15."""
         return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
 
     @property

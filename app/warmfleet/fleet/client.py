@@ -174,7 +174,7 @@ def asked(
     def take(answer: Any, error: WarmfleetError | None) -> None:
         try:
             _resolve(future, None if error is not None else read(answer), error)
-        except Exception as unreadable:  # noqa: BLE001  anybody with the right to write may have written anything
+        except Exception as unreadable:  # noqa: BLE001  a user that may write can write anything
             future.set_exception(unreadable)
 
     redis.multiplexed.send(None, command, limit_s, take)

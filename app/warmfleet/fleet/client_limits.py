@@ -79,7 +79,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """The headers by which OpenAI's API tells limits; requests are those in flight. use: None if not known."""
+        """The headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (

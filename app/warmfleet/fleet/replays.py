@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 AT_ONCE = 100
-SHOWN = 200  # characters of an error of Redis
+SHOWN = 200  # characters that are shown of an error of Redis
 #: Numbers of a record that are arguments of the script under the same name.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 

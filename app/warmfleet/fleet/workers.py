@@ -104,7 +104,7 @@ class WorkerView:
 
     @property
     def names(self) -> list[str]:
-        """Every name that its API server answers to: served names, aliases and adapters."""
+        """Every name that the worker's API server answers to: served names, aliases and adapters."""
         return [*self.models, *self.loras]
 
     @property

@@ -113,7 +113,7 @@ class Booking:
 
     @property
     def waits(self) -> bool:
-        """Whether the decision that was asked for last is about a request that waited already."""
+        """Whether the request waited already when its last decision was asked for."""
         return self._before is QUEUED or self._before is ASKED
 
     @property

@@ -33,7 +33,7 @@ def _date_line(second: int) -> bytes:
 
 
 def first_lines(status: int) -> bytes:
-    """The begin of the head of every answer: its status, and when it was made."""
+    """The first lines of every answer's head: its status and its date."""
     return STATUS_LINES[status] + _date_line(int(time.time()))
 
 

@@ -173,7 +173,7 @@ class Gateway:
         return word.lower()
 
     async def renew(self, model: str, reservation: str) -> float:
-        """Let a reservation live on; returns for how many seconds.
+        """Renew a reservation; returns its new lifetime in seconds.
 
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """

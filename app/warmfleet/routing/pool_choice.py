@@ -280,7 +280,7 @@ class _Comparison:
         return prompt
 
     def _cheapest(self, asked: Sequence[Booking]) -> Booking | None:
-        """The best offer, but a reservation that was decided before stays where it is; None if there is no offer."""
+        """The best offer, or the offer of the pool that has the reservation already; None without any offer."""
         offers = {booking: offer for booking in asked if (offer := _offer(booking)) is not None}
         for booking in offers:
             if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":

@@ -401,7 +401,7 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
             piece = await response.read_any()
             pieces.append(piece)
             size += len(piece)
-    except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
+    except UpstreamGone as error:  # no retry after an answer has begun: another worker would repeat the work
         raise UpstreamError(error.message) from error
     return b"".join(pieces), response.at_eof
 

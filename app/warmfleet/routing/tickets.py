@@ -53,7 +53,7 @@ class Tickets:
         return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
     def any(self, pool: Pool) -> bool:
-        """Whether a request waits in this pool, or a ticket is to be given up."""
+        """Whether this pool has a waiting request or a ticket to give up."""
         polls = self._polls.get(pool.tag)
         return polls is not None and polls.task is not None
 

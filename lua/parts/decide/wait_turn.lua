@@ -24,8 +24,8 @@ ticket; 0 if it got none. By it a router compares two pools, so a second of wait
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"
-local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket has; the longest time that it can have
-local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
+local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket holds; the longest time that fits into it
+local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
 local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
@@ -40,7 +40,7 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- What the request would cost at each worker: the time that a worker needs for what it does not hold of the prompt, and
+-- The price of the request at each worker: the time that a worker needs for what it does not hold of the prompt, and
 -- nothing else of what the cost rule charges: those terms say which of the workers with room is best, but would let
 -- engines stand free. The NAMED lowest prices are kept with the worker's name each, all other workers count like the
 -- cheapest of them: so a turn is found without looking at every worker again. The lowest of all is the request's size.

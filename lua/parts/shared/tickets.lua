@@ -140,7 +140,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     move(flow, before, tonumber(time))
   end
 
-  -- The largest work that was served lately in the class of a flow, of which one part is `done`.
+  -- The largest work that was served lately in the class of a flow, now that `done` is served.
   local function largest_work(flow, done)
     local field = sub(flow, 1, 1) .. "largest"
     local before = tonumber(call("HGET", clock_key, field)) or 0

@@ -228,7 +228,7 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            # A pool may have come while the nodes were asked.
+            # A pool may have come while the nodes were asked, or may have left: then its slot is not looked up.
             while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:

@@ -90,7 +90,7 @@ def _models(value: Any) -> bool:
 
 
 def _manifest(value: Any) -> bool:
-    """File name -> its digest, size and pieces; none of the three may be missing."""
+    """Check a manifest: file name -> digest, size and pieces, of which none may be missing."""
     file = _fields(sha256=_text, bytes=_count, chunks=_list_of(_text))
     return _object_of(lambda entry: file(entry) and {"sha256", "bytes", "chunks"} <= entry.keys())(value)
 

@@ -82,7 +82,7 @@ class Retries:
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
 
     def blame(self) -> None:
-        """Another worker has served the job, so those that failed it are to blame."""
+        """Blame the workers that failed the job, because another worker has served it."""
         for pool, decision in self.to_blame:
             pool.outliers.failed(decision)
 
