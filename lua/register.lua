@@ -119,7 +119,7 @@ local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, bl
 local rest = row and row:sub(AFTER_EVICTED) or ("\0"):rep(WORKER_ID_AT - AFTER_EVICTED) .. worker_id
 call("HSET", load_key, worker_id, head .. middle .. rest)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
-record.cause, record.reason = nil, nil -- of a record that stands
+record.cause, record.reason = nil, nil -- a standing record may hold an earlier failure
 record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
 call("ZADD", alive_key, now, worker_id)

@@ -11,7 +11,7 @@ local US = 1e6 -- microseconds in a second
 local MINUTE_MS = 60000
 local PAST_MS = 2 ^ 31 -- a larger difference of two times modulo 2^32 means a time in the future
 
--- Which workers decisions may choose: those with all of these flags ...
+-- Decisions may choose workers with all of these flags ...
 local ROUTABLE = FLAG_SERVER + FLAG_URL
 -- ... and none of the others in this mask, as long as they are not ejected
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
@@ -27,16 +27,16 @@ local FULL_SHARE = 0.95 -- a cache is full from this share on
 local GRACE_AFTER_MS = 2500 -- a tick that is older shows that heartbeats have waited unread
 
 -- Streams
-local SCHEMA = 1 -- of the announcements of workers and API servers
+local SCHEMA = 1 -- the version of the announcements of workers and API servers
 local FAR_FUTURE_MS = 3600000 -- no working clock is so far ahead
-local LAST_SEQUENCE = 2 ^ 52 -- of an entry's id: numbers beyond are not exact
+local LAST_SEQUENCE = 2 ^ 52 -- the largest exact sequence number of an entry's id
 
--- What the index holds of a worker (digest): the number of its blocks, and the sums of the halves of their hashes
+-- The digest of a worker's blocks in the index: the number of its blocks, and the sums of the halves of their hashes
 local DIGEST_SUMS = ">I4I4I4"
 local DIGEST_BYTES = 12
 local HASH_HALVES = ">I4I4"
 
--- What a router prefers: the slot of a worker that lacks a preferred label, and the seconds that it costs more
+-- A price of a preferred label: the slot of a worker that lacks a preferred label, and the seconds that it costs more
 local LABEL_PRICE = ">I4d"
 
 -- Requests

@@ -196,7 +196,7 @@ def pairs(answer: Any) -> dict[bytes, Any]:
 
 def _resolve(future: asyncio.Future[Any], answer: Any, error: WarmfleetError | None) -> None:
     if future.done():
-        return  # its caller was cancelled
+        return  # the caller was cancelled
     if error is not None:
         future.set_exception(error)
     else:

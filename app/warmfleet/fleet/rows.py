@@ -88,7 +88,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
+    """A reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).

@@ -144,7 +144,7 @@ class TicketPolls:
                         await self._soon.wait()
         finally:
             self.task = None
-            self.pool.lead_time.waiting(0.0)  # nobody looks at the queue any more
+            self.pool.lead_time.waiting(0.0)  # this replica looks at the queue no longer
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:

@@ -26,7 +26,7 @@ local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"
 local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket holds; the longest time that fits into it
 local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
-local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
+local LAG_S = 1 -- work by which a tenant may stay behind others after it is served; lua/parts/shared/tickets: lag
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
 local function slots_of(ids, rows)

@@ -27,7 +27,7 @@ class * 2^20 + tickets), :served (flow -> as in :flows, of flows without tickets
 in us; `limit_us` -> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
 --]]
 local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
-local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
+local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- the distance between priority classes in :flows and in :lengths
 local FIRST_CLASS = 65 -- the letter A
 local PAGE_TICKETS = 8 -- tickets of a flow that are read at once
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
@@ -212,7 +212,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     if not last then return false end
     local id = sub(last, MEMBER_ID_AT)
     queue.leave(id)
-    call("HSET", tickets_key, id, queue.DISPLACED) -- its replica is told when it asks
+    call("HSET", tickets_key, id, queue.DISPLACED) -- the ticket's replica learns it from its next poll
     call("ZADD", expiries_key, exact(now + ticket_ms), id)
     return true
   end

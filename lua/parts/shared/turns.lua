@@ -39,7 +39,7 @@ local LEAST_ROOM_S = 1e-6 -- the least room of an engine without any work, whate
 local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
 local MAKING_PRICE = 0.5 -- the most that a second of waiting counts for a ticket whose prompt is being made
 local LEAST_WAIT_PRICE = 0.1 -- keeps lines short if all engines are busy all the time
-local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
+local GOLDEN_RATIO = 0.6180339887 -- multiples of it spread evenly between whole numbers
 
 -- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
 -- functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the
@@ -293,7 +293,7 @@ local function take_turns(queue, left, most, last)
     if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
     seen, place[flow] = place[flow] and seen or seen + 1, k + 1
     if worker then
-      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as when it is served
+      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as if it were served
       put_back(order, head, score, flow)
     else
       local misses, rest = (missed[flow] or 0) + 1, most - looked

@@ -1,4 +1,4 @@
-"""One connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
+"""A single connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
 
 redis-py takes a connection of a pool for each call and drives it by a chain of coroutines; that costs a request more
 than Redis itself. Here a call is bytes that go out with those of the same turn of the event loop, and a function that
@@ -81,7 +81,7 @@ class Call:
 
 
 class Channel(asyncio.Protocol):
-    """One open connection. on_reply gets each reply with its call; on_lost is told when the connection has ended."""
+    """An open connection. on_reply gets each reply with its call; on_lost is called when the connection has ended."""
 
     def __init__(self, on_reply: Callable[[Channel, Call, Any], None], on_lost: Callable[[Channel, str], None]) -> None:
         self.waiting: deque[Call] = deque()
@@ -307,7 +307,7 @@ class Multiplexed:
         late = [call for call in self._channel.waiting if call.due <= clock or call.last <= now]
         for call in late:
             on_answer, call.on_answer = call.on_answer, None
-            call.due = call.last = NEVER  # it keeps its place in the line, because its answer may still come
+            call.due = call.last = NEVER  # the call keeps its place in the line, because its answer may still come
             if on_answer is not None:
                 on_answer(None, FleetUnavailable("Redis is away or slow: no answer within the time limit"))
 

@@ -1,4 +1,4 @@
-"""Which pools of workers share a master of a Redis Cluster, and tags for new pools that spread them.
+"""The pools of workers that share a master of a Redis Cluster, and tags for new pools that spread them.
 
 All keys of a pool have one hash tag, so one master has them all: a busy pool takes a share of one core of that master.
 Everything here is computed from the ranges of slots, as ``RedisConnections.slot_ranges`` reads them.

@@ -96,7 +96,7 @@ class RedisConnections:
         return client
 
     async def slot_ranges(self) -> tuple[SlotRange, ...]:
-        """Which master owns which slots of the Cluster, by the first node that answers; nothing without a Cluster."""
+        """The slots that each master of the Cluster owns, by the first node that answers; nothing without a Cluster."""
         return slot_ranges(*await self._cluster_slots())
 
     async def of_every_node(self, *command: str) -> dict[HostPort, Any]:

@@ -63,7 +63,7 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """One API server and its ``ranks`` engine cores: write own streams, read own commands, add artifacts, take a place.
+    """Rules of a server and its ``ranks`` cores: write its streams, read its commands, add artifacts, take a place.
 
     model: without ``#`` the worker may be in any of its pools. Ranks are listed one by one: in a pattern, ``w1.*``
     would also be the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
