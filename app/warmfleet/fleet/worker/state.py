@@ -49,7 +49,7 @@ class WorkerState(StrEnum):
 
     @property
     def routable(self) -> bool:
-        """A decision may choose it (lua/parts/shared/candidates.lua); an ejected one gets a request on trial."""
+        """Whether a decision may choose the worker (lua/parts/shared/candidates.lua), if only for a trial."""
         return self in ROUTABLE
 
     @property
