@@ -1,5 +1,5 @@
 --[[
-announce: notes what one replica tells of itself, with the time of the server; or takes it out, as it stops.
+announce: stores a replica's record of itself with the server's time, or deletes the record when the replica stops.
 
 Guarantee: no entry is older than forget_ms, and there are at most 256; of more, those that were silent longest go. The
 key goes with its last entry. A replica that is started again at the same place has the entry of the one before.

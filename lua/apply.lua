@@ -43,7 +43,7 @@ local live = { struct.unpack(DIGEST_SUMS, sums[1] or string.rep("\0", DIGEST_BYT
 local shadow = { struct.unpack(DIGEST_SUMS, sums[2] or string.rep("\0", DIGEST_BYTES)) }
 local truth, changed = record.truth or {}, {}
 record.truth = truth
--- What Redis stores of the worker, read above. The parts (apply/*) read and change this table, and mark in `changed`
+-- The worker's records in Redis, read above. The parts (apply/*) read and change this table, and mark in `changed`
 -- which of its records the end of this script writes back to Redis.
 local state = { prefix = prefix, worker = worker_id, record = record, row = row, live = live, shadow = shadow,
   truth = truth, changed = changed, short = short, probed = call("TYPE", probe_key).ok == "set",
@@ -113,7 +113,7 @@ function operation.heartbeat(data, time)
   end
 end
 
--- One entry of the current nonce. Its batch number tells whether entries were lost before it, or it was applied before.
+-- Applies an entry of the current nonce. The batch number shows lost entries, and entries that were applied already.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
@@ -125,7 +125,7 @@ end
 local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
-local entries, spent = 0, 0 -- that were applied; their blocks
+local entries, spent = 0, 0 -- entries that were applied; their blocks
 local from, want = "-", 1 -- the first page is one entry: one full batch is already as much as a call may apply
 local full, control = false, false -- no more fits into this call; the next entry is apply_control's
 repeat

@@ -85,7 +85,7 @@ local function join(data, time, nonce, batch, id)
 end
 
 local control = {} -- the operations, for entries of the current nonce
-function control.join() record.left = nil end -- of its process no other field changes
+function control.join() record.left = nil end -- a repeated join changes no other field of the record
 function control.cleared()
   if record.shadow then call("ZREM", resync_key, worker_id) end
   new_slot()

@@ -65,7 +65,7 @@ end
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
-  local lives = record and record.nonce == nonce and call("ZSCORE", alive_servers_key, server_id) -- it only tells more
+  local lives = record and record.nonce == nonce and call("ZSCORE", alive_servers_key, server_id) -- before
   if name == "join" then join(fields[8], nonce) end
   if record and record.nonce == nonce then
     if name == "join" and not lives then left = false end

@@ -17,7 +17,7 @@ Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local leases_key = unpack(KEYS)
 local prefix, verb, lease_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
-local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE = 4, 5, 6, 5 -- in ARGV
+local ID_PLACE, LIMITS_PLACE, PROMPT_PLACE, TOKENS_PLACE = 4, 5, 6, 5 -- positions in ARGV
 local MAX_KEPT = 200
 local call = redis.call
 

@@ -107,7 +107,7 @@ local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAI
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
-local served -- to be told the work of the request once it is booked
+local served -- a function to call with the request's work once it is booked
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
 -- A worker without prefill ahead has room in any case. A policy that does not look at costs does not wait for its

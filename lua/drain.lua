@@ -1,6 +1,6 @@
 --[[
-drain: the operator takes a worker out of rotation, or puts it back. It finishes the requests that it has and gets no
-new one.
+drain: the operator takes a worker out of rotation, or puts it back. A drained worker finishes its requests and
+gets no new one.
 
 Guarantee: from this call on decide does not choose the worker, whichever replica asks, until the flag is taken back or
 the worker is forgotten: a join, a heartbeat and a probe keep it. Works at the memory limit. The worker itself need not

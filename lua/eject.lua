@@ -26,7 +26,7 @@ if good == "1" then
 end
 if not row or band(flags, FLAG_EJECTED) ~= 0 then return "SAME" end
 
-local routable, out = 0, 1 -- with this worker
+local routable, out = 0, 1 -- `out` counts this worker, too
 for _, other in ipairs(call("HVALS", load_key)) do
   local theirs = struct.unpack(ROW_FLAGS, other, FLAGS_AT)
   if band(theirs, ROUTABLE_MASK) == ROUTABLE then

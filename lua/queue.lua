@@ -53,7 +53,7 @@ end
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
 local s = candidates(all, alive, median, replica.decode_s_per_token, now, 1)
-local is_turn, ids = {}, {} -- of ids; of all tickets whose turn it is
+local is_turn, ids = {}, {} -- of tickets whose turn it is: id -> worker, and the list of ids
 local first, due_s = {}, math.huge
 if waiting > 0 and s.count > 0 then
   local room_of, overdue_s = turns.capacity(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)

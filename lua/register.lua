@@ -1,5 +1,5 @@
 --[[
-register: what a replica found of an approximate worker (an engine without the plugin, which the operator listed).
+register: notes a replica's check of an approximate worker (an engine without the plugin, which the operator listed).
 
 Guarantee: the first check that passes makes its slot and its row; each later one is its heartbeat. A worker that comes
 back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
@@ -29,8 +29,8 @@ local replica, since_ms, ttl_ms, paused, wait_ms = ARGV[5], tonumber(ARGV[6]), t
 local cause, reason = ARGV[10], ARGV[11]
 
 local NEW_FLAGS = FLAG_SERVER + FLAG_URL + FLAG_APPROXIMATE + FLAG_CLOSED
-local HEARTBEAT_MS = 5000 -- of the plugin
-local MAX_CAPACITY = 4294967295 -- as a row can hold
+local HEARTBEAT_MS = 5000 -- the interval of the plugin's heartbeats
+local MAX_CAPACITY = 4294967295 -- the largest number that a row can hold
 local call, band, misnamed = redis.call, bit.band, include "shared/misnamed"
 
 if not capacity_blocks or capacity_blocks < 1 or capacity_blocks > MAX_CAPACITY or not since_ms or not ttl_ms then
@@ -119,7 +119,7 @@ local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, bl
 local rest = row and row:sub(AFTER_EVICTED) or ("\0"):rep(WORKER_ID_AT - AFTER_EVICTED) .. worker_id
 call("HSET", load_key, worker_id, head .. middle .. rest)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
-record.cause, record.reason = nil, nil -- of a record that stands
+record.cause, record.reason = nil, nil -- a standing record may hold an earlier failure
 record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
 call("ZADD", alive_key, now, worker_id)

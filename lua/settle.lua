@@ -1,5 +1,5 @@
 --[[
-settle: what became of a reservation: its first token came, or it ended.
+settle: notes the first token or the end of a reservation.
 
 Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
 anew (another epoch) owes nothing. If an id was never booked and its outcome is failed, cancelled or unsent, a tombstone

@@ -24,10 +24,10 @@ local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
-local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- so many entries take about 4 s of the usual share
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- RUSH_ENTRIES take about 4 s of the usual share
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
-local GRANTED_US = 5 -- its place in the answer
+local GRANTED_US = 5 -- the position of granted us in the answer
 
 local call = redis.call
 local clock = call("TIME")
@@ -78,7 +78,7 @@ local function notice(stream)
 end
 
 -- Looks for the streams that `hello` names. A forged hello changes nothing. Any worker may write there as often as it
--- likes: so only the youngest hints are kept, a name is looked at once, and a core's name stands for its server's.
+-- likes, so only the youngest hints are kept, each name is looked up once, and a core's name stands for its server's.
 local function greet()
   local kind = call("TYPE", hello_key).ok
   if kind == "none" then return end
@@ -106,7 +106,7 @@ local function greet()
   if tonumber(sequence) < LAST_SEQUENCE then
     call("XTRIM", hello_key, "MINID", string.format("%s-%.0f", ms, sequence + 1))
   else
-    call("UNLINK", hello_key) -- its entry ids are nearly exhausted
+    call("UNLINK", hello_key) -- the stream's entry ids are nearly exhausted
   end
 end
 

@@ -68,7 +68,7 @@ class Fleet:
 
     @property
     def constants(self) -> Constants:
-        """With which the scripts of this fleet count."""
+        """The constants by which this fleet's scripts count."""
         return self.scripts.constants
 
     def use(self, **changes: Any) -> None:

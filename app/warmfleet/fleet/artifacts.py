@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.workers import Workers
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # servers that announce it
-EMPTY_EXPIRES_S = 86_400  # as long as a file lives that its server does not look after any more
+PIECE_ASKED_OF = 16  # a missing piece is looked for at so many other servers
+EMPTY_EXPIRES_S = 86_400  # a stored file expires so long after its server last renewed it
 
 
 class BadArtifact(BadRequest):
@@ -65,7 +65,7 @@ class Artifacts:
             )
 
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
-        """The piece as one of the first few servers has it that announced it at the last reading, if one has it right.
+        """The piece from another server that announced it at the last reading; None if PIECE_ASKED_OF servers lack it.
 
         Most servers of a large pool have empty pieces (``background/spare_files``).
         """
@@ -87,14 +87,13 @@ class Artifacts:
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:
         """Let a server's pieces take no memory. Their keys stay, so that the server does not store them again.
 
-        Pieces that do not expire are left as they are: their server does not look after them, and would never notice
-        that they are wanted again.
+        Pieces that do not expire stay as they are: their server does not renew them, and would never store them again.
         """
         if all(await self._of_pieces(server_id, digests, "EXPIRE", EMPTY_EXPIRES_S, "XX")):
             await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")
 
     async def want(self, server_id: str, digests: Sequence[str]) -> None:
-        """Delete the empty ones of a server's pieces: it stores them again when it looks after its files next."""
+        """Delete a server's empty pieces: the server stores them again when it renews its files next."""
         sizes = await self.sizes(server_id, digests)
         empty = [digest for digest, size in zip(digests, sizes, strict=True) if not size]
         await self._of_pieces(server_id, empty, "UNLINK")

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
-Told = Outcome | Literal["due"]  # due: nobody tells of the first token, which has come by the engine's speed
+Told = Outcome | Literal["due"]  # due: no first token was observed, but by its speed the engine has made it
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
-ID_CHARACTERS = 21  # of a reservation behind its mark: 126 bits
+ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at a call for an id that was never booked
 RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
-ANSWER_FIELDS = 13  # of decide's answer to a booked request; what the choice saw comes behind them
-#: As plain numbers: to look up a member takes longer than to compare.
+ANSWER_FIELDS = 13  # fields of decide's answer to a booked request; an explanation may follow them
+#: The flags as plain numbers: to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
@@ -54,21 +54,17 @@ def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", clien
     """An id for a request with so many prompts. exact: their token ids are known. key: the same key gets the same id;
     without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
 
-    The scripts read the mark in it (``codes.Mark``): an engine reports the prefill of each prompt by itself.
+    The scripts read the mark in the id (``codes.Mark``), because an engine reports the prefill of each prompt alone.
     """
     mark = Mark.SEVERAL_PROMPTS if prompts != 1 else Mark.ONE_PROMPT if exact else Mark.ESTIMATED
-    rest = urlsafe_b64encode(hashlib.sha256(key).digest())[:ID_CHARACTERS].decode() if key else _random_rest()
-    return RESERVATION_PREFIX + mark + rest + client
-
-
-def _random_rest() -> str:
-    return b2a_base64(os.urandom(16)).translate(URL_SAFE)[:ID_CHARACTERS].decode()
+    code = urlsafe_b64encode(hashlib.sha256(key).digest()) if key else b2a_base64(os.urandom(16)).translate(URL_SAFE)
+    return RESERVATION_PREFIX + mark + code[:ID_CHARACTERS].decode() + client
 
 
 # Question and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
 @dataclass(slots=True)
 class Question:
-    """One request, as ``decide`` needs it, and from ``tenant`` on what decides its place in the queue.
+    """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
     reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
@@ -105,7 +101,7 @@ class Question:
 
     @property
     def priority_class(self) -> int:
-        """0 (served first) to 15."""
+        """The class in the queue: 0 (served first) to 15."""
         return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
 
     @property
@@ -118,7 +114,7 @@ class Question:
 
 @dataclass(slots=True)
 class Decision:
-    """Where a request goes and what was booked for it.
+    """The worker of a request, and the load that was booked there.
 
     outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
     open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
@@ -204,7 +200,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
+    """A worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
 
     worker_id: str
     matched_tokens: int
@@ -262,7 +258,7 @@ class Bookings:
         return self.decision(question, answer)
 
     def decision(self, question: Question, answer: list[Any]) -> Decision:
-        """What decide has answered for a request that is booked."""
+        """The Decision in decide's answer to a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
@@ -278,7 +274,7 @@ class Bookings:
             matched,
             prompt,
             speculative == 1,
-            flagged == 1 or flags & UNHEARD != 0,  # then the index is as it was last known
+            flagged == 1 or flags & UNHEARD != 0,  # an unheard worker's index is as it was last known
             float(cost),
             wait,
             approximate,
@@ -291,10 +287,10 @@ class Bookings:
         )
 
     async def settle(self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None) -> str:
-        """Tell what became of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME. It is safe to repeat.
+        """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
-        tokens: count as used by a client with limits, besides the prompt. shortfall: its worker's mirror is corrected.
-        Raises FleetUnavailable.
+        A repeated call changes nothing. tokens: count as used by a client with limits, besides the prompt. shortfall:
+        corrects the worker's mirror. Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
@@ -353,7 +349,7 @@ class Bookings:
         return renewed, rebuilt, refused
 
     async def lease(self, reservation: str) -> Lease | None:
-        """What Redis holds of a reservation, None if it holds nothing. Raises FleetUnavailable."""
+        """The lease of a reservation; None if Redis has none. Raises FleetUnavailable."""
         scripts = self._scripts
         with redis_errors():
             packed = await cast("Awaitable[bytes | None]", scripts.redis.hget(scripts.keys.lease, reservation))

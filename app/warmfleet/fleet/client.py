@@ -91,7 +91,7 @@ class Scripts:
 
     @property
     def line(self) -> object:
-        """The connection of the scripts, or the master that it leads to: models of the same are on one server."""
+        """The connection of the scripts, or the Cluster master behind it: models with the same line share a server."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
 
@@ -107,15 +107,15 @@ class Scripts:
         self._multiplexed.send(self.packed[name], command, limit_s, on_answer, patient=patient)
 
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
-        """``send``, and the answer. Raises FleetUnavailable or the class of the script's error code."""
+        """Send a packed call and return its answer. Raises FleetUnavailable or the class of the script's error code."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.send(name, command, limit_s, partial(_resolve, future))
         return await future
 
     async def ask(self, *words: Argument) -> Any:
-        """A command of Redis itself, on the connection of the scripts: calls of one turn of the loop are one write.
+        """Send a command of Redis itself on the connection of the scripts, in one write with other calls of this turn.
 
-        For small answers: the answers to decisions wait behind it. Raises FleetUnavailable.
+        The answer must be small, because the answers to decisions wait behind it. Raises FleetUnavailable.
         """
         return await asked(self.redis, pack_command(*words), _as_it_is, self.timeouts.upkeep_s)
 
@@ -174,7 +174,7 @@ def asked(
     def take(answer: Any, error: WarmfleetError | None) -> None:
         try:
             _resolve(future, None if error is not None else read(answer), error)
-        except Exception as unreadable:  # noqa: BLE001  anybody with the right to write may have written anything
+        except Exception as unreadable:  # noqa: BLE001  a user that may write can write anything
             future.set_exception(unreadable)
 
     redis.multiplexed.send(None, command, limit_s, take)
@@ -186,7 +186,7 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def pairs(answer: Any) -> dict[bytes, Any]:
-    """What Redis answers for a hash, or for a sorted set with its scores, in either version of its protocol."""
+    """The pairs in Redis' answer for a hash, or for a sorted set with scores, in either version of its protocol."""
     if isinstance(answer, dict):
         return answer
     if answer and isinstance(answer[0], list):
@@ -196,7 +196,7 @@ def pairs(answer: Any) -> dict[bytes, Any]:
 
 def _resolve(future: asyncio.Future[Any], answer: Any, error: WarmfleetError | None) -> None:
     if future.done():
-        return  # its caller was cancelled
+        return  # the caller was cancelled
     if error is not None:
         future.set_exception(error)
     else:

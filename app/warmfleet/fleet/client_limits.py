@@ -1,5 +1,5 @@
-"""The limits of a client's key, which all replicas together hold: as scripts take them, as a client is told of
-them, and as one of a model's several pools counts them (lua/client.lua)."""
+"""The limits of a client's key, which all replicas enforce together, and the calls of the pool that counts for a
+client of a model with several pools (lua/client.lua)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.packing import Argument
 
 MAX_LIMIT = 4_294_967_295
-RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again: nobody knows better
+RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again
 _LIMITS = struct.Struct(">II")
-_ADMITTED = b"+"  # behind the limits: lua/parts/shared/client_limits.lua refuses no such request
+_ADMITTED = b"+"  # follows the packed limits of a request that lua/parts/shared/client_limits.lua must not refuse
 
 
 @dataclass(frozen=True)
 class ClientLimits:
     """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit.
 
-    admitted: they have let this request in before. It counts, and is not refused.
+    admitted: an earlier attempt at the request passed the limits, so this attempt counts, but is not refused.
     """
 
     name: str
@@ -43,12 +43,12 @@ class ClientLimits:
 
     @cached_property
     def of_admitted(self) -> ClientLimits:
-        """These limits for a further attempt at a request that they have let in."""
+        """The same limits, for a further attempt at a request that was admitted before."""
         return replace(self, admitted=True)
 
     @cached_property
     def tag(self) -> str:
-        """Stands for the name in the ids of reservations and in keys of Redis, which do not tell it."""
+        """A stand-in for the name in ids of reservations and in keys of Redis, which must not reveal the name."""
         digest = hashlib.sha256(b"client:" + self.name.encode()).digest()
         return urlsafe_b64encode(digest)[:CLIENT_TAG_LENGTH].decode()
 
@@ -79,7 +79,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """The headers by which OpenAI's API tells limits; requests are those in flight. use: None if not known."""
+        """The headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (
@@ -97,7 +97,7 @@ class ClientLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClientUse:
-    """What a client has of its limits, the request itself included. None: not known."""
+    """The use of a client's limits, with the present request. None: not known."""
 
     in_flight: int | None
     tokens: int | None
@@ -121,11 +121,11 @@ class ClientCounts:
         self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 
     async def keep(self, names: Sequence[str]) -> None:
-        """Let these requests, KEEP_AT_ONCE at most, count on. Sent before this waits. Raises FleetUnavailable."""
+        """Renew the counts of at most KEEP_AT_ONCE requests. Sent before the first await. Raises FleetUnavailable."""
         await self._scripts.call("client", self._command("keep", *names), self._scripts.timeouts.upkeep_s)
 
     def end(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
-        """A request counts no longer. tokens: that it has used besides those of its prompt; it is safe to repeat."""
+        """End the count of a request. tokens: used besides those of its prompt. A repeated call changes nothing."""
         command = self._command("end", name, tokens)
         self._scripts.send("client", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 

@@ -26,19 +26,19 @@ class Next(IntEnum):
 
 
 class Standing(IntEnum):
-    """What has become of a ticket in the queue."""
+    """The present state of a ticket in the queue."""
 
-    WAITS = 0  # it keeps its place
-    TURN = 1  # it is its turn: the replica calls decide again
+    WAITS = 0  # the ticket keeps its place
+    TURN = 1  # the ticket's turn has come: the replica calls decide again
     DISPLACED = 2  # another request took its place
-    UNKNOWN = 3  # it expired, or Redis lost it
+    UNKNOWN = 3  # the ticket expired, or Redis lost it
 
 
 class Mark(StrEnum):
     """Marks in names: the first character of a reservation's random part, and the last of a field of ``x:<hash>``."""
 
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
-    SEVERAL_PROMPTS = "-"  # of several prompts: each that is prefilled gives back its share of the booked tokens
-    ESTIMATED = "_"  # of a prompt whose token ids are not known: its predicted match is not compared
+    SEVERAL_PROMPTS = "-"  # a reservation of several prompts: each prefill gives back its share of the booked tokens
+    ESTIMATED = "_"  # a reservation of a prompt whose token ids are not known: its match is not compared
     MAKER = "+"  # a field that holds the reservation whose chain tells the blocks up to the next checkpoint
     TRAIL = "="  # a field that holds the hashes up to the next checkpoint (the mirror of an approximate worker)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet")
 
-OLDEST = (7, 0)  # selectors of users and EVAL_RO came with it
+OLDEST = (7, 0)  # the version of Redis that brought selectors of users and EVAL_RO
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 60.0  # as often as lines that repeat are told at all (logs/folding)
+LOG_EVERY_S = 60.0  # the interval at which logs/folding lets a repeated line through
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 
@@ -40,7 +40,7 @@ async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
     enough, because its pools can be served while another master is away.
     """
     where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0
-    asked = clients if where.kind == "cluster" else clients[:1]  # the others have the same server
+    asked = clients if where.kind == "cluster" else clients[:1]  # without a Cluster all clients have the same server
     while all(troubles := await asyncio.gather(*[trouble_with(redis, where) for redis in asked])):
         name, text = server_in_words(clients[0], where, url), troubles[0].text if troubles[0] else ""
         why = f"{name} {text}.{pools_help(clients[0], where)}"
@@ -53,7 +53,7 @@ async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
 
 
 def server_in_words(redis: aioredis.Redis, where: RedisAddress, url: str) -> str:
-    """The server that was asked, as a sentence begins; in a Cluster the master, if its nodes have named it."""
+    """The server of a client, as a sentence begins; in a Cluster the master, if its nodes have named it."""
     name, master = in_words(where, url), master_of(redis)
     if where.kind != "cluster" or not master:
         return name
@@ -72,7 +72,7 @@ def pools_help(redis: aioredis.Redis, where: RedisAddress) -> str:
 
 def _tag(redis: aioredis.Redis) -> str:
     """The pool whose keys a client of a Cluster is for."""
-    return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # it is a MasterPool
+    return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # the pool is a MasterPool
 
 
 def in_words(where: RedisAddress, url: str) -> str:
@@ -87,14 +87,14 @@ def in_words(where: RedisAddress, url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why Redis cannot be used. text: the rest of a sentence that begins with ``in_words``."""
+    """The reason why Redis cannot be used. text: the end of a sentence that begins with ``in_words``."""
 
     kind: Literal["login", "protocol", "version", "slow", "tls", "connection", "loading"]
     text: str
 
 
 async def trouble_with(redis: aioredis.Redis, where: RedisAddress) -> Trouble | None:
-    """What is wrong with Redis; None if nothing is."""
+    """The reason why Redis cannot be used; None if it can."""
     try:
         info: dict[str, Any] = await redis.info("server")
     except AuthenticationError as error:
@@ -104,7 +104,7 @@ async def trouble_with(redis: aioredis.Redis, where: RedisAddress) -> Trouble | 
     except ResponseError as error:
         if "HELLO" in str(error).upper() and "UNKNOWN COMMAND" in str(error).upper():
             return Trouble("version", "is older than version 6, or no Redis: 7.0 or newer is needed")
-        return None  # it answers; what it refuses is told by the call that needs it
+        return None  # Redis answers; a refusal is reported by the call that it concerns
     except (TimeoutError, RedisTimeoutError):
         return Trouble("slow", f"does not answer in time{_perhaps(where)}")
     except (RedisError, OSError) as error:

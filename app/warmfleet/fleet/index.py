@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAGS_AT_ONCE = 64
 HOLDS_AT_ONCE = 512
-FILLING = "join"  # this cause of a snapshot is no divergence: the index of a new incarnation is empty
+FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence: its index is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
 
@@ -72,7 +72,7 @@ class Memory:
 
 
 class Index:
-    """Reads the index. It writes nothing."""
+    """Reads the index, and writes nothing."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts

@@ -55,7 +55,7 @@ def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Ite
 
 
 def _of_routers() -> Iterator[tuple[str, str]]:
-    """What routers use, too."""
+    """The names whose values routers use, too."""
     yield from _record("ROW", numbers_of(LoadRow))
     letters = ">"
     for place, (name, letter) in enumerate(numbers_of(LoadRow).items(), 1):

@@ -1,4 +1,4 @@
-"""What the operator's own Redis user writes and routers only read: approved chat templates, and a switched policy."""
+"""Keys that only the operator's Redis user writes and routers read: approved chat templates, and a switched policy."""
 
 from __future__ import annotations
 

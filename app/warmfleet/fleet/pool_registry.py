@@ -57,7 +57,7 @@ class PoolRegistry:
         self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
-        """All its pools; () if there is no registry: then the model has the pools that this replica's settings name.
+        """All pools of the model; () without a registry: then the pools are those in this replica's settings.
 
         A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
         while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.
@@ -65,7 +65,7 @@ class PoolRegistry:
         return await self.told(await self.ask())
 
     def ask(self) -> asyncio.Future[dict[bytes, bytes]]:
-        """The registry as it stands in Redis: for ``told``."""
+        """Read the registry from Redis, as ``told`` takes it."""
         return asked(self._redis, self._reading, pairs)
 
     async def told(self, found: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
@@ -93,7 +93,7 @@ class PoolRegistry:
             await self._redis.hdel(self._pools, tag)
 
     async def close(self) -> None:
-        """Close the client that it was given."""
+        """Close the Redis client."""
         await self._redis.aclose()
 
     async def placements(self) -> dict[str, Placement]:

@@ -19,7 +19,7 @@ Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a probe: its word, and why in words. cause: a word for counters.
+    """The result of a probe: its word, and the reason in a sentence. cause: a word for counters.
 
     probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None is recorded in any case.
     owner: the owner of the warming that this ends.
@@ -33,7 +33,7 @@ class Proof:
 
 
 class Probes:
-    """What a replica writes while it probes a worker, and while it warms one whose probe passed."""
+    """The writes of a replica while it probes a worker, and while it warms a worker whose probe passed."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
@@ -62,7 +62,7 @@ class Probes:
         return [awaited == 1 for awaited in left] if noted else None
 
     async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """The probe is over: note nothing more for it."""
+        """End the notes that ``await_blocks`` began, as the probe is over."""
         with redis_errors():
             await self._scripts.redis.srem(self._scripts.keys.probe(worker_id), probe, *hashes)
 

@@ -92,7 +92,7 @@ class Queue:
         self._bookings = bookings
 
     async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
-        """As ``decide``, but a request that must wait gets a ticket, under its reservation's id.
+        """Decide as ``decide`` does, but give a request that must wait a ticket, under its reservation's id.
 
         When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
         RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
@@ -108,10 +108,10 @@ class Queue:
         return self._bookings.decision(question, answer)
 
     async def consider(self, question: Question) -> tuple[str, str, Seen]:
-        """The worker that ``decide_in_turn`` would choose now, why, and what it would see. It books nothing.
+        """The decision that ``decide_in_turn`` would make now, with its explanation. Nothing is booked.
 
-        If the request would have to wait, that is told (``Seen.waits``), and the worker that it would choose with no
-        regard to that. It gets no ticket. Raises what ``decide`` raises.
+        If the request would have to wait, ``Seen.waits`` is set, and the worker is chosen as if no others waited. The
+        request gets no ticket. Raises what ``decide`` raises.
         """
         command = self._bookings.decide_command(question, Mode.DRY)
         answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)

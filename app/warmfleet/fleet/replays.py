@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import redis.asyncio as aioredis
 
 AT_ONCE = 100
-SHOWN = 200  # characters of an error of Redis
+SHOWN = 200  # characters that are shown of an error of Redis
 #: Numbers of a record that are arguments of the script under the same name.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a replay chose: the worker, why (one word), the predicted cost as text, and the match."""
+    """The choice of a replay: the worker, why (one word), the predicted cost as text, and the match."""
 
     worker_id: str
     why: str
@@ -39,7 +39,7 @@ class Choice:
 
 
 class Replays:
-    """Runs by EVAL_RO and touches no key. Closing it closes the client that it was given."""
+    """Runs replays by EVAL_RO, which touch no key. ``close`` also closes the Redis client."""
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis = redis
@@ -48,7 +48,7 @@ class Replays:
     async def choices(
         self, records: Sequence[dict[str, Any]], policy: str = "", made: Callable[[int], object] = lambda _count: None
     ) -> list[Choice]:
-        """What is chosen on the state of each record, by ``policy`` (default: the policy of the record).
+        """The choices on the state of each record, by ``policy`` (default: the policy of the record).
 
         made: called with the number of choices made so far, now and then. Raises FleetUnavailable, and BadRequest for a
         record that is malformed or cannot be replayed.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Scripts
 
 ANNOUNCE_S = 3.0  # between two announcements of a replica
-SILENT_S = 8.0  # after so long without one it counts as killed, hung or cut off: two are missing
-FORGET_MS = 600_000  # as for workers: until then an operator reads which replica was lost
+SILENT_S = 8.0  # without an announcement for so long a replica counts as killed, hung or cut off
+FORGET_MS = 600_000  # so long operators can still read which replica was lost
 MAX_BUCKETS = 256
 
 
@@ -38,7 +38,7 @@ class LastMinute:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The record by which a replica tells of itself in one pool.
+    """The record that a replica keeps of itself in one pool.
 
     url: where it answers operators; empty if it does not know. started: Unix time. in_flight: its requests at engines;
     waiting: those that wait in it for their turn.
@@ -54,13 +54,13 @@ class Announcement:
     minute: LastMinute = field(default_factory=LastMinute)
 
     def pack(self) -> bytes:
-        """As JSON."""
+        """The record as JSON."""
         return orjson.dumps(asdict(self), option=orjson.OPT_NON_STR_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica as a reading found it. name: of its place, host and port. age_s: of its last announcement."""
+    """A replica as a reading found it. name: its host and port. age_s: the age of its last announcement."""
 
     name: str
     age_s: float
@@ -68,7 +68,7 @@ class ReplicaView:
 
     @property
     def heard(self) -> bool:
-        """Its last announcement is recent: else it was killed, or it hangs, or Redis cannot be reached from there."""
+        """Whether the last announcement is recent: else the replica was killed, hangs, or cannot reach Redis."""
         return self.age_s <= SILENT_S
 
     @property
@@ -89,7 +89,7 @@ class Replicas:
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
     async def read(self) -> list[ReplicaView]:
-        """All replicas that have told of themselves within ten minutes, by name. Raises FleetUnavailable."""
+        """All replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
         calls = [("", pack_command("HGETALL", self._scripts.keys.replicas)), ("", pack_command("TIME"))]
         found, (seconds, micros) = await self._scripts.together(calls)
         now = int(seconds) + int(micros) / 1e6
@@ -110,17 +110,15 @@ def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
 
 
 def _checked(kind: type[Any], told: Mapping[str, Any], **readers: Any) -> Any:
-    """An object of this class with the fields that are told; those of a newer version are left out.
+    """An object of class ``kind`` with the fields of ``told``; fields of a newer version are left out.
 
     Raises TypeError for a field of another type.
     """
     known: dict[str, Any] = {name: read(told.get(name)) for name, read in readers.items()}
-    for one in fields(kind):
-        if one.name in told and one.name not in readers:
-            value = told[one.name]
-            if type(value) is not type(getattr(kind(), one.name)):
-                raise TypeError(one.name)
-            known[one.name] = value
+    for name in {known_field.name for known_field in fields(kind)} & told.keys() - readers.keys():
+        if type(told[name]) is not type(getattr(kind(), name)):
+            raise TypeError(name)
+        known[name] = told[name]
     return kind(**known)
 
 

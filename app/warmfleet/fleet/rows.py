@@ -56,7 +56,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
-    """What the scripts read of a worker. Booked tokens are sums over open reservations.
+    """The load and the facts of a worker that scripts read. Booked tokens are sums over open reservations.
 
     In Redis the worker_id follows, so that a script which reads all rows has the names, too.
     """
@@ -88,7 +88,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
+    """A reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).

@@ -55,7 +55,7 @@ def script_source(name: str) -> str:
 
 
 def with_values(text: str) -> str:
-    """One file of ``lua/``, with values in place of the names of the layout and of the constants that it declares."""
+    """A file of ``lua/``, with values in place of the names of the layout and of the constants that it declares."""
     values = dict(LAYOUT)
 
     def take(line: re.Match[str]) -> str:

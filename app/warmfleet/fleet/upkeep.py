@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 
-SNAPSHOT_SHARE = 0.25  # of the time that a tick grants; streams of workers that send a snapshot get this at least
+SNAPSHOT_SHARE = 0.25  # the least share of a tick's granted time for streams of workers that send a snapshot
 AWAITED_STREAMS = 128  # at most: 64 workers write 26 heartbeats a second, so there is always something to do
 
 
@@ -35,30 +35,30 @@ class Pace:
     """Limits of upkeep. With these no single call takes Redis longer than about half a millisecond."""
 
     min_gap_ms: int = 25  # between two ticks of the whole fleet
-    rest_gap_ms: int = 600  # the same of replicas where the model is at rest: then mostly one of them applies
+    rest_gap_ms: int = 600  # as min_gap_ms, for replicas where the model is at rest: mostly one of them applies
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # a worker silent that long is forgotten
     max_streams: int = 64  # streams that one tick looks at
-    rest_streams: int = 160  # the same of a tick at rest, which comes less often
+    rest_streams: int = 160  # as max_streams, for a tick at rest, which comes less often
     short_ms: int = (
         60_000  # memory counts as short at least so long: a snapshot that does not fit is tried once a minute
     )
     max_blocks: int = BATCH_BLOCKS  # block hashes that are applied or collected in one call
     max_entries: int = 16  # stream entries that one call of apply_control or apply_server applies
-    rest_applies: int = 8  # streams that such a replica applies in one write: Redis takes half a millisecond for them
+    rest_applies: int = 8  # streams that a replica at rest applies in one write: half a millisecond of Redis
     applies: int = 256  # calls of apply in one step at most, however much time the tick grants
-    share_permille: int = 300  # of Redis's time that applying may take, all replicas together
+    share_permille: int = 300  # the share of Redis' time that all replicas together may take to apply
     call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
     entry_us: int = 15
     block_us: float = 2.0  # measured 1.7 to 2.0 us warm
     collects: int = 8  # calls of collect in one step, more if many slots are retired
     audit_blocks: int = 128  # block hashes that audit compares in one call
-    audit_gap_ms: int = 25  # between two calls of audit in the whole fleet: 1 % of Redis while a walk is under way
+    audit_gap_ms: int = 25  # the least gap between two audits of the fleet: 1 % of Redis while a walk is under way
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What a tick found.
+    """The result of a tick.
 
     ran: False if another replica's tick was too recent; then only grace and short have values. grace: no worker expires
     now. short: memory is short, so nothing is inserted. retired: number of slots to collect. backlog: streams that are
@@ -78,9 +78,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one call took from a stream. more: entries are left in it. cost_us: estimated time of Redis.
+    """The result of one apply. more: entries are left in the stream. cost_us: estimated time of Redis.
 
-    control: some of the entries told more than blocks and heartbeats.
+    control: some of the entries held more than blocks and heartbeats.
     """
 
     entries: int
@@ -92,7 +92,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of upkeep did.
+    """The result of one step of upkeep.
 
     blocks: that it applied. busy: more is to be done soon, as it left work behind or applied blocks. stirred: it found
     more than heartbeats.
@@ -105,7 +105,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What one call of ``audit`` did: blocks compared, whether they differ, whether a walk is under way."""
+    """The result of one call of ``audit``: blocks compared, whether they differ, whether a walk is under way."""
 
     blocks: int
     differs: bool
@@ -115,8 +115,8 @@ class Audited:
 class Upkeep:
     """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
 
-    last_tick: what the last tick found, or was told by another replica's tick. suspected: set when an apply of this
-    replica has made a worker suspected.
+    last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
+    suspected: set when an apply of this replica has made a worker suspected.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -125,7 +125,7 @@ class Upkeep:
         self.last_tick = Tick(ran=False, grace=False)
         self.suspected = asyncio.Event()
         self._may_wait = True
-        self._ticking: tuple[object, bytes] = (None, b"")  # of what the last tick's command was made, and the command
+        self._ticking: tuple[object, bytes] = (None, b"")  # the last tick's inputs, and its command
         self._wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams, seconds and command of the last wait
 
     async def tick(self, *, rest: bool = False, used_permille: int = -1) -> Tick:
@@ -183,7 +183,7 @@ class Upkeep:
         )
 
     async def _applied(self, worker_id: str, answer: Sequence[int]) -> Applied:
-        """What ``apply`` has answered; what it left to ``apply_control`` is done here."""
+        """The result of ``apply``, and of ``apply_control`` for the entries that ``apply`` left."""
         pace, calls = self.pace, 1
         entries, blocks, following, suspect = answer
         if suspect:

@@ -28,7 +28,7 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 
 
 class Check(NamedTuple):
-    """What a replica found of an engine without the plugin. replica: a random word of its own.
+    """A replica's check of an engine without the plugin. replica: a random word that stands for the replica.
 
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
     time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
@@ -49,7 +49,7 @@ PASSED = Check("PASSED")
 
 
 class Registered(NamedTuple):
-    """What is registered of such an engine after a check; the words are those of lua/register.lua."""
+    """The registration of an engine without the plugin after a check; lua/register.lua explains the words."""
 
     slot: int
     in_flight: int
@@ -61,7 +61,7 @@ EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each 
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker, as one reading found it.
+    """A worker, as one reading found it.
 
     ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
     the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
@@ -88,7 +88,7 @@ class WorkerView:
 
     @property
     def routable(self) -> bool:
-        """A decision may choose it now."""
+        """Whether a decision may choose the worker now."""
         return self.state.routable
 
     @property
@@ -99,22 +99,22 @@ class WorkerView:
 
     @property
     def labels(self) -> frozenset[str]:
-        """Its labels, each as ``name=value``."""
+        """The labels of the worker, each as ``name=value``."""
         return frozenset(f"{name}={value}" for name, value in self.record.get("labels", {}).items())
 
     @property
     def names(self) -> list[str]:
-        """Every name that its API server answers to: served names, aliases and adapters."""
+        """Every name that the worker's API server answers to: served names, aliases and adapters."""
         return [*self.models, *self.loras]
 
     @property
     def misnamed(self) -> bool:
-        """It does not serve its pool's name."""
+        """Whether the worker does not serve its pool's name."""
         return bool(self.load.flags & Flag.MISNAMED)
 
     @property
     def heard(self) -> bool:
-        """Its heartbeats come, or replicas vouch for it."""
+        """Whether the worker's heartbeats come, or replicas vouch for it."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property
@@ -124,19 +124,19 @@ class WorkerView:
 
     @property
     def said_goodbye(self) -> bool:
-        """Its engine core or its API server has ended, or is about to, and told so."""
+        """Whether the engine core or the API server has announced its end."""
         return not self.approximate and (
             self.heartbeat_age_s is None or (self.server is not None and self.server_age_s is None)
         )
 
     @property
     def paused(self) -> bool:
-        """Its last heartbeat, or its last check, said that somebody has paused its engine or put it to sleep."""
+        """Whether the engine was paused or put to sleep, by its last heartbeat or its last check."""
         return bool(self.load.flags & Flag.PAUSED)
 
     @property
     def approximate(self) -> bool:
-        """It has no plugin: a replica registered it and checks its health."""
+        """Whether the worker has no plugin, so that replicas register it and check its health."""
         return bool(self.load.flags & Flag.APPROXIMATE)
 
 
@@ -162,20 +162,20 @@ class Workers:
         self.servers: dict[str, dict[str, Any]] = {}
         self.quiet_s = 0.0
         self._raw_servers: dict[bytes, bytes] = {}
-        self._announcements: bytes | None = None  # the count of them at that reading
+        self._announcements: bytes | None = None  # the counter of announcements at the last reading
         self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
-        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # of the last reading
+        self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # the rows of the last reading, packed and unpacked
 
     async def read(self) -> list[WorkerView]:
         """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
         return await self._read(await self.reading(), fresh=True)
 
     def reading(self) -> asyncio.Future[list[Any]]:
-        """What ``look`` is made of, as Redis has it now. Raises FleetUnavailable."""
+        """The raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
         return self._scripts.together(self._reading)
 
     async def look(self, reading: list[Any]) -> list[WorkerView]:
-        """As ``read``, for a caller that asks again and again.
+        """Read as ``read`` does, for a caller that repeats it often.
 
         The records of API servers, the largest part of all that a reading reads, are read when one of them has changed,
         or a worker comes, goes or changes its state, else every SERVERS_S.
@@ -188,7 +188,7 @@ class Workers:
         changed = servers_known != len(self._raw_servers) or announcements != self._announcements
         doubt = changed or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
-            self._servers_until = 0.0  # until they are read: this may fail
+            self._servers_until = 0.0  # due until the records are read, which may fail
             self._raw_servers = pairs(await self._scripts.ask("HGETALL", self._scripts.keys.servers))
             self._servers_until, self._announcements = time.monotonic() + SERVERS_S, announcements
         self._rows = loads
@@ -222,7 +222,7 @@ class Workers:
     async def register(
         self, worker_id: str, record: dict[str, Any], capacity_blocks: int, check: Check = PASSED
     ) -> Registered:
-        """Tell what a check of an approximate worker found. record: scheme_id, url, models, started, ...
+        """Record the check of an approximate worker. record: scheme_id, url, models, started, ...
 
         Raises FleetUnavailable.
         """
@@ -243,7 +243,7 @@ class Workers:
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
-        """This worker's engine answers over HTTP, though its heartbeats are missing: it stays routable for a TTL.
+        """Vouch for a worker whose engine answers without heartbeats, so that it stays routable for a TTL.
 
         Returns REFUSED if the worker joined anew (its nonce is another), said goodbye, or must not be vouched for
         (lua/vouch.lua). Raises FleetUnavailable.

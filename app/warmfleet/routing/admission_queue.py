@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
-BODIES = 2  # of the largest size that may wait in a replica: one tenant gets half, so any body may wait
+BODIES = 2  # bodies of the largest size fit into a replica: a tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BookingState(Enum):
-    """What Redis may hold of a booking, and which methods lead there.
+    """The state of a booking in Redis, as far as it is known, and the methods that lead there.
 
     NEW: nothing; Redis was not asked yet, or the queue was full (``queued``). ASKED: in doubt, a lease or a ticket; a
     decision was asked for and has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
@@ -107,13 +107,13 @@ class Booking:
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
-        """A decision is asked for: until Redis answers, it may have booked the request or given it a ticket."""
+        """Note that a decision is asked for: until Redis answers, the request may be booked or have a ticket."""
         self._before, self.state = self.state, ASKED
         self.asked_at = time.perf_counter()
 
     @property
     def waits(self) -> bool:
-        """Whether the decision that was asked for last is about a request that waited already."""
+        """Whether the request waited already when its last decision was asked for."""
         return self._before is QUEUED or self._before is ASKED
 
     @property
@@ -124,17 +124,17 @@ class Booking:
         return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
     def queued(self, ticket: Queued) -> None:
-        """Redis' answer was a ticket: the worker that suits the request has no room. Or it was that the queue is full:
-        then the request has no ticket.
+        """Note that the worker that suits the request has no room: the request has a ticket, or none if the queue is
+        full.
         """
         self.state = QUEUED if ticket.outcome == "queued" else NEW
 
     def limited(self) -> None:
-        """Redis' answer was that the client's key is at a limit. A ticket from before is left at the end."""
+        """Note that the client's key is at a limit. An earlier ticket is given up at the end."""
         self.state = self._before
 
     def not_booked(self) -> None:
-        """Redis' answer to the decision was that no worker can be chosen."""
+        """Note that Redis found no worker to choose."""
         self.state = QUEUED
 
     def unanswered(self) -> None:
@@ -143,7 +143,7 @@ class Booking:
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 
     def booked(self, decision: Decision) -> None:
-        """Redis' answer to the decision was a worker: this request's load is booked there, and renewed from now on."""
+        """Note that Redis booked the request's load at a worker, and renew the lease from now on."""
         self.state = BOOKED
         self.decision = decision
         self.pool.reservations.add(
@@ -152,7 +152,7 @@ class Booking:
         self.pool.degraded.take(decision.worker_id)
 
     def chose_without_redis(self, decision: Decision) -> None:
-        """A worker was chosen without Redis; only this replica counts the request."""
+        """Note a worker that was chosen without Redis; only this replica counts the request."""
         self.decision = decision
         self.pool.degraded.take(decision.worker_id)
 
@@ -160,7 +160,7 @@ class Booking:
 
     @property
     def owner(self) -> str:
-        """The owner of this request's load, as the worker is told: the reservation, or ``unbooked`` if Redis booked
+        """The owner of this request's load in the worker's reports: the reservation, or ``unbooked`` if Redis booked
         none.
 
         The worker must report unbooked load as foreign, or else no decision would count it.
@@ -177,7 +177,7 @@ class Booking:
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Count the prefill as done after so many seconds, if the attempt lasts: nobody tells of its first token."""
+        """Count the prefill as done after so many seconds, if the attempt lasts: its first token is not reported."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 

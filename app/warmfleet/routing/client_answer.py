@@ -33,7 +33,7 @@ def _date_line(second: int) -> bytes:
 
 
 def first_lines(status: int) -> bytes:
-    """The begin of the head of every answer: its status, and when it was made."""
+    """The first lines of every answer's head: its status and its date."""
     return STATUS_LINES[status] + _date_line(int(time.time()))
 
 
@@ -165,7 +165,7 @@ class ClientAnswer:
         self._finish(self._first(body, more=False))
 
     def _first(self, data: bytes, *, more: bool) -> bytes:
-        """The head with the first piece. The piece decides how the client is told where the body ends."""
+        """The head with the first piece. The piece decides how the head marks the end of the body."""
         head, self._head = self._head, b""
         if self._has_length:
             self._chunked = False

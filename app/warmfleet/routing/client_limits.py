@@ -1,9 +1,9 @@
-"""The limits of clients of a model with several pools: each client has one pool that counts for it, and no other does.
+"""The limits of clients of a model with several pools: each client is counted by a single pool.
 
-It is the first one by rendezvous hashing of the client among the pools that are not away, so all replicas name the same
-without asking anybody. A request is counted there while its home pools are asked, so no answer waits for another one,
-and the home pools count nothing. Only a client that was refused a moment ago is asked about first: else each of its
-refused requests would cost two decisions, and book load for a moment.
+The counting pool is the first by rendezvous hashing of the client among the pools that are not away, so all replicas
+name the same pool without asking anybody. A request is counted there while its home pools are asked, so no answer waits
+for another one, and the home pools count nothing. Only for a client that was refused a moment ago the limits are
+checked first: else each of its refused requests would cost two decisions, and book load for a moment.
 
 Where that pool does not answer, the next one is asked; a request passes unchecked if that does not answer in time,
 either. When the pool changes (a pool comes or goes, or is away), requests that run count in the new one within a
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.client_limits")
 
-REFUSED_S = 1.0  # so long after a refusal a client is asked about first: it is told to come again in a second
-MAX_REFUSED = 1_024  # clients that are remembered for it
+REFUSED_S = 1.0  # so long after a refusal a client's request is checked before pools are asked
+MAX_REFUSED = 1_024  # clients whose refusal is remembered
 MAX_NOT_TAKEN = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
 
 
@@ -52,7 +52,7 @@ class Counting:
         self.open: dict[str, Counted] = {}
         self._pools = pools
         self._metrics = metrics
-        self._refused_until: dict[str, float] = {}  # by the tag of a client
+        self._refused_until: dict[str, float] = {}  # tag of a client -> until when
         self._under_way = 0  # ends that Redis has neither taken nor refused
         self._not_taken: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
         self._none_left = asyncio.Event()
@@ -111,7 +111,7 @@ class Counting:
                 continue
             for counted in batch:
                 counted.counts_in(pool)
-                self._not_taken.get(pool, {}).pop(counted.name, None)  # it runs, and is to count there again
+                self._not_taken.get(pool, {}).pop(counted.name, None)  # the request runs, and shall count there again
             try:
                 await pool.fleet.clients.keep([counted.name for counted in batch])
             except WarmfleetError as error:
@@ -236,11 +236,11 @@ class Counted:
 
     def _admit_answered(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
         """The answer of a pool, perhaps a late one."""
-        if pool not in self._charged:  # it was told that the request is over
+        if pool not in self._charged:  # the pool already got the end of the request
             return
         if error is not None:
             self._give_back(pool)
-            if not self.answered:  # else the pool was late, which was its failure
+            if not self.answered:  # a late answer counted as the pool's failure already
                 self._counting.failed(pool, error)
                 self.ask()
         elif self.answered:
@@ -250,7 +250,7 @@ class Counted:
             pool.degraded.succeeded()
             self._counting.answers(pool)
             if answer[0] == b"LIMITED":
-                self._leave()  # it counts nowhere, so nothing is left to keep or to end
+                self._leave()  # the request counts nowhere: nothing is left to keep or to end
             self._answer.set_result(answer)
 
     @property
@@ -259,7 +259,7 @@ class Counted:
         return self._answer.done()
 
     async def check_first(self) -> None:
-        """As ``check``, but return, too, if the answer takes long: no other pool has answered, so none is late."""
+        """Do as ``check``, but return also if the answer takes long: no other pool has answered, so none is late."""
         if not await late([self._answer]):
             await self.check()
 

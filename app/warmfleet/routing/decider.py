@@ -30,7 +30,7 @@ NO_ENGINE = (
     "No engine of `{}` has joined this fleet. For the operator: start vLLM with the plugin and WARMFLEET_REDIS_URL, or "
     "name engines in WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing."
 )
-#: The first words of the next two, by whether the model has more than one engine.
+#: The first words of NONE_ROUTABLE and OTHER_NAMES, for a model with several engines, and for one with one engine.
 NONE_OF_ALL, NOT_THE_ONE = "None of the {} engines of `{}` takes requests", "The only engine of `{1}` takes no requests"
 NONE_ROUTABLE = (
     "{} at this moment: ask again. For the operator: `warmfleet workers` tells the state of each, and `warmfleet "
@@ -46,7 +46,7 @@ OTHER_NAMES = (
 )
 #: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
 STILL_QUEUED = Queued("queued", 0, 0.0)
-NO_WORKER = "no_worker"  # the reason for which a worker is chosen without Redis though that answers
+NO_WORKER = "no_worker"  # the reason for a choice without Redis although Redis answers
 
 
 class Decider:
@@ -55,7 +55,7 @@ class Decider:
     def __init__(self, log: DecisionLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
-        self._decisions = cache(metrics.decisions.labels)  # by policy, reason and model, of which there are few
+        self._decisions = cache(metrics.decisions.labels)  # counters by policy, reason and model
         seconds, prompt, matched = metrics.decision_seconds, metrics.prompt_tokens, metrics.matched_tokens
         self._of_model = cache(lambda tag: (seconds.labels(tag), prompt.labels(tag), matched.labels(tag)))
 
@@ -89,10 +89,10 @@ class Decider:
         return answer
 
     async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
-        """Ask one of several pools. The answer, or the error, is the booking's then.
+        """Ask one of several pools, and keep the answer or the error in the booking.
 
         may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Nothing is chosen
-        without Redis. Whoever compares the answers tells by ``keep`` which decision stands.
+        without Redis. The caller compares the answers and calls ``keep`` for the decision that stands.
         """
         pool, booking.answer, booking.error = booking.pool, None, None
         if booking.keeps_place and not pool.degraded.asks_redis:
@@ -235,8 +235,8 @@ def reason_of(error: WarmfleetError) -> str:
 def nobody(pools: Iterable[Pool], model: str, labels: frozenset[str] = NO_LABELS, *, tells_names: bool = True) -> str:
     """Why no worker of any of these pools of a model can be chosen, and what to do about it.
 
-    labels: that the worker must have. tells_names: who reads it may know names besides this one. Which workers there
-    are is told to operators only.
+    labels: that the worker must have. tells_names: the reader may know names besides this one. Only operators
+    learn which workers exist.
     """
     workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]
     if not workers:

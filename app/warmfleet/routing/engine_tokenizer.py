@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
-MIN_TOKENS = 512  # of a prompt, estimated; the prefill of a shorter one takes less time than the question
-MAX_BYTES = 524_288  # of a request: some 130,000 tokens
+MIN_TOKENS = 512  # a prompt of fewer (estimated) tokens is computed faster than an engine is asked
+MAX_BYTES = 524_288  # the longest request that is asked about: some 130,000 tokens
 S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and an engine needs 4 us for a token
 ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
 MAX_IN_FLIGHT = 32
-REST_S = 10.0  # an engine that did not answer is not asked for so long
+REST_S = 10.0  # an engine that did not answer is left alone for so long
 #: The path that answers with the token ids of a chat that was written in the words of this API.
 RENDERS: dict[Dialect, str] = {
     "chat": "/v1/chat/completions/render",
@@ -144,7 +144,7 @@ def _way(renders: Any, request: Request) -> tuple[str, str] | None:
     if request.endpoint == "completions":
         one_text = len(request.prompts) == 1 and isinstance(request.prompts[0], str)
         return ("/tokenize", "tokens") if one_text else None
-    if renders.get("render") and not request.thinking_off:  # the route does not know how its server says so
+    if renders.get("render") and not request.thinking_off:  # a render request cannot switch thinking off
         return RENDERS[request.dialect], "token_ids"
     if request.dialect != "chat":
         return None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
 _NUMBERED = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
-_KEPT = 40  # bytes of a piece that are looked at again with the next one: as long as the longest of both
+_KEPT = 40  # bytes of a piece that are searched again with the next piece: a number and its name fit
 
 
 class ErrorEvents:
@@ -41,11 +41,11 @@ class ErrorEvents:
         self._tail = seen[-_KEPT:]
 
     def watching(self, client: Sink) -> Sink:
-        """``client``; where events have numbers, with every piece that it gets seen here first."""
+        """``client``; where events have numbers, ``see`` gets each piece of it first."""
         return WatchedClient(self.see, client) if self._form == "responses" else client
 
     async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:
-        """End the answer with the error; the record of its request tells it. A client that hung up is told nothing."""
+        """End the answer with the error, and note it in the request's record. A client that hung up gets nothing."""
         if answer.lost:
             return
         record.refused(error)

@@ -64,7 +64,7 @@ def explanation(question: Question, weights: Weights, decision: Decision) -> byt
 
 
 def cheapest(decision: Decision) -> list[Candidate]:
-    """The chosen worker, then the others by cost, EXPLAINED at most; none if the decision told nothing."""
+    """The chosen worker, then the others by cost, EXPLAINED at most; none if the decision has no explanation."""
     seen = decision.seen.candidates if decision.seen is not None else []
     return sorted(seen, key=lambda row: (row.worker_id != decision.worker_id, row.cost_s))[:EXPLAINED]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
 
-FIND_S = 0.25  # for all pools to tell whether they have a reservation; then the request is decided without knowing it
+FIND_S = 0.25  # for all pools to say whether they have a reservation; later answers are ignored
 
 
 class Handover(NamedTuple):
@@ -173,7 +173,7 @@ class Gateway:
         return word.lower()
 
     async def renew(self, model: str, reservation: str) -> float:
-        """Let a reservation live on; returns for how many seconds.
+        """Renew a reservation; returns its new lifetime in seconds.
 
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
@@ -210,7 +210,7 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """The one of several pools in which this reservation is booked, else one that knows of its end.
+        """The pool, of several, in which this reservation is booked, else a pool that knows of its end.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
         FleetUnavailable if none of those that answer has it, and one does not answer.

@@ -50,10 +50,10 @@ logger = logging.getLogger("warmfleet.routing.pool_choice")
 
 HOMES = 2  # pools that are asked at once
 MOST_ASKED = 3  # pools that may be full before the request is refused
-LONG_S = 1.0  # by which a turn may be dearer than the whole prompt at a worker of a pool that is away
+LONG_S = 1.0  # a turn that costs so much more than the whole prompt sends the request to a pool that is away
 ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
 TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
-WAIT_PRICE = 0.5  # of a second ahead of a request while requests wait: WAIT_PRICE in lua/parts/decide/wait_turn.lua
+WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
@@ -105,7 +105,7 @@ class PoolChoice:
     def choose(
         self, job: Job, attempt: Attempt, *, may_wait: bool, must: bool = True
     ) -> Coroutine[Any, Any, Decision | Queued]:
-        """A worker of the best pool, or a place in its line; ``attempt.chosen`` tells the pool then.
+        """Choose a worker of the best pool, or a place in its line, and set ``attempt.chosen``.
 
         may_wait: see ``Decider.decide``, which tells what is raised. must: the request fails unless it gets a worker.
         """
@@ -127,7 +127,7 @@ class _Comparison:
         #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
-        self._prompts = {job.pool: job.prompt}  # as the workers of each pool that was asked have it
+        self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
         self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
@@ -225,7 +225,7 @@ class _Comparison:
         if pool in self._job.pools[:HOMES] and pool.tag not in self._counted_over:
             self._counted_over.add(pool.tag)
             self._choice.passed_over(reason, pool.tag).inc()
-            level = logging.INFO if reason == "empty" else logging.WARNING  # of an empty pool the readings tell
+            level = logging.INFO if reason == "empty" else logging.WARNING  # readings report empty pools
             logger.log(level, "%s is passed over, other pools of the model are asked: %s", pool.tag, reason)
         return False
 
@@ -280,7 +280,7 @@ class _Comparison:
         return prompt
 
     def _cheapest(self, asked: Sequence[Booking]) -> Booking | None:
-        """The best offer, but a reservation that was decided before stays where it is; None if there is no offer."""
+        """The best offer, or the offer of the pool that has the reservation already; None without any offer."""
         offers = {booking: offer for booking in asked if (offer := _offer(booking)) is not None}
         for booking in offers:
             if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":
@@ -392,7 +392,7 @@ def _offer(booking: Booking) -> Offer | None:
 
 
 def _in_words(booking: Booking) -> dict[str, object]:
-    """A pool's answer, for people."""
+    """A pool's answer in words, for logs and explanations."""
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):

@@ -52,8 +52,8 @@ BUFFER_MAX_BYTES = 1_048_576
 #: A stream that begins with a comment, a ping or half an event waits for its first event, which may be an error, but no
 #: more seconds and pieces than these. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
-UNKNOWN_TOKEN_S = 1e-4  # of prefill, where no worker's speed is known; as lua/parts/shared/alive_workers.lua has it
-NOT_FOUND = 404  # a model, or a path, or an object
+UNKNOWN_TOKEN_S = 1e-4  # prefill of a token where no worker's speed is known, as in lua/parts/shared/alive_workers.lua
+NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
 Ended = Literal["finished", "failed"]
@@ -190,7 +190,7 @@ class Relay:
                 raise StreamCut(followed, error, decision.worker_id) from error
             self._metrics.stream_errors.labels(pool.tag).inc()
             if errors is None:
-                raise  # closing the connection tells the client that its answer is cut off
+                raise  # the closed connection shows the client that its answer is cut off
             await errors.end(client, error, job.call.record)
             return "failed"
         except asyncio.CancelledError:  # the client hung up, or the grace period of a stopping replica is over
@@ -272,7 +272,7 @@ def _must_be_whole(job: Job, response: EngineResponse) -> bool:
 
 
 def _length(response: EngineResponse) -> int:
-    """The bytes of the body, as the head tells them; -1 if it does not."""
+    """The length of the body by its head; -1 if the head has none."""
     for name, value in response.headers:
         if name == b"content-length":
             return int(value)
@@ -280,7 +280,7 @@ def _length(response: EngineResponse) -> int:
 
 
 def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, bytes]]:
-    """The headers of the engine's answer that the client gets. whole: its end is here, so the client's is told anew."""
+    """The engine's headers that the client gets. whole: the body is complete, so its length is set anew."""
     headers, hop = [], b""
     for field in response.headers:
         if field[0] in PASSED_BACK:
@@ -401,13 +401,13 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
             piece = await response.read_any()
             pieces.append(piece)
             size += len(piece)
-    except UpstreamGone as error:  # the engine's answer had begun: another worker would do the same work again
+    except UpstreamGone as error:  # no retry after an answer has begun: another worker would repeat the work
         raise UpstreamError(error.message) from error
     return b"".join(pieces), response.at_eof
 
 
 def _watched(attempt: Attempt, client: Sink) -> Sink:
-    """``client``, whose pieces are seen first by whatever reads the answer on its way. Most answers nothing reads."""
+    """``client``, wrapped so that each reader of the answer sees its pieces first. Most answers have no reader."""
     if attempt.output is not None:
         client = WatchedClient(attempt.output.add, client)
     return client if attempt.tail is None else WatchedClient(attempt.tail.add, client)

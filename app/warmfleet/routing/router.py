@@ -83,7 +83,7 @@ class Router:
                 await retries.moment()
             failed, avoids = retries.failed_workers, retries.avoids_failing
             attempt = Attempt(self.settlements, job, failed, avoids_failing=avoids)
-            outcome: Outcome = "cancelled"  # until it is known how the attempt ended
+            outcome: Outcome = "cancelled"  # unless the attempt ends in another way
             try:
                 decision = await self.queue.admit(job, attempt)  # 3 decide
                 outcome = await self._forward(job, attempt, decision, answer, retries.tried_elsewhere)  # 4 forward
@@ -135,7 +135,7 @@ class Router:
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         named, tokens = request.model or pool.name, prompt.prompt_tokens
         call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
-        pools, limits = served.pools, call.limits  # which an only pool checks; of several one counts: client_limits
+        pools, limits = served.pools, call.limits  # an only pool checks limits; of several one counts: client_limits
         if served.several:
             pools, limits = served.order_for(prompt, request.model), None
         return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, self._log.wants())

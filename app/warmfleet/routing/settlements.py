@@ -23,8 +23,8 @@ logger = logging.getLogger("warmfleet.routing.settlements")
 class Settlements:
     """The outcomes that are on their way to Redis.
 
-    ``tickets``: of this replica; an end gives one up, and lets others ask for the room. ``settled``: the counters of
-    attempts that have ended, by outcome.
+    ``tickets``: of this replica; an end gives up its ticket, and lets others ask for the room. ``settled``: the
+    counters of attempts that have ended, by outcome.
     """
 
     def __init__(self, tickets: Tickets, metrics: Metrics) -> None:
@@ -46,7 +46,7 @@ class Settlements:
         """Send Redis an outcome, and wait for nothing. A background round repeats an outcome that Redis does not take,
         without the tokens and the shortfall. record: gets the cached tokens, if the engine's plugin has reported them.
 
-        Redis takes it before every decision that is asked for later, because all go over one connection.
+        Redis takes the outcome before every later decision, because all go over one connection.
         """
         self._under_way += 1
         answered = partial(self._answered, pool, reservation, outcome, record=record)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 POLL_S = 0.02  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
-REVIEW_ELSEWHERE_S = 0.05  # the same where the model has several pools: another one may have room by now
+REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
 PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
 
@@ -53,7 +53,7 @@ class Tickets:
         return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
     def any(self, pool: Pool) -> bool:
-        """Whether a request waits in this pool, or a ticket is to be given up."""
+        """Whether this pool has a waiting request or a ticket to give up."""
         polls = self._polls.get(pool.tag)
         return polls is not None and polls.task is not None
 
@@ -83,7 +83,7 @@ class Tickets:
 class TicketPolls:
     """The tickets of one model in this replica. ``task`` polls Redis while the model has any.
 
-    A poll tells all tickets whose turn it is, and names an eighth of them, which keeps these.
+    A poll returns all tickets whose turn it is. It names an eighth of this replica's tickets, which renews them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -92,10 +92,10 @@ class TicketPolls:
         self.pool = pool
         self._soon = asyncio.Event()
         self._room_in_s = math.inf
-        self._waiting: dict[str, asyncio.Future[Standing]] = {}  # the one that was decided first, first
+        self._waiting: dict[str, asyncio.Future[Standing]] = {}  # by id, in the order of their last decisions
         self._review_at: dict[str, float] = {}
-        self._to_name: dict[str, None] = {}  # the one that was named longest ago, first
-        self._leaving: dict[str, float] = {}  # and since when
+        self._to_name: dict[str, None] = {}  # ids, the longest unnamed first
+        self._leaving: dict[str, float] = {}  # by id, the time since which the ticket leaves
 
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.
@@ -144,7 +144,7 @@ class TicketPolls:
                         await self._soon.wait()
         finally:
             self.task = None
-            self.pool.lead_time.waiting(0.0)  # nobody looks at the queue any more
+            self.pool.lead_time.waiting(0.0)  # this replica looks at the queue no longer
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:

@@ -101,7 +101,7 @@ local function win_tie(s, bar, among, home, own)
       local e = schemes[i] < 0 and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
       local h = own and floor((own[i] or 0) / share) or 0
       local f, d
-      local step, lower = 0, true -- whether it is ahead of the winner, and by which step
+      local step, lower = 0, true -- the step by which candidate and winner differ; whether the candidate leads
       if winner and (i == home or winner == home) then
         step, lower = 1, i == home
       elseif winner and h ~= held then

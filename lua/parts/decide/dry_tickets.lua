@@ -7,10 +7,10 @@ count as taken out for whose turn it is and for the length of the queue; the pla
 Takes shared/tickets, the key of the queue, the time in us and how long a ticket lives (ms). Returns the queue.
 --]]
 local sub, byte, max = string.sub, string.byte, math.max
--- What is read as Redis has it: shared/tickets asks so before the ticket enters, or where that changes nothing.
+-- Reads that go to Redis: shared/tickets makes them before the ticket enters, or where the ticket changes nothing.
 local READ_AS_IT_IS = { ZRANGEBYSCORE = 1, ZREVRANGE = 1, ZREVRANGEBYLEX = 1 }
 
--- As Redis orders members. Lua compares strings by the locale of the server.
+-- Compares as Redis orders members: Lua's own comparison follows the locale of the server.
 local function is_before(a, b)
   for at = 1, max(#a, #b) do
     local x, y = byte(a, at) or -1, byte(b, at) or -1
@@ -22,7 +22,7 @@ end
 return function(make_queue, queue2_key, now_us, ticket_ms)
   local tickets_key, flows_key = queue2_key .. ":tickets", queue2_key .. ":flows"
   local lengths_key, clock_key = queue2_key .. ":lengths", queue2_key .. ":clock"
-  local records, gone, more_us = {}, 0, 0 -- by id: what was written, false if it was taken out; tickets; of all work
+  local records, gone, more_us = {}, 0, 0 -- by id: the new record, or false if taken out; tickets taken out; added work
   -- The ticket that enters: its member and rank in the queue, its flow, and that flow's place and virtual time then.
   local guest, rank, flow, place, time, is_new_flow
   local commands = {}
@@ -74,7 +74,7 @@ return function(make_queue, queue2_key, now_us, ticket_ms)
     local among = flow and (least == "-" and is_before(flow, sub(most, 2)) or sub(least, 2) == flow)
     return redis.call("ZLEXCOUNT", key, least, most) + (among and 1 or 0)
   end
-  -- It asks for the first ticket of a flow.
+  -- shared/tickets asks for the first ticket of a flow.
   function commands.ZRANGEBYLEX(key, least, ...)
     local found = redis.call("ZRANGEBYLEX", key, least, ...)
     if sub(least, 2) == flow and (not found[1] or is_before(guest, found[1])) then found[1] = guest end

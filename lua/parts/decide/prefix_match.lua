@@ -86,7 +86,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   -- first token came has made them there, though the mirror notes them only when it ends.
   local function follow(hashes, block, depth, i)
     local n, field = #hashes / 8, format("%d", s.slots[i])
-    local whole, making, parted, takes = depth, false, nil, false -- as they are returned
+    local whole, making, parted, takes = depth, false, nil, false -- the values to return, in order
     local approximate = bit.band(struct.unpack(ROW_FLAGS, s.rows[i], FLAGS_AT), FLAG_APPROXIMATE) ~= 0
     local function made_by(maker)
       return approximate and maker and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED

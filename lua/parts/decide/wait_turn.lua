@@ -24,9 +24,9 @@ ticket; 0 if it got none. By it a router compares two pools, so a second of wait
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"
-local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket has; the longest time that it can have
-local WAIT_PRICE = 0.5 -- of a second of waiting, where pools are compared
-local LAG_S = 1 -- of an engine's work: a tenant that it holds back is behind the others by more only until it is served
+local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket holds; the longest time that fits into it
+local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
+local LAG_S = 1 -- work by which a tenant may stay behind others after it is served; lua/parts/shared/tickets: lag
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
 local function slots_of(ids, rows)
@@ -40,7 +40,7 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- What the request would cost at each worker: the time that a worker needs for what it does not hold of the prompt, and
+-- The price of the request at each worker: the time that a worker needs for what it does not hold of the prompt, and
 -- nothing else of what the cost rule charges: those terms say which of the workers with room is best, but would let
 -- engines stand free. The NAMED lowest prices are kept with the worker's name each, all other workers count like the
 -- cheapest of them: so a turn is found without looking at every worker again. The lowest of all is the request's size.
@@ -67,7 +67,7 @@ end
 local function is_being_made(s)
   local most = 0
   for i, blocks in pairs(s.speculated) do
-    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- the other blocks it has made already
+    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- its confirmed blocks are made already
   end
   return 2 * most >= s.prompt
 end
@@ -99,7 +99,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
   local ticket, refusal = queue.find(id), "FULL"
-  if ticket == queue.DISPLACED then -- it comes anew: by now there may be a place, or an engine with room
+  if ticket == queue.DISPLACED then -- a displaced request enters anew: there may be a place, or an engine with room
     queue.leave(id)
     ticket, refusal = nil, "DISPLACED"
   end
@@ -135,7 +135,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   else
     local most = request.queue_max
     if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
-      -- It cannot wait. It takes what room is left when all who wait have taken theirs, dearer or not.
+      -- The request cannot wait: at any price, it takes room that all waiting tickets leave over.
       local left, own = room()
       turns.take(queue, left, MAX_TURNS)
       s.room = own()
@@ -157,7 +157,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not with_room(s, w, own()) then return stays() end
   local mine = turns.take(queue, left, MAX_TURNS, id)[id]
   if not mine and may_wait then return stays() end
-  local free = own() -- if it may wait no longer, and it is not its turn: what those who wait have left, dearer or not
+  local free = own() -- room that waiting tickets leave over, for a request that may wait no longer
   s.room = free
   for i = 1, s.count do
     if mine and s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken

@@ -1,6 +1,6 @@
 --[[
-settle/learn_speed: how fast a worker computes prompts, learned from when their first tokens came. So it is done for
-workers that do not tell it: engines without the plugin.
+settle/learn_speed: how fast a worker computes prompts, learned from the times of their first tokens. Only
+workers that do not tell their speed need it: engines without the plugin.
 
 A prefill ended now, and its row says since when it was under way: since it was booked on an idle worker, or since the
 prefill before it ended. The speed is a mean over WINDOW_S of such time: prompts that were computed together, so that

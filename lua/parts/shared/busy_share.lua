@@ -11,7 +11,7 @@ Returns the share at that time, and the same as a number for the row: rounded by
 prefills of few ms would else change nothing.
 --]]
 local exp, floor = math.exp, math.floor
-local GOLDEN = 0.6180339887498949 -- its multiples, modulo 1, are spread evenly
+local GOLDEN = 0.6180339887498949 -- multiples of it, modulo 1, are spread evenly
 
 return function(share, busy, since, ms)
   local passed = (ms - since) % U32

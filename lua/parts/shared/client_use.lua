@@ -9,7 +9,7 @@ Takes the key prefix, the id of a reservation (the client's tag is at its end), 
 functions below. A caller makes them only for an id that has a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
-local USED = ">ddI4" -- of a record of tokens: used, when (ms), rate
+local USED = ">ddI4" -- the format of a record of tokens: used, when (ms), rate
 local RATE_KEPT_MS = 120000 -- a record tells the rate to the ends of requests, which are renewed every 10 s
 
 return function(prefix, id, now)
@@ -24,7 +24,7 @@ return function(prefix, id, now)
   function client.hold(expires_ms)
     call("ZADD", open, exact(expires_ms), id)
     local last_ms = call("ZREVRANGE", open, 0, 0, "WITHSCORES")[2]
-    call("EXPIRE", open, math.ceil((last_ms - now) / 1000)) -- where nobody counts any more, nobody takes members out
+    call("EXPIRE", open, math.ceil((last_ms - now) / 1000)) -- only a call removes old members, so the set expires, too
   end
   function client.let_go() return call("ZREM", open, id) == 1 end
 

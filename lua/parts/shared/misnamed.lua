@@ -7,7 +7,7 @@ there may be thousands, one has the name itself.
 Takes any key of the pool, the list of served names, and the facts of an API server (its adapters are among them; nil:
 it has told none). Returns true or false; false where the names are not known.
 --]]
-local PARTS = "^wf:{([^#}]*)" -- of a key: the tag without the pool's number
+local PARTS = "^wf:{([^#}]*)" -- finds in a key the tag without the pool's number
 
 return function(key, models, facts)
   local tag = key:match(PARTS)

@@ -27,11 +27,11 @@ class * 2^20 + tickets), :served (flow -> as in :flows, of flows without tickets
 in us; `limit_us` -> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
 --]]
 local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
-local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- from one priority class to the next, in :flows and in :lengths
+local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- the distance between priority classes in :flows and in :lengths
 local FIRST_CLASS = 65 -- the letter A
-local PAGE_TICKETS = 8 -- of a flow, that are read at once
+local PAGE_TICKETS = 8 -- tickets of a flow that are read at once
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
-local FORGOTTEN = 0.0625 -- of the largest work, for each token of work that is served after it
+local FORGOTTEN = 0.0625 -- `largest` falls by so many tokens for each token of work that is served later
 
 return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   local call = own_call or redis.call
@@ -140,7 +140,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     move(flow, before, tonumber(time))
   end
 
-  -- The largest work that was served lately in the class of a flow, of which one part is `done`.
+  -- The largest work that was served lately in the class of a flow, now that `done` is served.
   local function largest_work(flow, done)
     local field = sub(flow, 1, 1) .. "largest"
     local before = tonumber(call("HGET", clock_key, field)) or 0
@@ -212,7 +212,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     if not last then return false end
     local id = sub(last, MEMBER_ID_AT)
     queue.leave(id)
-    call("HSET", tickets_key, id, queue.DISPLACED) -- its replica is told when it asks
+    call("HSET", tickets_key, id, queue.DISPLACED) -- the ticket's replica learns it from its next poll
     call("ZADD", expiries_key, exact(now + ticket_ms), id)
     return true
   end

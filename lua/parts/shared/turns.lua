@@ -35,11 +35,11 @@ Guarantee: writes nothing. Returns three functions by name: capacity, room_left,
 --]]
 local unpack_from, sub, band = struct.unpack, string.sub, bit.band
 local floor, max, min, huge = math.floor, math.max, math.min, math.huge
-local LEAST_ROOM_S = 1e-6 -- of an engine without any work, whatever limit_s is
+local LEAST_ROOM_S = 1e-6 -- the least room of an engine without any work, whatever limit_s is
 local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
-local MAKING_PRICE = 0.5 -- of a second of waiting for a ticket whose prompt is being made, at most
-local LEAST_WAIT_PRICE = 0.1 -- else no line for an engine would be too long if all are busy all the time
-local GOLDEN_RATIO = 0.6180339887 -- its multiples spread evenly between whole numbers
+local MAKING_PRICE = 0.5 -- the most that a second of waiting counts for a ticket whose prompt is being made
+local LEAST_WAIT_PRICE = 0.1 -- keeps lines short if all engines are busy all the time
+local GOLDEN_RATIO = 0.6180339887 -- multiples of it spread evenly between whole numbers
 
 -- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
 -- functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the
@@ -192,7 +192,7 @@ local function room_left(s, room_of, overdue_s)
     if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
-      local i = by_slot[slot] -- decide named none that may not serve it
+      local i = by_slot[slot] -- nil: the worker takes no requests now; barred workers are never named
       if i then
         local cost = waits(i, scale) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
@@ -293,7 +293,7 @@ local function take_turns(queue, left, most, last)
     if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
     seen, place[flow] = place[flow] and seen or seen + 1, k + 1
     if worker then
-      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as when it is served
+      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as if it were served
       put_back(order, head, score, flow)
     else
       local misses, rest = (missed[flow] or 0) + 1, most - looked

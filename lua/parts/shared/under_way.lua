@@ -11,7 +11,7 @@ engine (modulo 2^32: clocks that differ may tell a time before), the tokens of t
 all that is left. Returns the tokens.
 --]]
 local max, min = math.max, math.min
-local STEP_MS = 50 -- in which the first tokens of a step come
+local STEP_MS = 50 -- the time in which the first tokens of a step come
 
 return function(before, passed_ms, ended, left)
   local together = passed_ms < PAST_MS and max(0, 1 - passed_ms / STEP_MS) or 1

@@ -1,5 +1,5 @@
 --[[
-tick/trials: what becomes of ejected workers (eject), looked at once a second.
+tick/trials: begins and ends the trials of ejected workers (eject), once a second.
 
 Guarantee: an ejection whose time is over becomes a trial, and a trial without a verdict ends after TRIAL_MS. If the
 other workers die, ejected ones come back, the first that is due first, until at most half of those that live are out.

@@ -150,7 +150,7 @@ class MasterPool(SentinelConnectionPool):
 
 
 class MasterConnection(Cancellable, SentinelManagedConnection):
-    """Ends when its server is no master any more or has no longer the slot; the next connection asks a node anew."""
+    """A connection that ends when its server is not the master any more, or has lost the slot."""
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -35,7 +35,7 @@ DOUBT_SECONDS = 0.1  # between two questions at least while a master does not an
 
 
 class MasterLine(Multiplexed):
-    """The line to one server. It stays open whatever slot the server no longer owns: the others are still there."""
+    """The line to one server. A slot that the server loses does not close the line, which also serves other slots."""
 
     leaves_on = frozenset[str]()
 
@@ -50,7 +50,7 @@ class MasterLine(Multiplexed):
 
     @property
     def idle(self) -> bool:
-        """No call waits for an answer on it."""
+        """Whether no call waits for an answer on this line."""
         return not self._early and (self._channel is None or not self._channel.waiting)
 
     def _refused(self, channel: Channel, call: Call, reply: str) -> None:
@@ -106,7 +106,7 @@ class Held:
 
 
 def _ignore(_answer: object, _error: WarmfleetError | None) -> None:
-    """The call was answered already."""
+    """Drop an answer that comes after the call has ended."""
 
 
 class SlotLine:
@@ -127,7 +127,7 @@ class SlotLine:
         *,
         patient: bool = False,
     ) -> None:
-        """As ``Multiplexed.send``. While no owner of the slot is known yet, the call waits for the nodes' answer."""
+        """Send as ``Multiplexed.send`` does. While the slot's owner is unknown, the call waits for the nodes."""
         if self._masters.knows(self._slot):
             self._masters.line(self._slot).send(script, command, limit_s, on_answer, patient=patient)
         else:
@@ -139,23 +139,23 @@ class SlotLine:
         return self._masters.owner(self._slot) or self
 
     def leave(self) -> None:
-        """No call comes by this line any more. Another line may have the same tag."""
+        """End the use of this line. Another line may have the same tag."""
         if not self._left:
             self._left = True
             self._masters.leave(self._tag)
 
 
 class Masters:
-    """Which master owns the slots of this replica's tags, and the line to each of them.
+    """The masters that own the slots of this replica's tags, and the line to each of them.
 
     A slot that no node names an owner of counts as the first node's, which refuses its calls until one is named.
     """
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._slots: dict[str, int] = {}  # by tag
-        self._followers: Counter[str] = Counter()  # of each tag: a pool and its model's registry may share one
-        self._owners: dict[int, HostPort] = {}  # by slot, as far as they are known
+        self._slots: dict[str, int] = {}  # tag -> its slot
+        self._followers: Counter[str] = Counter()  # tag -> clients: a pool and its model's registry may share a tag
+        self._owners: dict[int, HostPort] = {}  # slot -> its master, where that is known
         self._lines: dict[HostPort, MasterLine] = {}
         self._held: list[Held] = []
         self._looked_at = float("-inf")
@@ -228,20 +228,17 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            while any(one.slot in self._unknown() for one in self._held):  # of a pool that came meanwhile
+            # A pool may have come while the nodes were asked, or may have left: then its slot is not looked up.
+            while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:
             held, self._held = self._held, []
-            for one in held:
-                one.send(self.line(one.slot)) if one.slot in self._owners else one.fail()
+            for call in held:
+                call.send(self.line(call.slot)) if call.slot in self._owners else call.fail()
         used = set(self._owners.values())
         for place, line in list(self._lines.items()):
             if place not in used and line.idle:
                 self._close_soon(self._lines.pop(place))
-
-    def _unknown(self) -> set[int]:
-        """Slots whose owner can be asked for; nobody asks for that of a pool that has left."""
-        return {*self._slots.values()} - self._owners.keys()
 
     async def _ask(self, max_age_s: float) -> None:
         for tag, slot in list(self._slots.items()):

@@ -1,4 +1,4 @@
-"""One connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
+"""A single connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
 
 redis-py takes a connection of a pool for each call and drives it by a chain of coroutines; that costs a request more
 than Redis itself. Here a call is bytes that go out with those of the same turn of the event loop, and a function that
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 
 MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
-MOST_BYTES = 33_554_432  # of the calls that wait: a decision about the longest prompt has 70 kB
-MOST_S = 1.0  # by which a time limit grows at most while the event loop is late
+MOST_BYTES = 33_554_432  # all waiting calls together; a decision about the longest prompt has 70 kB
+MOST_S = 1.0  # the most by which a time limit grows while the event loop is late
 PATIENCE_S = 0.002  # a patient call waits so long for others to go with: one read and one write for Redis and for us
 STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
-BLOCKED_STEP_S = 1.0  # the same of calls that block: no request waits for them
+BLOCKED_STEP_S = 1.0  # STEP_S of calls that block: no request waits for them
 SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
 NEVER = float("inf")
@@ -76,16 +76,16 @@ class Call:
         self.on_answer: OnAnswer | None = on_answer
         self.due = due
         self.last = last
-        self.again = False  # it was sent once more, behind its script
+        self.again = False  # the call was sent once more, behind its script
         self.moved = moved
 
 
 class Channel(asyncio.Protocol):
-    """One open connection. on_reply gets each reply with its call; on_lost is told when the connection has ended."""
+    """An open connection. on_reply gets each reply with its call; on_lost is called when the connection has ended."""
 
     def __init__(self, on_reply: Callable[[Channel, Call, Any], None], on_lost: Callable[[Channel, str], None]) -> None:
         self.waiting: deque[Call] = deque()
-        self.heard = True  # something came since this was last set to False
+        self.heard = True  # bytes came since ``heard`` was last set to False
         self.loading: set[str] = set()  # scripts that Redis is being told
         self.ended = asyncio.Event()
         self._on_reply = on_reply
@@ -94,7 +94,7 @@ class Channel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._out: list[bytes] = []
         self._flushing: asyncio.Handle | None = None  # calls in ``_out`` go out by this
-        self._patient = False  # all of them can wait for PATIENCE_S
+        self._patient = False  # all calls in ``_out`` can wait for PATIENCE_S
         self._transport: asyncio.Transport | None = None
         self._taken: TakenOver | None = None
 
@@ -169,7 +169,7 @@ class Multiplexed:
         self._step_s = step_s
         self._most_silent_s = silent_s
         self._channel: Channel | None = None
-        self._early: deque[Call] = deque()  # they wait for the connection that is being opened
+        self._early: deque[Call] = deque()  # calls that wait for the connection that is being opened
         self._opening: asyncio.Task[None] | None = None
         self._away = ""  # why the last attempt to open a connection failed
         self._bytes = 0  # of the commands of all calls that wait
@@ -307,7 +307,7 @@ class Multiplexed:
         late = [call for call in self._channel.waiting if call.due <= clock or call.last <= now]
         for call in late:
             on_answer, call.on_answer = call.on_answer, None
-            call.due = call.last = NEVER  # it keeps its place in the line, because its answer may still come
+            call.due = call.last = NEVER  # the call keeps its place in the line, because its answer may still come
             if on_answer is not None:
                 on_answer(None, FleetUnavailable("Redis is away or slow: no answer within the time limit"))
 

@@ -12,7 +12,7 @@ Argument = bytes | str | int | float
 
 
 def pack(value: Argument) -> bytes:
-    """One argument in the protocol of Redis. Numbers are written as redis-py writes them."""
+    """An argument in the protocol of Redis. Numbers are written as redis-py writes them."""
     if isinstance(value, str):
         return pack_text(value)
     return pack_bytes(value if isinstance(value, bytes) else repr(value).encode())

@@ -1,4 +1,4 @@
-"""Which pools of workers share a master of a Redis Cluster, and tags for new pools that spread them.
+"""The pools of workers that share a master of a Redis Cluster, and tags for new pools that spread them.
 
 All keys of a pool have one hash tag, so one master has them all: a busy pool takes a share of one core of that master.
 Everything here is computed from the ranges of slots, as ``RedisConnections.slot_ranges`` reads them.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-TAGS_TRIED = 1_000  # hash tags fall on masters at random: one of the three lies on the right one nearly always
+TAGS_TRIED = 1_000  # tags fall on masters at random: of so many, one falls nearly always on the wanted master
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ UPKEEP_S = 2.0  # seconds after which a call that no request waits for is given 
 class RouterRedis(aioredis.Redis):
     """A client of redis-py for one hash tag, the line for its scripts, and a line of its own for calls that block."""
 
-    #: What else ends with this client, as nobody shares it.
+    #: The connections that end with this client, because no other client uses them.
     owned: RedisConnections | None = None
 
     def __init__(self, *args: Any, line: Multiplexed | SlotLine | None = None, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ class RedisConnections:
         return client
 
     async def slot_ranges(self) -> tuple[SlotRange, ...]:
-        """Which master owns which slots of the Cluster, by the first node that answers; nothing without a Cluster."""
+        """The slots that each master of the Cluster owns, by the first node that answers; nothing without a Cluster."""
         return slot_ranges(*await self._cluster_slots())
 
     async def of_every_node(self, *command: str) -> dict[HostPort, Any]:

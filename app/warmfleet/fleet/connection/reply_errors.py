@@ -1,4 +1,4 @@
-"""What Redis refuses and how a connection fails, as the errors of ``warmfleet.errors``."""
+"""Error replies of Redis and failures of connections, as the errors of ``warmfleet.errors``."""
 
 from __future__ import annotations
 

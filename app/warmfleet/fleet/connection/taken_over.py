@@ -34,7 +34,7 @@ async def take_over(pool: ConnectionPool, protocol: asyncio.Protocol) -> TakenOv
         await connection.disconnect(nowait=True)
         raise
     reader, writer = connection._reader, connection._writer  # noqa: SLF001  redis-py has no public name for them
-    connection._reader = connection._writer = None  # noqa: SLF001  or redis-py would close what it has given away
+    connection._reader = connection._writer = None  # noqa: SLF001  redis-py must not close the connection
     if reader.at_eof() or writer.transport.is_closing():
         writer.close()
         raise RedisConnectionError("Redis closed the new connection at once")

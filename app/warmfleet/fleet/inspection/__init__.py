@@ -1,1 +1,1 @@
-"""What the doctor asks of Redis itself: facts of the server, and the rights of its users."""
+"""Questions of ``warmfleet doctor`` to Redis itself: facts of the server, and the rights of its users."""

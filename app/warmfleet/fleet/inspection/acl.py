@@ -63,7 +63,7 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """One API server and its ``ranks`` engine cores: write own streams, read own commands, add artifacts, take a place.
+    """Rules of a server and its ``ranks`` cores: write its streams, read its commands, add artifacts, take a place.
 
     model: without ``#`` the worker may be in any of its pools. Ranks are listed one by one: in a pattern, ``w1.*``
     would also be the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
@@ -75,15 +75,16 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
 def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """The rights of ``worker_rules`` for every worker of these models, whatever its name: for one user that they share.
 
-    So one worker may write as another. It still reads and overwrites nothing else. Raises WireError.
+    A worker may then write as another worker, but may still read and overwrite nothing else. Raises WireError.
     """
     return _worker_rules(list(models), ["*"], "*", cluster=cluster)
 
 
 def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *, cluster: bool) -> list[str]:
-    """A place: the hash ``placement`` is of all servers, so a worker could write another's, too, and no more than that.
+    """The rules of these workers of one server.
 
-    Then that server goes to another pool when it is started next.
+    All servers share the hash ``placement``, so a worker can also write another server's place. That server then
+    goes to another pool when it is started next.
     """
     allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
     places = list(dict.fromkeys(Keys(served_model(model)).placement for model in models))

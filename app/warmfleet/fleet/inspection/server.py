@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
 MODEL_KEYS, SCANNED, SCAN_S = "wf:{*}:workers", 2_000, 1.0  # keys that a step of SCAN looks at, and for how long
-CLOCK_TRIES = 3  # the answer that came quickest tells the clock best
+CLOCK_TRIES = 3  # the quickest of so many answers gives the best reading of the clock
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Of Redis' INFO. replicas: those that follow. cluster: it is a node of a Cluster."""
+    """Fields of Redis' INFO. replicas: how many follow the server. cluster: it is a node of a Cluster."""
 
     version: str
     used_bytes: int
@@ -74,7 +74,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What the streams of one model show before any router has read them.
+    """Facts of one model's streams, as they are before any router has read them.
 
     ticked_s: seconds since a router last worked on them; None: never. cores, servers: ids of halves that Redis knows.
     waiting: hints of streams that no router has looked at.
@@ -122,7 +122,7 @@ class Inspection:
     # ------------------------------------------------ rights
 
     async def refused(self, rights: Sequence[Right]) -> list[Right]:
-        """Those of these calls that the user of this connection may not make."""
+        """The calls among these that the user of this connection may not make."""
         words: list[Argument] = []
         for right in rights:
             words += [len(right.words), *right.words]
@@ -130,7 +130,7 @@ class Inspection:
         return [rights[number - 1] for number in answer]
 
     async def refused_to(self, user: str, rights: Sequence[Right]) -> list[Right]:
-        """Those of these calls that ``user`` may not make. It takes the right to ACL DRYRUN."""
+        """The calls among these that ``user`` may not make. Asking needs the right to ACL DRYRUN."""
         answers = await asyncio.gather(*[self._scripts.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
         return [right for right, answer in zip(rights, answers, strict=True) if answer != b"OK"]
 
@@ -170,7 +170,7 @@ class Inspection:
     # ------------------------------------------------ streams
 
     async def streams(self) -> Streams:
-        """Which halves Redis knows, and whether any router works on the streams of this model."""
+        """The halves of workers that Redis knows, and whether any router works on the streams of this model."""
         keys = self.keys
         try:
             tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(

@@ -1,1 +1,1 @@
-"""What Redis says of one worker: its records, checked field by field, and the state that follows from them."""
+"""Redis' data about one worker: its records, checked field by field, and the state that follows from them."""

@@ -71,7 +71,7 @@ def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
 
 
 def _deep(value: Any) -> bool:
-    """It is nested deeper than JSON writers and our own loops can go; the scripts take 500 brackets at most."""
+    """Whether the nesting is deeper than JSON writers and our loops can go; the scripts take 500 brackets at most."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -90,9 +90,9 @@ def _models(value: Any) -> bool:
 
 
 def _manifest(value: Any) -> bool:
-    """File name -> its digest, size and pieces; none of the three may be missing."""
+    """Check a manifest: file name -> digest, size and pieces, of which none may be missing."""
     file = _fields(sha256=_text, bytes=_count, chunks=_list_of(_text))
-    return _object_of(lambda one: file(one) and {"sha256", "bytes", "chunks"} <= one.keys())(value)
+    return _object_of(lambda entry: file(entry) and {"sha256", "bytes", "chunks"} <= entry.keys())(value)
 
 
 def _labels(value: Any) -> bool:
@@ -197,7 +197,7 @@ class Records:
         except ValueError as error:
             record, wrong = None, str(error)
         if not wrong:
-            if not _labels(record.get("labels", {})):  # they are worth no worker: it counts as one without labels
+            if not _labels(record.get("labels", {})):  # the worker then counts as unlabelled
                 del record["labels"]
             return dict(record)
         owner = f"{kind} {_shown(name)}"

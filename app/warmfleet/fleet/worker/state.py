@@ -29,7 +29,7 @@ class WorkerState(StrEnum):
 
     # Standings
     GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
-    PENDING = "pending"  # it joined, and no probe has told anything yet
+    PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
     PROVEN = "proven"  # its identity is right: its blocks may be matched
     SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
@@ -41,30 +41,30 @@ class WorkerState(StrEnum):
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
-    MISNAMED = "misnamed"  # it does not serve its pool's name: requests for that would fail there
+    MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
     DRAINING = "draining"  # the operator lets it finish what it has
     PAUSED = "paused"  # somebody paused its engine or put it to sleep
-    EJECTED = "ejected"  # it failed requests that others served: it gets none for a while, then one to try it
+    EJECTED = "ejected"  # the worker failed requests that others served: it gets none for a while, then a trial
     UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
 
     @property
     def routable(self) -> bool:
-        """A decision may choose it (lua/parts/shared/candidates.lua); an ejected one gets a request on trial."""
+        """Whether a decision may choose the worker (lua/parts/shared/candidates.lua), if only for a trial."""
         return self in ROUTABLE
 
     @property
     def matched(self) -> bool:
-        """The block hashes of its engine are known to be those that routers compute."""
+        """Whether the block hashes of its engine are known to be those that routers compute."""
         return self in (WorkerState.PROVEN, WorkerState.SUSPECTED)
 
     @property
     def unproved(self) -> bool:
-        """No probe has passed: until one does, it takes no requests."""
+        """Whether no probe has passed yet, so that the worker takes no requests."""
         return self in UNPROVED
 
     @property
     def alive(self) -> bool:
-        """Its engine core and its API server are both heard, whatever else holds it."""
+        """Whether its engine core and its API server are both heard, whatever hold it has."""
         return self not in (WorkerState.GONE, WorkerState.LEFT, WorkerState.SILENT, WorkerState.JOINING)
 
 
@@ -97,7 +97,7 @@ def heard(heartbeat_age_s: float | None) -> bool:
 def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
     """The state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
 
-    A hold hides the standing, and the hold that is asked about first hides the others.
+    A hold hides the standing, and the hold that is checked first hides the others.
     Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
     """
     unheard = bool(flags & Flag.UNHEARD)
@@ -134,7 +134,7 @@ def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> Wo
 
 
 def proof_of(record: Mapping[str, Any], now: float) -> str:
-    """What the last probe said: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
+    """The result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
 
     A warming whose lease is over counts as ``pending``: the replica that had it is gone.
     """

@@ -131,14 +131,10 @@ class Continuation:
             await errors.end(answer, Stopping(), record)
             raise
         self._metrics.continued.labels(result).inc()
-        self._log(cut, result)
+        logger.warning("a stream of worker %s broke off (%s): %s", cut.worker_id, cut.error.message, result)
         if result != "continued":
             self._metrics.stream_errors.labels(job.pool.tag).inc()
             await errors.end(answer, error, record)
-
-    def _log(self, cut: StreamCut, result: str) -> None:
-        """Log that a stream broke off."""
-        logger.warning("a stream of worker %s broke off (%s): %s", cut.worker_id, cut.error.message, result)
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
         """``continued``, or the word for the metrics why not. Raises WarmfleetError."""
@@ -156,7 +152,7 @@ class Continuation:
         try:
             decision = await self._queue.admit(rest, attempt)
             view = attempt.chosen.pool.view
-            if not takes(view, decision.worker_id, job, followed):  # it joined meanwhile, or Redis is away
+            if not takes(view, decision.worker_id, job, followed):  # the worker joined meanwhile, or Redis is away
                 raise NoWorker("The worker that has room does not take the ids of this stream.")
             outcome = "failed"
             outcome = await self._relay.go_on(rest, attempt, decision, ContinuedStream(followed))

@@ -59,7 +59,7 @@ class Race:
         for other, task in self._tasks.items():
             if other is not attempt:
                 task.cancel()
-                task.add_done_callback(partial(_release, other))  # until then it may still take a worker
+                task.add_done_callback(partial(_release, other))  # the cancelled task may take a worker before it ends
 
     async def end(self) -> None:
         """Give up what still runs; return when nothing does."""
@@ -91,7 +91,7 @@ class Hedging:
     async def forward(
         self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
     ) -> Outcome:
-        """As ``Relay.forward``. Returns how this attempt ended, also if another worker served the job."""
+        """Forward as ``Relay.forward`` does. Returns how this attempt ended, also if another worker served the job."""
         work = self._relay.forward(job, attempt, decision, answer, tried_elsewhere)
         if not hedgeable(job):
             return await work

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from warmfleet.routing.call import Job
 
 MAX_ATTEMPTS = 4  # at different workers that take the request, before the first byte of an answer
-MAX_GONE = 16  # workers that are found dead on the way: half of a large fleet may die at once
-MAX_DEATHS = 2  # of workers that had read the request: the request may have killed them
-#: Where other workers are left then, a third one gets the request, but only after a moment: engines that die of a
+MAX_GONE = 16  # dead workers that a request may meet: half of a large fleet may die at once
+MAX_DEATHS = 2  # deaths of workers that had read the request, which may have killed them
+#: If workers are left after MAX_DEATHS, a third one gets the request, but only after a moment: engines that die of a
 #: common cause have died by then, and hardly any request meets three of them. A fourth gets no request that kills.
 LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
-FAILED = frozenset({500, 504})  # it did; the request may be the reason
+FAILED = frozenset({500, 504})  # the worker began to work on the request, which may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
 BUDGET_SHARE = 0.2  # further tries that a replica's requests may have on average, each
@@ -82,7 +82,7 @@ class Retries:
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
 
     def blame(self) -> None:
-        """Another worker has served the job, so those that failed it are to blame."""
+        """Blame the workers that failed the job, because another worker has served it."""
         for pool, decision in self.to_blame:
             pool.outliers.failed(decision)
 
@@ -111,7 +111,7 @@ class Retries:
 
     @property
     def _too_much(self) -> bool:
-        """Whether the request may have been too much for the workers that had it, as one is that no engine survives."""
+        """Whether the request itself may have been too much for the workers that had it."""
         most = MAX_DEATHS + (self._job.worker_count >= LARGE_FLEET)
         # A request that is too long for every engine may have been too much for the first one.
         return (
