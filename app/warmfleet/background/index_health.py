@@ -1,7 +1,4 @@
-"""Copies the figures of the index (entries, lag, divergences, snapshots) from Redis into the gauges of /metrics.
-
-Every replica copies them in each background round, for all models together.
-"""
+"""Copies the figures of the index (entries, lag, divergences, snapshots) from Redis into the gauges of /metrics."""
 
 from __future__ import annotations
 

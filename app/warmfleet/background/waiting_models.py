@@ -38,10 +38,7 @@ class Waiting:
         self._told: dict[str, tuple[str, int, int]] = {}
 
     def look(self) -> None:
-        """Log a line for each pool whose state has changed, unless the pool is leaving.
-
-        Other code logs an absence of Redis.
-        """
+        """Log a line for each pool whose state has changed, unless the pool is leaving."""
         for pool in self._pools.all:
             if not pool.contacted or pool in self._pools.leaving:
                 continue

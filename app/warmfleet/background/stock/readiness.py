@@ -42,10 +42,7 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """The answers of an engine. paused: paused or asleep. wait_s: until a request that comes now would begin.
-
-    None stands for no question or no answer.
-    """
+    """The answers of an engine. paused: paused or asleep. wait_s: until a new request would begin. None: no answer."""
 
     paused: bool | None = None
     wait_s: float | None = None
