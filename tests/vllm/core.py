@@ -1,4 +1,4 @@
-"""One version's own core without a model: Scheduler, KV cache manager, block pool and hasher, hooked by the plugin.
+"""A version's own core without a model: Scheduler, KV cache manager, block pool and hasher, hooked by the plugin.
 
 It runs in the interpreter of ``.venv-vllm`` (see ``trees.py``) and answers each line of JSON on standard input by one
 line of JSON, always with the core's own figures. What the plugin reports goes to Redis, as from any engine.
