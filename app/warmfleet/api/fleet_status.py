@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 #: The figures of a replica that are added up over its pools.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
 AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool was not asked
-#: The fields about pools in an answer about a model with a single pool.
-ALONE: dict[str, Any] = {"pools": [], "passed_over": []}
 
 
 def versions(pools: Pools) -> dict[str, Any]:
@@ -175,8 +173,8 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
     FleetUnavailable is raised.
 
-    pool: the pool of the model by which the prompt is identified. With several pools ``pools`` has the offers of those
-    that a router would ask, ``passed_over`` why a home pool is not among them; all else is about the best pool.
+    pool: the pool of the model by which the prompt is identified. ``pools`` has the offers that a router would compare,
+    ``passed_over`` why a home pool is not among them; all else is about the best offer.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -190,8 +188,6 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
 
 async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """As ``explain``, but for the words of NoWorker."""
-    if not model.several:
-        return await _explained(pool, inquiry) | ALONE
     prompt = await identify_here(inquiry.request, pool)
     homes = model.order_for(prompt, inquiry.request.model, counted=False)
     answers, failed = await _of_homes(homes, inquiry)
@@ -221,7 +217,8 @@ async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[
         if home not in answers and not home.draining
     ]
     chosen = [*answers.values()][best([offer for _, offer in offered], stay)]
-    return chosen | {"pools": offers, "passed_over": passed_over}
+    compared = offers if passed_over or len(offers) > 1 else []
+    return chosen | {"pools": compared, "passed_over": passed_over}
 
 
 async def _of_homes(
@@ -302,8 +299,8 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
         for worker in able
     ]
     because = "Redis does not answer: routers choose by a hash of the prompt's beginning, among the workers known last"
-    fields = _prompt_fields(pool, prompt, "away", because)
-    return fields | ALONE | {"fresh": False, "chosen": chosen.worker_id if prompt.beginning else "", "candidates": rows}
+    fields = _prompt_fields(pool, prompt, "away", because) | {"pools": [], "passed_over": []}
+    return fields | {"fresh": False, "chosen": chosen.worker_id if prompt.beginning else "", "candidates": rows}
 
 
 def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ async def test_the_pool_named_is_that_which_a_router_chooses(ask: Any) -> None:
     assert [entry["pool"] for entry in told["pools"]] == ["m#1", "m#2"]
     assert told["passed_over"] == []
     told = await ask([(1.0, 0), (0.5, 0), (0.1, 0)], draining={2, 3})
-    assert (told["model"], [entry["pool"] for entry in told["pools"]]) == ("m#1", ["m#1"])
+    assert (told["model"], told["pools"]) == ("m#1", []), "nothing is compared"
     told = await ask([NoWorker("none"), (0.5, 0), (0.1, 0)], draining={2, 3})
     assert told["model"] == "m#2", "no other can serve"
 
