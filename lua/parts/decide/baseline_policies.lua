@@ -1,5 +1,5 @@
 --[[
-decide/baseline_policies: the nine policies besides `cost`; lua/README.md tables their rules and where they come from.
+decide/baseline_policies: the policies besides `cost`; lua/README.md tables their rules and where they come from.
 
 Guarantee: pure. Of candidates that a policy ranks equal the least in flight is taken, then a hash of the seed.
 Takes the state (see decide/cost_rule), the useful tokens of each match, and two functions of decide/cost_rule:
