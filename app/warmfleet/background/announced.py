@@ -61,7 +61,10 @@ class Grouping:
                 groups.setdefault(known[at][1], []).append(worker)
         self._known = known
         for key in list(groups) if len(groups) > 1 else ():
-            fuller = (other for other in groups if other != key and _is_part(groups[key][0], groups[other][0]))
+            facts = _identity_of(
+                groups[key][0]
+            ).items()  # a group is part of another that announces all of that and more
+            fuller = (other for other in groups if other != key and facts < _identity_of(groups[other][0]).items())
             if home := next(fuller, None):
                 groups[home] += groups.pop(key)
         return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
@@ -97,11 +100,6 @@ def _identity_of(worker: WorkerView) -> dict[str, Any]:
     artifacts = (worker.server or {}).get("artifacts") or {}
     digests = {name: entry.get("sha256") for name, entry in artifacts.items()}
     return {name: facts[name] for name in TOKEN_FACTS if name in facts} | digests
-
-
-def _is_part(worker: WorkerView, other: WorkerView) -> bool:
-    """Whether the other announces all that this one does, with equal values, and more."""
-    return _identity_of(worker).items() < _identity_of(other).items()
 
 
 def _facts(worker: WorkerView) -> Mapping[str, Any]:

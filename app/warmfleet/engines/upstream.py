@@ -151,7 +151,8 @@ class Engine:
         """Raises UpstreamError if the URL cannot be used."""
         try:
             parts = urlsplit(base)
-            name, port = _ascii_name(parts.hostname or ""), parts.port
+            host, port = parts.hostname or "", parts.port
+            name = host if host.isascii() else host.encode("idna").decode()  # as resolvers and certificates know it
         except ValueError as error:
             raise UpstreamError(f"{base!r} is not an http address") from error
         if not _HOST.fullmatch(name) or not _sendable(parts.path) or parts.query or parts.fragment:
@@ -188,11 +189,6 @@ class Engine:
 def _sendable(path: str) -> bool:
     """Whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
     return path.isascii() and path.isprintable() and " " not in path
-
-
-def _ascii_name(host: str) -> str:
-    """The host as resolvers and certificates know it. Raises ValueError."""
-    return host if host.isascii() else host.encode("idna").decode()
 
 
 def _basic(user: str) -> bytes:

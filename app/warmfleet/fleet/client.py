@@ -86,7 +86,10 @@ class Scripts:
         self.prefix = self.keys.prefix.encode()
         self.timeouts = timeouts or Timeouts()
         self.constants = constants or Constants()  # only ``Fleet.use`` replaces them
-        self.packed = {name: PackedScript(name, script_text(name), self._keys_of(name)) for name in SCRIPT_KEYS}
+        self.packed = {
+            name: PackedScript(name, script_text(name), [getattr(self.keys, key) for key in keys])
+            for name, keys in SCRIPT_KEYS.items()
+        }
         self._multiplexed = redis.multiplexed
 
     @property
@@ -94,9 +97,6 @@ class Scripts:
         """The connection of the scripts, or the Cluster master behind it: models with the same line share a server."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
-
-    def _keys_of(self, name: str) -> list[str]:
-        return [getattr(self.keys, key) for key in SCRIPT_KEYS[name]]
 
     def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer, *, patient: bool = False) -> None:
         """Call a script by its packed command; ``on_answer`` is called once, perhaps before this returns.

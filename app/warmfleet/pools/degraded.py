@@ -173,7 +173,7 @@ class DegradedMode:
             return None
         total = sum(self.in_flight[worker.worker_id] for worker in candidates)
         bound = math.ceil(BOUND * (total + 1) / len(candidates))
-        candidates.sort(key=lambda worker: _score(key, worker.worker_id), reverse=True)
+        candidates.sort(key=lambda worker: hashlib.sha256(key + worker.worker_id.encode()).digest(), reverse=True)
         return next(worker for worker in candidates if self.in_flight[worker.worker_id] < bound)
 
 
@@ -195,7 +195,3 @@ def unbooked(reservation: str, worker: WorkerView, prompt_tokens: int) -> Decisi
         prefill_tokens=0,
         decode_tokens=0,
     )
-
-
-def _score(key: bytes, worker_id: str) -> bytes:
-    return hashlib.sha256(key + worker_id.encode()).digest()
