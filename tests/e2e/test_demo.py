@@ -74,7 +74,7 @@ def test_a_request_that_fails_ends_the_demo_with_a_sentence(
             raise error
         return httpx.Response(503, text="Redis is away", request=request).raise_for_status().status_code
 
-    monkeypatch.setattr(demo, "_shown", failing)
+    monkeypatch.setattr(demo, "_show", failing)
     with pytest.raises(CommandError) as caught:
         demo.run(argparse.Namespace())
     assert str(caught.value) == told
