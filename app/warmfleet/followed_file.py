@@ -1,4 +1,4 @@
-"""A file that an operator changes while replicas run: read again when it has changed."""
+"""Reads a file that operators may change while replicas run, again whenever it has changed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Made = TypeVar("Made")
 
 
 class FollowedFile:
-    """Remembers the state in which the file was last read to the end.
+    """A file, with its time, size and inode when it was last read and parsed.
 
-    called: the file in messages, by the setting that names it. most_bytes: a larger file is refused.
+    called: the setting that names the file, for messages. most_bytes: largest size; a larger file is refused.
     """
 
     def __init__(self, path: str, called: str, most_bytes: int) -> None:
@@ -26,7 +26,7 @@ class FollowedFile:
         self._seen: tuple[int, ...] = ()
 
     def read_if_changed(self, parse: Callable[[bytes], Made]) -> Made | None:
-        """The result of ``parse`` for its content; None if it has not changed since the last reading.
+        """Return the result of ``parse`` for the file's content; None if it has not changed since the last reading.
 
         If ``parse`` raises, the next call reads the file again. Raises BadArgument if the file cannot be read.
         """

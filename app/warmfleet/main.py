@@ -97,13 +97,13 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
-ALARM_GAP_S = 0.1  # least gap between probes of suspected workers that begin before the next round
+ALARM_GAP_S = 0.1  # least time between two probes of suspected workers that do not wait for the next round
 MEMORY_INTERVAL_S = 1.0
-AUDIT_INTERVAL_S = 3_600.0  # between two audits of a worker's part of the index; digests find most errors within 5 s
-AUDIT_LOOK_S = 10.0  # between two looks whether a worker's audit is due
+AUDIT_INTERVAL_S = 3_600.0  # time between two audits of a worker's part of the index; digests find most errors in 5 s
+AUDIT_LOOK_S = 10.0  # time between two checks whether a worker's audit is due
 TOKENIZER_THREADS = 2
-#: Collections of the middle generation before a full collection. A full collection stops the process for 0.3 s with
-#: 5,000 streams, and finds next to nothing: requests and connections leave no cycles (``tests/app/test_garbage.py``).
+#: Number of Python's middle garbage collections before a full collection, which stops the process for 0.3 s with 5,000
+#: streams, and finds little because requests and connections leave no cycles (``tests/app/test_garbage.py``).
 FULL_COLLECTION_AFTER = 1_000
 
 
@@ -139,9 +139,9 @@ def create_app(
     place: ReplicaPlace | None = None,
     timing: Timing = Timing(),
 ) -> Doors:
-    """All paths of a replica, with their handlers; the lifespan of the clients' application runs the background tasks.
+    """Build all paths of a replica and their handlers; the lifespan of the clients' application runs background tasks.
 
-    log: takes the access log; dropped lines are counted. place: by default the host and a port of the settings.
+    log: the output for the access log; its dropped lines are counted. place: by default host and port of the settings.
     Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
     a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
     """
@@ -229,7 +229,7 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
 
 
 def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
-    """The ports for clients and for operators, with their paths."""
+    """Build the ports for clients and for operators, with their paths."""
     settings, metrics, health = replica.settings, replica.metrics, replica.health
     router, keys, certificates = replica.router, replica.keys, replica.certificates
     paths = EnginePaths(settings.passed_paths)
@@ -263,7 +263,7 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
 def _starlette(
     routes: list[Route], passed_on: Iterable[str] = (), lifespan: Lifespan[Starlette] | None = None
 ) -> Starlette:
-    """An application of these routes. passed_on: paths of engines that the port serves besides."""
+    """Build an application of these routes. passed_on: other paths of the port, whose requests go to engines."""
     unknown = UnknownPath((*(route.path for route in routes), *passed_on))
     handlers = {WarmfleetError: error_response, HTTPException: unknown.handle, Exception: internal_error}
     starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -285,7 +285,7 @@ def _check_models(settings: Settings) -> None:
 
 
 def log_output(settings: Settings, replica: str = "") -> LogOutput:
-    """The output of this process' log, which begins with ``with``. replica: its number among several on a port."""
+    """Return this process' log output, which starts when entered by ``with``. replica: its number on a shared port."""
     return LogOutput(settings.log_level, settings.log_format, replica)
 
 
@@ -325,7 +325,7 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
 
 
 def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, timing: Timing = Timing()) -> Server:
-    """A server with the settings' limits, not yet running. log: as in ``create_app``. Raises BadArgument."""
+    """Build a server with the settings' limits, not yet running. log: as in ``create_app``. Raises BadArgument."""
     doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None, timing)
     config = uvicorn.Config(
         doors.application,
@@ -342,7 +342,7 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, t
 
 
 def _place(settings: Settings, sockets: Sockets) -> ReplicaPlace:
-    """Where operators and the other commands find this replica."""
+    """Return the name and URL by which operators and the other commands find this replica."""
     host, port = operators_address(sockets, settings.redis_url)
     scheme = "https" if settings.tls_cert else "http"
     return ReplicaPlace(_name_of(port), f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
@@ -391,7 +391,7 @@ def _rounds(
     prober: Prober,
     announcements: ReplicaAnnouncements,
 ) -> list[tuple[str, float, Callable[[], Awaitable[object]]]]:
-    """Background work over all pools: a name, the seconds between two rounds, and the round."""
+    """Return the background work over all pools: for each a name, the seconds between two rounds, and the round."""
     settings, timing, metrics, pools = replica.settings, replica.timing, replica.metrics, replica.pools
     engine_client = replica.engine_client
     hung = HungEngines(pools, engine_client, settings, timing, metrics)
@@ -479,7 +479,7 @@ def _task(
 
 
 async def _meet(pools: Pools, url: str, contact: asyncio.Event) -> None:
-    """Wait for Redis before any round begins; else every task would log the same outage in its own words."""
+    """Wait for Redis before any round begins, because otherwise every task would log the same outage."""
     try:
         await first_contact([pool.fleet.redis for pool in pools.all], url)
     finally:
@@ -501,14 +501,14 @@ async def _check(static: StockEngines, reader: ViewReader, prober: Prober, chang
 
 
 async def _look(read: Callable[[], Awaitable[bool | None]], prober: Prober, waiting: Waiting | None = None) -> None:
-    """Read the fleet and probe by this reading: workers that have just joined do not wait for the next round.
+    """Read the fleet and start probes by this reading, so that workers that have just joined are probed at once.
 
     read: returns False if every pool is at rest, so that nothing was read.
     """
     anything: bool | None = True
     try:
         anything = await read()
-    finally:  # a model that cannot be read keeps no probe of another model waiting
+    finally:  # probe even if one model could not be read, so that other models' probes do not wait
         if anything is not False:
             if waiting is not None:
                 waiting.look()

@@ -34,7 +34,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Number:
-    """A value of a metric without a lock: a single thread writes it. Adding takes a tenth of the library's time."""
+    """A metric's value without a lock, as only one thread writes it. Adding takes a tenth of the library's time."""
 
     __slots__ = ("value",)
 
@@ -52,7 +52,7 @@ class Number:
 
 
 class Counter(prometheus_client.Counter):
-    """Only grows. A counter with labels is counted by its children (``labels``), which callers keep."""
+    """A metric that only grows. If it has labels, callers keep its children (``labels``) and count by these."""
 
     _value: Number  # the library's has a lock
 
@@ -64,7 +64,7 @@ class Counter(prometheus_client.Counter):
 
 
 class Gauge(prometheus_client.Gauge):
-    """Goes up and down."""
+    """A metric that goes up and down."""
 
     _value: Number
 
@@ -82,7 +82,7 @@ class Gauge(prometheus_client.Gauge):
 
 
 class Histogram(prometheus_client.Histogram):
-    """Counts values by ranges, and adds them up."""
+    """A metric that counts values by ranges, and adds them up."""
 
     _sum: Number
     _buckets: list[Number]
@@ -97,7 +97,7 @@ class Histogram(prometheus_client.Histogram):
 
 
 class _Families(prometheus_client.CollectorRegistry):
-    """A registry of samples that were collected before."""
+    """A registry that returns metrics which were collected before, for the library's writer of the text format."""
 
     def __init__(self, families: list[Metric]) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class _Families(prometheus_client.CollectorRegistry):
 class Metrics:
     """All metrics of one router process. ``render`` returns them in Prometheus' text format.
 
-    models: tags. Counters of these models are 0 from the start: a rate over a sample that appears with its first event
-    would miss this event.
+    models: tags. Counters of these models are 0 from the start, because Prometheus' rate over a sample that appears
+    only with its first event would miss this event.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -137,7 +137,7 @@ class Metrics:
             self.retries.labels(where)
 
     def expect(self, model: str) -> None:
-        """Count what happens in this pool from 0 on. model: its tag."""
+        """Create the samples of this pool, so that its counters begin at 0. model: its tag."""
         for metric in (
             *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
             *(self.decision_seconds, self.queue_seconds),
@@ -150,7 +150,7 @@ class Metrics:
                 counter.labels(reason, model)
 
     def forget_pool(self, model: str) -> None:
-        """Nothing is left of this pool: drop its gauges, and keep its counters. model: its tag.
+        """Drop the gauges of a pool of which nothing is left, and keep its counters. model: its tag.
 
         Gauges that stayed at 0 would show a pool without workers.
         """
@@ -373,7 +373,7 @@ class Metrics:
         )
 
     def _of_each_worker(self) -> None:
-        """Each worker at the last reading. Every replica reads the same values: take the maximum, not the sum.
+        """Each worker at the last reading. Every replica reads the same values, so take their maximum, not the sum.
 
         All are set anew at once (``background/worker_gauges``, ``background/index_health``), so that a worker that left
         does not stay.
@@ -399,7 +399,7 @@ class Metrics:
         self.worker_lag_seconds = gauge("apply_lag_seconds", "Age of the oldest of these entries")
 
     def _of_redis(self) -> None:
-        """Redis and the index in it. Every replica reads the same values: take the maximum, not the sum."""
+        """Redis and the index in it. Every replica reads the same values, so take their maximum, not the sum."""
         self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
         self.memory_short = self._gauge(
             "memory_short_models", "Models whose new blocks are not indexed: memory is short"
@@ -426,11 +426,11 @@ class Metrics:
         self.retired_slots = self._gauge("retired_slots", "Slots whose entries are still to be collected")
 
     def render(self) -> bytes:
-        """The text of all metrics."""
+        """Return the text of all metrics."""
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """The same text, metric by metric: with 1,000 workers the whole takes a tenth of a second."""
+        """Yield the same text metric by metric, because with 1,000 workers the whole takes a tenth of a second."""
         for family in self.registry.collect():
             yield generate_latest(_Families([family]))
 

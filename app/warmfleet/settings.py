@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
-LIKE = 0.85  # least likeness of a mistyped name to a setting's name; both contain the prefix
+LIKE = 0.85  # least similarity, 0 to 1, at which a setting is suggested for a mistyped name; both have the prefix
 NUMBERS = {"int": "whole number", "float": "number"}  # words of messages, by type
 #: The placement policies by name. lua/parts/decide implements them; lua/README.md says where each comes from.
 POLICIES = (
@@ -35,12 +35,12 @@ POLICIES = (
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 MIN_SECRET_CHARACTERS = 16
-MAX_SECRET_BYTES = 65_536  # a larger file cannot be the secret
+MAX_SECRET_BYTES = 65_536  # largest file that is accepted as a secret
 MAX_PORT = 65_535
-MAX_TICKETS = 2**32 - 1  # scripts get the number in 32 bits
-#: A reservation lives 30 s. A decision that takes more than a third of it would book a lease about to expire.
+MAX_TICKETS = 2**32 - 1  # largest queue limit, because scripts get the number of waiting requests in 32 bits
+#: Longest timeout of a decision: a third of a reservation's life, so that it does not book a lease about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
-MAX_PREFER_S = 3_600.0  # a label that a worker must have is a filter, not a price
+MAX_PREFER_S = 3_600.0  # highest price of a missing label; a label that a worker must have is a filter, not a price
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
@@ -73,14 +73,14 @@ class PerModel(Generic[Value]):
     named: Mapping[str, Value] = field(default_factory=dict)
 
     def of(self, tag: str) -> Value:
-        """The value for a model tag: that of the tag, else that of the model's name, else the default."""
+        """Return the value for a model tag: that of the tag, else that of the model's name, else the default."""
         for name in (tag, tag.partition("#")[0]):
             if name in self.named:
                 return self.named[name]
         return self.default
 
     def strangers(self, tags: Sequence[str]) -> list[str]:
-        """The names that belong to none of these model tags: most likely typing errors."""
+        """Return the names that belong to none of these model tags, which are most likely typing errors."""
         return sorted(self.named.keys() - {*tags, *(tag.partition("#")[0] for tag in tags)})
 
     def values(self) -> list[Value]:
@@ -88,7 +88,7 @@ class PerModel(Generic[Value]):
         return [self.default, *self.named.values()]
 
     def read(self, text: str, cast: Callable[[str], Value]) -> PerModel[Value]:
-        """This value, changed by the entries of ``text``. Raises ValueError, also from ``cast``."""
+        """Return a copy of this value, changed by the entries of ``text``. Raises ValueError, also from ``cast``."""
         default, named, seen = self.default, dict(self.named), set[str]()
         for part in filter(None, map(str.strip, text.split(","))):
             name, equals, value = map(str.strip, part.rpartition("="))
@@ -110,12 +110,12 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def without_userinfo(url: str) -> str:
-    """A URL, even a wrong one, without user and password: for logs and messages."""
+    """Return a URL, even a wrong one, without user and password, for logs and messages."""
     return re.sub(r"^(\s*[\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL)
 
 
 def engine_url(text: str) -> str:
-    """The base URL of an engine, which is the part before ``/v1``; all spellings of a URL give the same text.
+    """Return the base URL of an engine (the part before ``/v1``) in one spelling, however it was written.
 
     Scheme and host are in small letters, the port of the scheme and a dot behind the host are left out, and an address
     is written as briefly as it can be. Raises BadArgument.
@@ -136,7 +136,7 @@ def engine_url(text: str) -> str:
 
 
 def _brief(host: str) -> str:
-    """The host as it stands in a URL; an IPv4 address written as IPv6 becomes IPv4."""
+    """Return the host as it stands in a URL; an IPv4 address written as IPv6 becomes IPv4."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -161,7 +161,7 @@ class EngineSource(NamedTuple):
 
 
 def engine_source(text: str) -> EngineSource:
-    """``http://10.0.0.7:8000``, ``http+dns://vllm:8000`` or ``file:///etc/engines``, the first two perhaps with
+    """Parse ``http://10.0.0.7:8000``, ``http+dns://vllm:8000`` or ``file:///etc/engines``, the first two perhaps with
     ``#cache_tokens=400000&zone=eu-1a``. Raises BadArgument."""
     where, mark, fragment = text.strip().partition("#")
     if where.startswith("file:"):
@@ -188,7 +188,7 @@ def engine_source(text: str) -> EngineSource:
 
 
 def policies(text: str) -> PerModel[str]:
-    """``cost,modelA=sticky`` as a policy for each model. Raises BadArgument for an unknown name."""
+    """Parse ``cost,modelA=sticky`` into a policy for each model. Raises BadArgument for an unknown name."""
     try:
         return PerModel("cost").read(text, _policy)
     except ValueError as error:
@@ -196,7 +196,7 @@ def policies(text: str) -> PerModel[str]:
 
 
 def preferences(entries: Sequence[str]) -> dict[str, float]:
-    """``zone=eu-1a:0.05`` as the seconds that a worker without the label costs more. Raises ValueError."""
+    """Parse ``zone=eu-1a:0.05`` into the seconds that a worker without the label costs more. Raises ValueError."""
     found: dict[str, float] = {}
     for entry in entries:
         label, colon, seconds = entry.partition(":")
@@ -214,16 +214,16 @@ def _policy(name: str) -> str:
 
 
 def _setting(default: Any, why: str, group: str = "") -> Any:
-    """A setting. group: the heading of this setting and the next ones in the table of settings."""
+    """Define a setting. group: the heading of this setting and the next ones in the table of settings."""
     return field(default=default, metadata={"why": why, "group": group})
 
 
 def _secret(default: Any, why: str, group: str = "") -> Any:
-    """A setting that ``NAME_FILE`` may give as well, and that no representation of the settings shows."""
+    """Define a setting that ``NAME_FILE`` may give as well, and that no representation of the settings shows."""
     return field(default=default, repr=False, metadata={"why": why, "secret": True, "group": group})
 
 
-ADMIN_PORT = 9090  # where operators reach a replica if they choose no port
+ADMIN_PORT = 9090  # default port at which operators reach a replica
 #: The address ranges of private networks, where workers may be if the operator lists no range.
 ANY_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "127.0.0.0/8", "100.64.0.0/10", "fc00::/7", "::1/128")
 
@@ -420,7 +420,7 @@ class Settings:
     )
 
     def engine_wait_s(self, tag: str) -> float:
-        """``max_engine_wait_s`` of a model, or its TTFT objective if that is less: a longer wait would miss it."""
+        """Return ``max_engine_wait_s``, or the model's TTFT objective if less, which a longer wait would miss."""
         return min(self.max_engine_wait_s, self.ttft_objective_s.of(tag) or math.inf)
 
     @property
@@ -440,7 +440,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """The settings, checked. Raises BadArgument that names the variable at fault."""
+        """Read and check the settings. Raises BadArgument that names the variable at fault."""
         environment = os.environ if environment is None else environment
         values = {}
         for item in fields(cls):
@@ -453,7 +453,7 @@ class Settings:
         return cls(**values).checked()
 
     def checked(self) -> Settings:
-        """These settings, unchanged. Raises BadArgument for a value, or a pair of values, that cannot work."""
+        """Return these settings unchanged. Raises BadArgument for a value, or a pair of values, that cannot work."""
         try:
             policies(self.policy)
         except BadArgument as error:
@@ -463,7 +463,7 @@ class Settings:
         return self
 
     def _wrong_values(self) -> Iterator[str]:
-        """A message for each value that is wrong whatever the others are."""
+        """Yield a message for each value that is wrong whatever the others are."""
         for name, port in ("PORT", self.port), ("ADMIN_PORT", self.admin_port):
             if port > MAX_PORT:
                 yield f"{name}={port}: a port is 0 to {MAX_PORT}"
@@ -481,7 +481,7 @@ class Settings:
             yield f"TENANT_HEADER={self.tenant_header[:80]!r} is not the name of a header"
 
     def _wrong_lists(self) -> Iterator[str]:
-        """A message for each entry of a list that is wrong whatever the other settings are."""
+        """Yield a message for each entry of a list that is wrong whatever the other settings are."""
         for digest in self.approved_templates:
             if digest != "*" and not _SHA256.match(digest):
                 yield f"APPROVED_TEMPLATES: {digest[:80]!r} is neither * nor a sha256 of 64 hex digits"
@@ -499,7 +499,7 @@ class Settings:
                 yield f"WORKER_ADDRESSES: {text[:80]!r} is not an address range such as 10.0.0.0/8"
 
     def _contradictions(self) -> Iterator[str]:
-        """A message for each value that contradicts another setting, or a fixed time of the fleet."""
+        """Yield a message for each value that contradicts another setting, or a fixed time of the fleet."""
         for name, value in ("CLIENT_KEYS_FILE", self.client_keys_file), ("TENANT_KEY", self.tenant_key):
             if value and not self.admin_key and not self.admin_port:
                 why = "/metrics, /workers and /explain would tell every client about the others"
@@ -516,7 +516,7 @@ class Settings:
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables with our prefix that have no effect: name -> why."""
+    """Return the variables with our prefix that have no effect: name -> why."""
     environment = os.environ if environment is None else environment
     known = {PREFIX + item.name.upper() for item in fields(Settings)}
     known |= {f"{PREFIX}{item.name.upper()}_FILE" for item in fields(Settings) if item.metadata.get("secret")}
@@ -530,7 +530,7 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 
 def secret(name: str, environment: Mapping[str, str]) -> str | None:
-    """The value of this variable, or the content of the file that ``NAME_FILE`` names; None if neither is set.
+    """Return this variable's value, or the content of the file that ``NAME_FILE`` names; None if neither is set.
 
     White space at the ends of the content is left out. Raises BadArgument if both are set, or the file gives no text.
     """

@@ -1,1 +1,1 @@
-"""HTTP from clients and operators: the endpoints, the limits of what they accept, and the answers about the fleet."""
+"""The endpoints for clients and operators over HTTP, the limits of requests, and the answers about the fleet."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord
 
 LOGGER = "warmfleet.access"
-MAX_PATH = 200  # characters of a path that a line shows
+MAX_PATH = 200  # most characters of a path that a line shows
 
 
 class AccessLog:
@@ -46,20 +46,20 @@ class AccessLog:
 
 
 def line_of(record: RequestRecord) -> Line:
-    """The line of a request to engines."""
+    """Format the line of a request to engines."""
     told = facts(record)
     at = started_at(record) + (record.ended_at - record.began_at)
     return Line(at, "INFO", LOGGER, text_of(told), record.request_id, record.trace_id, told)
 
 
 def line_of_own(answered: tuple[float, str, dict[str, Any]]) -> Line:
-    """The line of a request that this replica answered itself. answered: time, id, fields."""
+    """Format the line of a request that this replica answered itself. answered: time, id, fields."""
     at, request_id, told = answered
     return Line(at, "INFO", LOGGER, text_of(told), request_id, "", told)
 
 
 def text_of(told: dict[str, Any]) -> str:
-    """The fields of a line as text, without unknown and usual values."""
+    """Format the fields of a line as text, without unknown and usual values."""
     worker, tokens = told.get("worker"), told.get("prompt_tokens")
     text = f"{told['method']} {told['path']} {told['status']} in {told['ms']} ms"
     if not told["complete"]:

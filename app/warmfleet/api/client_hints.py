@@ -23,7 +23,7 @@ MAX_DIGITS = 12
 
 
 def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: str | None) -> Hints:
-    """The hints in a request's headers. Raises BadRequest, Unauthorized.
+    """Read the hints in a request's headers. Raises BadRequest, Unauthorized.
 
     headers: the headers that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is
     none. explain_key: the value that X-Warmfleet-Explain must have; "": any value; None: no client may ask.
@@ -43,13 +43,13 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
 
 
 def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
-    """The hints in an operator's request, from all of its headers. Raises BadRequest."""
+    """Read the hints in an operator's request, from all of its headers. Raises BadRequest."""
     ours = {name: value for name, value in raw if name.startswith(b"x-warmfleet-")}
     return read_hints(ours, dict(raw).get(b"x-session-id", b""), "")
 
 
 def patience_s(value: bytes | None) -> float:
-    """How many seconds the client lets its request wait for a worker with room; infinite by default.
+    """Read how many seconds the client lets its request wait for a worker with room; infinite by default.
 
     value: of the header X-Request-Timeout-Ms, None without that header. Raises BadRequest.
     """
@@ -90,7 +90,7 @@ def _ended(value: bytes) -> bool:
 
 
 def _labels(value: bytes) -> frozenset[str]:
-    """The labels that the worker must have, each as ``name=value``."""
+    """Read the labels that the worker must have, each as ``name=value``."""
     if not value:
         return NO_LABELS
     try:
@@ -100,7 +100,7 @@ def _labels(value: bytes) -> frozenset[str]:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Whether the client asks for an explanation. The header's value is the key: Authorization is the engine's."""
+    """Whether the client asks for an explanation. Its value is the key, because Authorization may be the engine's."""
     if value.strip().lower() in (b"", *NO):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

@@ -54,7 +54,7 @@ PASSED_ON = {
 
 
 class Noting(NamedTuple):
-    """Takes the records of requests: for ``/why``, and, if the operator wants them, for a collector and a log."""
+    """The receivers of requests' records: ``/why`` and, if the operator wants them, a collector and a log."""
 
     last: LastRequests
     tracing: Tracing | None = None
@@ -144,7 +144,7 @@ class CompletionsProxy:
     def _span(
         self, tracing: Tracing, request: HttpRequest, request_id: str, method: str, passed_on: dict[bytes, Field]
     ) -> RequestSpan | None:
-        """Begin the span of a sampled request; the headers for the engine then lack the traceparent, since each try has
+        """Begin the span of a sampled request, and drop the traceparent from the engine's headers, since each try makes
         its own. For any other request the headers tell the engine that the request is not sampled.
         """
         given = passed_on.pop(b"traceparent", NOTHING)[1]
@@ -164,7 +164,7 @@ class CompletionsProxy:
         passed_on: dict[bytes, Field],
         for_router: dict[bytes, bytes],
     ) -> Call:
-        """Raises BadRequest, Unauthorized."""
+        """Build the call from the request and its headers. Raises BadRequest, Unauthorized."""
         query = request.target.partition(b"?")[2]
         if query and not _QUERY.fullmatch(query):
             raise BadRequest("The query of the URL must be ASCII, with every other byte written as %XX.")
@@ -186,7 +186,7 @@ class CompletionsProxy:
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
-        """The headers for the engine, and those for the router; of two headers with one name the last counts."""
+        """Split the headers into the engine's and the router's; of two headers with one name the last counts."""
         passed_on, for_router = {b"content-type": JSON}, dict[bytes, bytes]()
         for name, value in raw:
             spelled = PASSED_ON.get(name)

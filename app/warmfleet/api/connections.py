@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.connections")
 
-BODIES = 32  # bodies of the largest size that fit into a replica's memory for bodies, 1 GiB by default
-RESERVED_CONNECTIONS = 64  # beyond the limit, for health checks and metrics while answers run on all the others
+BODIES = 32  # number of bodies of the largest size that fit into a replica's memory for bodies, 1 GiB by default
+RESERVED_CONNECTIONS = 64  # number of connections beyond the limit, which take only requests for health and metrics
 
 
 class Connection(Protocol):
-    """A client's connection. ``body_bytes``: bytes in memory of a body that is not complete."""
+    """A client's connection. ``body_bytes``: number of bytes in memory of a body that is not complete."""
 
     body_bytes: int
 
@@ -37,12 +37,12 @@ class Connection(Protocol):
 
 
 class Connections:
-    """``health.draining``: every answer tells its client that the connection ends. ``open``: the number of open ones.
+    """All connections. ``health.draining``: whether each answer tells its client that the connection ends.
 
-    ``body_bytes``: held in memory.
+    ``open``: number of open connections. ``body_bytes``: bytes of bodies in memory.
 
-    ``waiting`` and ``uploading``: the connections that have no whole request yet, in the order in which that began;
-    those in ``uploading`` have sent a part of a body.
+    ``waiting`` and ``uploading``: the connections that have no whole request yet, those that wait longest first; those
+    in ``uploading`` have sent a part of a body.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Connections:
         self.open = 0
 
     def opened(self, connection: Connection) -> bool:
-        """Count a new connection; returns whether it may send requests to engines.
+        """Count a new connection; return whether it may send requests to engines.
 
         At the limit, a connection without a whole request is closed in its favour: the longest waiting, or else the
         longest uploading. Without such a connection, the new one may ask for health and metrics only.
@@ -95,7 +95,7 @@ class Connections:
         self.uploading.pop(connection, None)
 
     def hold(self, size: int, held: int) -> None:
-        """Count ``size`` more bytes of a body that has ``held`` with these. Raises UploadsFull if it may not grow.
+        """Count ``size`` more bytes of a body, ``held`` bytes in all. Raises UploadsFull if it may not grow.
 
         Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
         """

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from warmfleet.api.http_request import HttpRequest
 
 OFFERED = "gzip, deflate, zstd"
-MAX_CODINGS = 2  # one after another on the same body
-MAX_MEMBERS = 1_024  # consecutive streams in a body; without a bound, empty streams would cost much time
-PIECE_BYTES = 1_048_576  # of the decoded body, for which memory is taken at a time
+MAX_CODINGS = 2  # most codings that were applied to a body, one after another
+MAX_MEMBERS = 1_024  # most consecutive streams in a body; without a bound, empty streams would cost much time
+PIECE_BYTES = 1_048_576  # largest piece of the decoded body for which memory is taken at a time
 INPUT_BYTES = 65_536
 WINDOW_LOG = 23  # 8 MiB, the largest window that RFC 9659 allows senders of zstd
 
@@ -46,7 +46,7 @@ def _gzip(_body: bytes) -> Stream:
 
 
 def _deflate(body: bytes) -> Stream:
-    """A stream of zlib, or a bare deflate stream, which some senders send; the first two bytes tell them apart."""
+    """Open a zlib stream, or a bare deflate stream, which some senders use; the first two bytes tell them apart."""
     framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
     return zlib.decompressobj(wbits=15 if framed else -15)
 
@@ -59,7 +59,7 @@ STREAMS: dict[str, Callable[[bytes], Stream]] = {"gzip": _gzip, "x-gzip": _gzip,
 
 
 def codings(header: bytes) -> list[str]:
-    """The codings of a Content-Encoding header, the last first. Raises UnsupportedCoding."""
+    """Return the codings of a Content-Encoding header, the last first. Raises UnsupportedCoding."""
     names = [name.strip().lower() for name in header.decode("latin-1").split(",")]
     found = [name for name in reversed(names) if name and name != "identity"]
     if len(found) > MAX_CODINGS or not STREAMS.keys() >= {*found}:
@@ -94,7 +94,7 @@ async def decode(shared: Connections, request: HttpRequest) -> None:
 
 
 def _pieces(coding: str, body: bytes) -> Generator[bytes, None, None]:
-    """The decoded body in pieces that are not empty. Raises BadRequest."""
+    """Yield the decoded body in pieces that are not empty. Raises BadRequest."""
     at = 0
     try:
         for _ in range(MAX_MEMBERS):

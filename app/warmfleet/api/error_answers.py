@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
 
 
-MAX_PATH = 100  # characters of a path that an answer repeats; a longer path resembles none
-LIKE = 0.7  # least likeness of a mistyped path to a known path
+MAX_PATH = 100  # most characters of a path that an answer repeats; a longer path resembles none
+LIKE = 0.7  # least similarity (``_likeness``, 0 to 1) at which a known path is suggested for a mistyped one
 OUR_BUG = "Something went wrong in the router; its log says what."
 
 
 def error_headers(error: WarmfleetError) -> dict[str, str]:
-    """The headers that belong to an error's answer."""
+    """Return the headers of an error's answer."""
     headers: dict[str, str] = {}
     if error.retry_after_s:
         headers["retry-after"] = str(error.retry_after_s)
@@ -50,24 +50,24 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
 
 
 def error_body(error: WarmfleetError, target: bytes, request_id: str = "") -> bytes:
-    """The body of an error's answer. target: of the request, as it stands in the request line."""
+    """Return the body of an error's answer. target: the request's, as it stands in the request line."""
     return orjson.dumps(error.as_anthropic(request_id) if is_anthropic(target) else error.as_dict())
 
 
 async def send_error(answer: ClientAnswer, error: WarmfleetError, target: bytes, request_id: str) -> None:
-    """Answer with the error. target: of the request, as it stands in the request line."""
+    """Answer with the error. target: the request's, as it stands in the request line."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     await answer.whole(error.status, headers, error_body(error, target, request_id))
 
 
 async def error_response(request: HTTPRequest, error: Exception) -> Response:
-    """Starlette's handler for a WarmfleetError that a route raised."""
+    """Answer for a WarmfleetError that a route raised; a handler of Starlette."""
     return _response(request, cast("WarmfleetError", error))
 
 
 async def internal_error(request: HTTPRequest, _error: Exception) -> Response:
-    """Starlette's handler for a bug; Starlette raises the error again, which logs it."""
+    """Answer for a bug; a handler of Starlette, which then raises the error again, so that it is logged."""
     return _response(request, WarmfleetError(OUR_BUG))
 
 
@@ -80,11 +80,11 @@ class UnknownPath:
     """Answers requests that no route of a port takes: 404 with the most similar path, or 405 with the methods."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """paths: all that the port serves; a pattern counts up to its ``{``."""
+        """paths: all that the port serves; a pattern is compared up to its ``{``."""
         self._paths = tuple(dict.fromkeys(path.partition("{")[0] for path in paths))
 
     async def handle(self, request: HTTPRequest, error: Exception) -> Response:
-        """Starlette's handler for its own 404 and 405."""
+        """Answer in place of Starlette's own 404 and 405."""
         path = request.scope["path"]
         told = f"{request.method} {path[:MAX_PATH]} is not served here."
         ours: WarmfleetError
@@ -110,7 +110,7 @@ class UnknownPath:
 
 
 def _likeness(text: str, other: str) -> float:
-    """The share of the longer text that the common beginning and end of both make up, 0 to 1."""
+    """Return the share of the longer text, 0 to 1, that the common beginning and end of both texts make up."""
     longest, shortest = max(len(text), len(other)), min(len(text), len(other))
     if longest > MAX_PATH or not shortest:
         return 0.0
@@ -119,6 +119,6 @@ def _likeness(text: str, other: str) -> float:
 
 
 def _alike(text: str, other: str) -> int:
-    """The length of the common beginning of both texts."""
+    """Return the length of the common beginning of both texts."""
     pairs = zip(text, other, strict=False)
     return next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), min(len(text), len(other)))

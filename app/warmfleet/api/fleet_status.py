@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
 
-#: The figures of a replica that are added up over its pools.
+#: The names of a replica's figures that are added up over its pools.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
-AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool was not asked
+AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool (``pools/home_pools``) was not asked
 
 
 def versions(pools: Pools) -> dict[str, Any]:
-    """``version``: the version of most routable engines, "" if none is known. ``engines``: number by version."""
+    """Return ``version``, that of most routable engines or "", and ``engines``, the number of engines by version."""
     seen = [worker.record.get("version") for pool in pools.all for worker in pool.view.workers if worker.routable]
     counts = Counter(str(version).removeprefix("vllm-") for version in seen if version).most_common()
     return {"version": counts[0][0] if counts else "", "engines": dict(counts)}
@@ -53,7 +53,7 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 
 async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
-    """Every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
+    """Return every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
     fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
     try:
         found = await pool.fleet.workers.read()
@@ -92,7 +92,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
-    """A worker. tag: its pool's. truth: the state of its index; None if approximate, and while Redis is away.
+    """Describe a worker. tag: its pool's. truth: its index's state; None if approximate, and while Redis is away.
 
     moved_to: another pool in which the worker is heard, if any.
     """
@@ -121,7 +121,7 @@ def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: s
 
 
 async def replicas(pools: Pools) -> dict[str, Any]:
-    """Every replica that announced itself in Redis within ten minutes, over all models of this replica.
+    """Return every replica that announced itself in Redis within ten minutes, over all models of this replica.
 
     ``fresh`` is false if some pool's Redis does not answer.
     """
@@ -144,7 +144,7 @@ async def replicas(pools: Pools) -> dict[str, Any]:
 
 
 def replica_facts(view: ReplicaView) -> dict[str, Any]:
-    """The facts of a replica that are the same in all its pools."""
+    """Return the facts of a replica that are the same in all its pools."""
     told = view.told
     return {
         "replica": view.name,
@@ -158,7 +158,7 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """A request that ``/explain`` is called with. flow, priority: of its place in the queue."""
+    """The request that ``/explain`` asks about. flow, priority: its tenant's flow and its priority in the queue."""
 
     request: Request
     hints: Hints
@@ -167,14 +167,14 @@ class Inquiry:
 
 
 async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """The worker that a request would get now, and the cost of every worker. Books nothing. Raises NoWorker.
+    """Find the worker that a request would get now, and every worker's cost, without booking. Raises NoWorker.
 
     If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
     FleetUnavailable is raised.
 
-    pool: the pool of the model by which the prompt is identified. ``pools`` has the offers that a router would compare,
-    ``passed_over`` why a home pool is not among them; all else is about the best offer.
+    pool: the pool of the model by which the prompt is identified. In the result, ``pools`` has the offers that a router
+    would compare, ``passed_over`` why a home pool is not among them; all else is about the best offer.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -187,7 +187,7 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
 
 
 async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """As ``explain``, but for the words of NoWorker."""
+    """Do as ``explain`` does, but raise NoWorker without the words that the request would get."""
     prompt = await identify_here(inquiry.request, pool)
     homes = model.order_for(prompt, inquiry.request.model, counted=False)
     answers, failed = await _of_homes(homes, inquiry)
@@ -224,7 +224,7 @@ async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[
 async def _of_homes(
     homes: Sequence[Pool], inquiry: Inquiry
 ) -> tuple[dict[Pool, dict[str, Any]], dict[Pool, WarmfleetError]]:
-    """The answers of the pools that a router would ask, and the failures of the others."""
+    """Ask the pools that a router would ask; return their answers, and the failures of the others."""
     reachable = [home for home in homes if home.degraded.asks_redis] or homes
     left = [home for home in reachable if home.usable] or reachable
     answers: dict[Pool, dict[str, Any]] = {}
@@ -249,7 +249,7 @@ def _refuses(explained: dict[str, Any]) -> bool:
 
 
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
-    """The worker that the request would get or wait for in this pool, and the offer, as a decision makes it."""
+    """Return the worker that the request would get or wait for in this pool, and its offer, as in a decision."""
 
     def turn(row: dict[str, Any]) -> float:
         token_s = pool.view.token_s_of(row["worker_id"])
@@ -268,14 +268,14 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
 
 
 async def _line(pool: Pool) -> dict[str, Any] | None:
-    """The pool's queue in words; None if Redis does not answer."""
+    """Describe the pool's queue in words; None if Redis does not answer."""
     with suppress(FleetUnavailable):
         return queue_in_words(await pool.fleet.queue.poll())
     return None
 
 
 async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
-    """The worker of the request while Redis does not answer: routers then choose by a hash of the prompt's beginning.
+    """Choose the worker while Redis does not answer, as routers then do: by a hash of the prompt's beginning.
 
     ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
     """
@@ -304,7 +304,7 @@ async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
 
 
 def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str) -> dict[str, Any]:
-    """The fields about the prompt and its pool, which need no answer of Redis."""
+    """Return the fields about the prompt and its pool, which need no answer of Redis."""
     return {
         "model": pool.tag,
         "policy": pool.policy.name,
@@ -325,7 +325,7 @@ def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str)
 
 
 async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """The answer about the worker that the request would get in this pool."""
+    """Return the answer about the worker that the request would get in this pool."""
     request, hints = inquiry.request, inquiry.hints
     prompt = await identify_here(request, pool)
     pool.idle.wake()

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 TENANT, KEY = b"x-warmfleet-tenant", b"idempotency-key"
 MAX_KEY_BYTES = 256
-MAX_OUTPUT_TOKENS = 100_000_000  # more than any answer has
-MAX_EXCLUDED = 64  # ids of workers; a gateway excludes those that failed this request
+MAX_OUTPUT_TOKENS = 100_000_000  # most tokens of an answer that a gateway may report; no answer has as many
+MAX_EXCLUDED = 64  # most ids of workers that a gateway may exclude, because they failed this request
 OUTCOMES = get_args(Outcome)
 _WORD = "[A-Za-z0-9_-]"
 RESERVATION = (  # its first field marks a reservation
@@ -105,7 +105,7 @@ class GatewayRoutes:
         return JSONResponse((await self._place(call, handover, record))._asdict())
 
     async def _place(self, call: Call, handover: Handover, record: RequestRecord) -> Placement:
-        """The placement, and its record, which the gateway's reports complete."""
+        """Place the call, and keep its record, which the gateway's reports complete."""
         self._last.begun(record)
         record.placed = True
         try:
@@ -128,7 +128,7 @@ class GatewayRoutes:
         return JSONResponse({"expires_in_s": await self._gateway.renew(model, reservation)})
 
     async def _reservation(self, request: HTTPRequest) -> tuple[str, str, dict[str, Any]]:
-        """The model, the reservation and the whole body. Raises BadRequest, Unauthorized, Forbidden."""
+        """Read the model, the reservation and the whole body. Raises BadRequest, Unauthorized, Forbidden."""
         self._operators.may_act(request)
         data = requests.decoded(await request.body())
         model, reservation = data.get("model"), data.get("reservation")
@@ -155,7 +155,7 @@ def _excluded(request: HTTPRequest) -> tuple[str, ...]:
 
 
 def _ending(data: dict[str, Any]) -> Ending:
-    """Raises BadRequest."""
+    """Read the outcome of a request from a gateway's report. Raises BadRequest."""
     outcome: Any = data.get("outcome")
     if outcome not in OUTCOMES:
         raise BadRequest(f"outcome must be one of {', '.join(OUTCOMES)}.", "outcome")

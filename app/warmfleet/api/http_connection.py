@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.http")
 
 HEAD_MAX_BYTES = 65_536
-MAX_HEADERS = 100  # as many as haproxy and Apache take
+MAX_HEADERS = 100  # most headers of a request, as in haproxy and Apache
 #: Most bytes of chunk sizes, extensions and trailers in a row, without a byte of the body between them.
 CHUNK_FRAMING_MAX_BYTES = 8_192
 CHUNK_LINE_BYTES = 24  # longest size line of a chunk without extensions, with its line ends
 MAX_TRAILERS = 16
-MAX_PIPELINED = 64  # requests on a connection that wait for the answers to earlier ones
-BODY_LOOK_MIN_BYTES = 10_240  # of a body, between two looks: 1 kB/s, slower than any modem
+MAX_PIPELINED = 64  # most requests on a connection that wait for the answers to earlier ones
+BODY_LOOK_MIN_BYTES = 10_240  # least bytes of a body between two looks (``body_look_s``), which is about 1 kB/s
 LINGER_S = 1.0  # time for a client to read its error before further bytes of it reset the connection
 CANCEL_AGAIN_S = 0.2
 
-CHUNK_LINES_BELOW = 1_024  # bytes of a chunk; a token's event has about 250
+CHUNK_LINES_BELOW = 1_024  # size of a chunk below which its size line is made in advance; a token's has some 250 bytes
 CHUNK_LINES = tuple(b"%x\r\n" % size for size in range(CHUNK_LINES_BELOW))
 TOO_LARGE_HEAD = f"The headers have more than {HEAD_MAX_BYTES} bytes."
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -124,7 +124,7 @@ class HttpConnection(asyncio.Protocol):
             self._shared.body_bytes -= len(self._pipelined.pop(0).body)
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
-        # Again and again until the task ends: a library's wait_for may swallow a cancellation that meets its result.
+        # Cancel again until the task ends, because a library's wait_for may swallow a cancellation that meets its result.
         if not task.done():
             task.cancel()
             self._loop.call_later(CANCEL_AGAIN_S, self._cancel, task)
@@ -180,7 +180,7 @@ class HttpConnection(asyncio.Protocol):
             self._upload_begins()
 
     def _feed(self, data: bytes) -> None:
-        """Parse. Raises WarmfleetError for bytes that are no request, or a request beyond a limit."""
+        """Parse these bytes. Raises WarmfleetError if they are no request, or a request beyond a limit."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -196,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
             raise BadRequest(f"This is not HTTP/1.1: {error}.") from None
 
     def _without_upgrade(self) -> bytes:
-        """The head again, without the wish for another protocol, for a new parser. Raises BadRequest for CONNECT."""
+        """Return the head without its Upgrade to another protocol, for a new parser. Raises BadRequest for CONNECT."""
         method, version = self._parser.get_method(), self._parser.get_http_version()
         if method == b"CONNECT":
             raise BadRequest("CONNECT is not served here.")
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """Check the framing after a read within a body. framing_bytes: read for so many chunks."""
+        """Check the framing after a read within a body. framing_bytes: bytes of it that were read for the ``chunks``."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes
@@ -348,7 +348,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def write_chunk(self, data: bytes) -> bool:
-        """Send these bytes as a chunk; returns False if the client must accept what waits before more is sent."""
+        """Send these bytes as a chunk; return False if the client must take what waits before more is sent."""
         if not self.lost:
             size = len(data)
             chunk = (CHUNK_LINES[size] if size < CHUNK_LINES_BELOW else b"%x\r\n" % size) + data + b"\r\n"
@@ -502,7 +502,7 @@ def _size(headers: list[tuple[bytes, bytes]]) -> int:
 
 
 def _reason(error: WarmfleetError) -> str:
-    """The reason by which the metric counts a request that was refused while it was read."""
+    """Return the reason by which the metric counts a request that was refused while it was read."""
     if isinstance(error, TooLarge):
         return "body_size"
     if isinstance(error, UploadsFull):

@@ -14,10 +14,10 @@ from warmfleet.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-MODELS_BELOW = b"/v1/models/"  # below it the path is the name of a model, which may have a slash written as %2F
+MODELS_BELOW = b"/v1/models/"  # prefix of paths that end in the name of a model, which may have a slash written as %2F
 _ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 _MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM names a model by its folder unless told otherwise
-#: Spellings of a path that other servers read as another path than this one does: an empty segment, ``.`` and ``..``,
+#: Spellings of a path that another server may read as another path than this one does: an empty segment, ``.``, ``..``,
 #: a backslash, a fragment, a byte that is no character of a URL, and escapes of characters that need none, of a
 #: slash, a backslash or a control character, or of nothing.
 _AMBIGUOUS = re.compile(
@@ -25,13 +25,13 @@ _AMBIGUOUS = re.compile(
     rb"%(?:2[def]|3[0-9]|4[1-9a-f]|5[0-9acf]|6[1-9a-f]|7[0-9aef]|[01][0-9a-f]|(?![0-9a-f]{2}))",
     re.IGNORECASE,
 )
-#: Headers that say where a request ends and where it goes, how its body is compressed, and one that asks for an answer
-#: before the body is sent.
+#: Headers that say where a request goes, where it ends, how its body is compressed, or that an answer is awaited before
+#: the body is sent.
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
 
 
 class Framing:
-    """The framing of a request's body. ``length``: in bytes, 0: not known. ``expects``: the client awaits a 100.
+    """The framing of a request's body. ``length``: in bytes, 0 if not known. ``expects``: the client awaits status 100.
 
     ``coding``: the values of Content-Encoding.
     """
@@ -46,7 +46,7 @@ class Framing:
 
 
 async def as_it_is(_request: HttpRequest) -> None:
-    """Decode a body that is not compressed."""
+    """Leave a body that is not compressed as it is; stands in for a decoder."""
 
 
 class HttpRequest:
@@ -60,7 +60,7 @@ class HttpRequest:
     def __init__(
         self, method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]], *, keeps_open: bool
     ) -> None:
-        """keeps_open: the client lets the connection stay open after its answer."""
+        """keeps_open: whether the client lets the connection stay open after its answer."""
         self.method = method
         self.target = target
         self.version = version
@@ -71,7 +71,7 @@ class HttpRequest:
         self.received_at = 0.0
 
     def url(self) -> tuple[str, bytes, bytes]:
-        """The path decoded, the path as it was sent, and the query string. Raises BadRequest."""
+        """Return the decoded path, the path as it was sent, and the query string. Raises BadRequest."""
         if self.target == b"*":  # OPTIONS * asks about the server as a whole
             return "*", b"*", b""
         try:
@@ -89,7 +89,7 @@ class HttpRequest:
 
 
 def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
-    """The framing by these headers. Raises BadRequest where two readers of the headers might not agree on it.
+    """Read the framing from these headers. Raises BadRequest where two readers of the headers might not agree on it.
 
     The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
     line ends, folded lines, spaces before a colon, control characters.
@@ -116,5 +116,5 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
 
 
 def request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
-    """The id of a request by its headers, or a new one."""
+    """Return the id of a request by its headers, or a new id."""
     return safe_request_id(next((value for name, value in headers if name == b"x-request-id"), b""))

@@ -1,1 +1,1 @@
-"""The work of a replica besides requests: apply events, read the fleet, prove workers, watch Redis."""
+"""The work of a replica besides requests: it applies events, reads the fleet, proves workers and watches Redis."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.agreement")
 
 Matter = Literal["identity", "scheme"]
-NAMED = 8  # workers of a group that a log line names at most
+NAMED = 8  # most workers of a group that a log line names
 CONSEQUENCE = {
     "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
     "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
@@ -35,7 +35,7 @@ class Agreement:
         self._misnamed: dict[str, dict[str, str]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
-        """Take the groups of one model. groups: digest as text -> workers that have it, the largest group first."""
+        """Compare and log the groups of one model. groups: digest -> workers that have it, the largest group first."""
         before = self._last.get((tag, matter), {})
         now = self._last[tag, matter] = {name: tuple(workers) for name, workers in groups.items()}
         outvoted = 0
@@ -56,7 +56,7 @@ class Agreement:
         self._misnamed.pop(tag, None)
 
     def unhashed(self, tag: str, workers: Sequence[str]) -> None:
-        """Take the workers of one model whose scheme is not used: a decision takes the chains of 4 schemes at most."""
+        """Log the workers of one model whose hash scheme is not used, because a decision takes at most 4 schemes."""
         before, now = self._unhashed.get(tag, ()), tuple(workers)
         self._unhashed[tag] = now
         self._metrics.outvoted_workers.labels("unhashed").set(sum(map(len, self._unhashed.values())))
@@ -64,7 +64,7 @@ class Agreement:
             logger.warning("%s: its workers use over 4 schemes: cached blocks of %s are not found", tag, _some(now))
 
     def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
-        """Take the workers of one pool that do not serve its name, each with the reason."""
+        """Log the workers of one pool that do not serve its name, each with the reason, where these have changed."""
         before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
         for worker, reason in islice((item for item in reasons.items() if item not in before.items()), NAMED):
             logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-MAX_SERVERS = 8  # API servers whose copies of the same files are tried in turn
-NAMED = 3  # differing facts that a sentence names: two engines of different models differ in nearly all of them
+MAX_SERVERS = 8  # most API servers whose copies of the same files are tried in turn
+NAMED = 3  # most differing facts that a sentence names, as engines of different models differ in nearly all
 #: The files that an identity is built of. Other files that a worker brings are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
@@ -33,7 +33,7 @@ TOKEN_FACTS = (
 
 
 def identity_key(worker: WorkerView) -> str:
-    """A digest of the files and facts. Workers with equal keys make equal token ids, whatever adapters they serve."""
+    """Digest the files and facts. Workers with equal keys make equal token ids, whatever adapters they serve."""
     return hashlib.sha256(dumps(_identity_of(worker)).encode()).hexdigest()
 
 
@@ -41,15 +41,15 @@ class Grouping:
     """Groups the workers of one model at each reading. The record of a server that did not change is digested once."""
 
     def __init__(self) -> None:
-        #: By ``id`` of the record: its reader keeps the object while the text in Redis is the same.
+        #: Record and key by the record's ``id``, as the reader of records keeps an object while its text is the same.
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-        """Identity key -> the workers that brought it, the most frequent key first, and of equally frequent ones the
-        key of the first worker.
+        """Return identity key (``identity_key``) -> its workers, the most frequent key first, and of equally frequent
+        ones the key of the first worker.
 
         A worker that brought no files is in no group. A worker that announces fewer facts than a group, and contradicts
-        none of them, comes last in that group: a bridge cannot know all facts, and a probe tests its workers anyway.
+        none, comes last in that group, because a bridge cannot know all facts, and a probe tests its workers anyway.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -71,25 +71,25 @@ class Grouping:
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """The names of the files and facts in which the two differ. Adapters do not count: each has its own hashes."""
+    """Name the files and facts in which the two differ. Adapters do not count, because each has its own hashes."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def listed(names: Sequence[str]) -> str:
-    """Differing files and facts as words of a sentence: the first NAMED by name, the others by their number."""
+    """Return differing files and facts as words of a sentence: the first NAMED by name, the others by their number."""
     shown = [*names[:NAMED], *([f"{len(names) - NAMED} more"] if len(names) > NAMED else ())]
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
 
 
 def pieces(server: Mapping[str, Any]) -> list[str]:
-    """The digests of all pieces of the files of this server that an identity is built of."""
+    """Return the digests of all pieces of this server's FILES, as Redis stores them."""
     files = server.get("artifacts") or {}
     return [str(digest) for name in FILES if name in files for digest in files[name]["chunks"]]
 
 
 def in_words(key: str, workers: Sequence[WorkerView]) -> str:
-    """The identity key of these workers with the digests of its files: for a person to compare."""
+    """Return the identity key of these workers and the digests of its files, for a person to compare."""
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
     return f"{key[:12]} ({', '.join(files)})"

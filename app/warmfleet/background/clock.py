@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-#: A timer may fire a little early: a beat counts as come if it is due within this part of its period and these seconds.
+#: A timer may fire a little early, so a beat due within this share of its period, and these seconds, counts as come.
 EARLY, EARLY_S = 1 / 16, 0.01
 
 
 class Clock:
-    """Beats of any period, counted from the making of this object in the running event loop."""
+    """The moments (beats) at which tasks of any period wake, counted from the creation of this object."""
 
     __slots__ = ("_began", "_loop")
 
@@ -22,7 +22,7 @@ class Clock:
         self._began = self._loop.time()
 
     def until(self, period_s: float, share: float = 0.0) -> float:
-        """Seconds until the next beat of a period.
+        """Return the seconds until the next beat of a period.
 
         share: the part of the period by which these beats come later than those with share 0, below 1.
         """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.timing import Timing
 
 ASKED_AT_ONCE = 32
-UNANSWERED = 2  # questions in a row; a busy API server may miss a single one
+UNANSWERED = 2  # unanswered questions in a row after which an engine hangs; a busy API server may miss a single one
 
 
 class HungEngines:
@@ -36,7 +36,7 @@ class HungEngines:
         self._idle_s = settings.stream_idle_s
         self._total_s = settings.request_max_s
         self._timing = timing
-        self._pass_over_s = timing.hung_interval_s + 2 * timing.hung_timeout_s  # until the next round has ended
+        self._pass_over_s = timing.hung_interval_s + 2 * timing.hung_timeout_s  # long enough for the next round to end
         self._metrics = metrics
         self._unanswered: dict[tuple[str, str], int] = {}  # (tag, worker_id) -> questions in a row without an answer
 
@@ -71,7 +71,7 @@ class HungEngines:
         return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
 
     async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
-        """Whether the worker's API server answers that it is healthy. A worker that left the view is not asked."""
+        """Ask whether the worker's API server is healthy. A worker that left the view is not asked."""
         url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
         if not url:
             return True

@@ -88,7 +88,7 @@ class IndexHealthWatch:
 
 
 def _alive(pool: Pool, truth: Truth) -> list[WorkerTruth]:
-    """The workers whose heartbeats are heard, or whose events still wait to be applied."""
+    """Return the workers whose heartbeats are heard, or whose events still wait to be applied."""
     ages = {worker.worker_id: worker.heartbeat_age_s for worker in pool.view.workers}
     return [
         worker

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32  # more if so many servers could not all be checked in TURNS
-TURNS = 2  # of checks at most in a round, even if no server answers
+CHECKS_AT_ONCE = 32  # number of checks that run at a time, or more if a round would need over TURNS turns of them
+TURNS = 2  # most successive turns of checks in a round, even if no server answers
 
 
 class OutageChecks:
     """Asks every API server for /health while its heartbeats cannot be heard, and at no other time."""
 
     def __init__(self, pools: Pools, client: EngineClient, metrics: Metrics, interval_s: float) -> None:
-        """interval_s: between two rounds."""
+        """interval_s: time between two rounds."""
         self._pools = pools
         self._client = client
-        self._pass_over_s = interval_s + TURNS * CHECK_TIMEOUT_S  # until the next round has ended
+        self._pass_over_s = interval_s + TURNS * CHECK_TIMEOUT_S  # long enough for the next round to end
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 
@@ -48,7 +48,7 @@ class OutageChecks:
         await asyncio.gather(*(self._check(pool, servers, gate) for pool, servers in asked))
 
     async def _check(self, pool: Pool, workers: Mapping[str, Sequence[str]], gate: asyncio.Semaphore) -> None:
-        """Pass over the workers of every server of this pool that does not answer.
+        """Check the servers of this pool, and let decisions avoid the workers of those that do not answer.
 
         workers: their names, by the URLs of the servers to ask.
         """
@@ -80,14 +80,14 @@ class OutageChecks:
 
 
 def _unheard(pool: Pool) -> Sequence[WorkerView]:
-    """The workers whose heartbeats cannot be heard now."""
+    """Return the workers whose heartbeats cannot be heard now."""
     missing = pool.last_known.missing
     away = pool.contacted and (pool.fleet.upkeep.last_tick.grace or pool.unread)
     return missing or (pool.last_known.workers if away else ())
 
 
 def _by_url(workers: Sequence[WorkerView]) -> dict[str, list[str]]:
-    """The names of the routable workers, by the URL of their server."""
+    """Return the names of the routable workers, by the URL of their server."""
     names: dict[str, list[str]] = {}
     for worker in workers:
         if worker.routable:

@@ -1,7 +1,7 @@
 """Follows the registry of pools: a pool that was added is served, one that was removed ends, without a restart.
 
-A removed pool gets no new request. It is looked after for ``leave_s`` more, and until nothing of this replica is left
-in it; then its tasks and its connection end.
+A removed pool gets no new request. Its background tasks go on for ``leave_s``, and until no request of this replica is
+left in it; then its tasks and its connection end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 
-FIRST_READING_S = 5.0  # a third of a worker's TTL: stock engines of other models are not kept waiting for longer
+FIRST_READING_S = 5.0  # longest wait for all registries, as stock engines' checks wait, too; a third of a worker's TTL
 
 
 class PoolChanges:
@@ -42,7 +42,7 @@ class PoolChanges:
         metrics: Metrics,
         leave_s: float,
     ) -> None:
-        """registries: one of every served model. make: makes the pool of a tag. begin: begins the tasks of a pool.
+        """registries: one of every served model. make: creates the pool of a tag. begin: starts the tasks of a pool.
         waits_in: whether a request waits in the queue of a pool.
         """
         self._pools = pools
@@ -60,7 +60,7 @@ class PoolChanges:
         self._first_reading = asyncio.Event()
 
     async def round(self) -> None:
-        """Look for changes once. Raises FleetUnavailable if a registry cannot be read; the others come first."""
+        """Look for changes once. Raises FleetUnavailable, after all others, if a registry cannot be read."""
 
         async def follow(registry: PoolRegistry, found: Mapping[bytes, bytes]) -> None:
             self._change(registry.name, await registry.told(found))
@@ -72,9 +72,9 @@ class PoolChanges:
             await self._let_go()
 
     async def known(self) -> None:
-        """Return when every registry was read once; while one cannot be read, FIRST_READING_S after the first call.
+        """Wait until every registry was read once, or until FIRST_READING_S after the first call.
 
-        Before that, a pool of the settings may get workers although the registry does not name the pool.
+        Without this wait, stock engines could join a pool that the settings name and its registry does not.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READING_S):
@@ -103,7 +103,7 @@ class PoolChanges:
         logger.info("%s: pools that were added: %s, removed: %s", name, added, gone)
 
     def _tags(self, name: str, entries: Sequence[PoolEntry], known: Mapping[str, Pool]) -> tuple[str, ...]:
-        """The pools that the model has now.
+        """Return the tags of the pools that the model has now.
 
         A first `warmfleet pools add` may leave out pools that only the settings name. Such a pool is served while it
         has workers: if it were removed, its workers and its keys in Redis would be lost.

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prewarm")
 
-AT_ONCE = 8  # workers that one replica warms at a time; further ones start cold
+AT_ONCE = 8  # most workers that one replica warms at a time; further ones start cold
 PROMPT_S = 8.0  # longest wait for the answer to one prefix
-CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix: a dead replica delays the worker no longer
+CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix; if the replica dies, the worker waits no longer
 IN_ALL_S = 30.0  # longest warming of one worker
-EMPTY = 0.1  # a cache that is filled to this share at most counts as empty
-SILENT = ("slow", "failed")  # the worker did not answer: it is probed again
-FILL = 0.5  # a cache is filled to this share at most: more would evict the first prefixes
+EMPTY = 0.1  # largest used share of a cache that counts as empty
+SILENT = ("slow", "failed")  # results of a worker that did not answer; such a worker is probed again
+FILL = 0.5  # largest share of a cache that warming fills, because more would evict the first prefixes
 
 
 class Prewarmer:
@@ -52,7 +52,8 @@ class Prewarmer:
         self._running: set[asyncio.Task[None]] = set()
 
     async def takes(self, pool: Pool, worker: WorkerView) -> bool:
-        """True if the worker is warmed from now on, and recorded as proven after that. Raises FleetUnavailable."""
+        """Begin to warm a worker, which is recorded as proven afterwards; False if it needs none or cannot be warmed.
+        Raises FleetUnavailable."""
         limit = self._settings.warm_prefixes
         if not limit or not worker.state.unproved or len(self._running) >= AT_ONCE:
             return False
@@ -98,7 +99,7 @@ class Prewarmer:
         return await pool.fleet.probes.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
-        """Send the prefixes; returns the metric's result. ``sent`` gets the tokens of each answered prefix."""
+        """Send the prefixes; return the metric's result. sent: takes the number of tokens of each answered prefix."""
         scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
         room = int(FILL * capacity * scheme["block_tokens"])
         for node in nodes:
@@ -138,7 +139,7 @@ def _empty(worker: WorkerView) -> bool:
 
 
 def _body(pool: Pool, worker: WorkerView, node: Node) -> bytes | None:
-    """The body of a request with this prefix as its prompt, for an answer of one token.
+    """Build the body of a request with this prefix as its prompt, for an answer of one token.
 
     None if the worker does not serve the prefix's adapter, or if less than one block fits into the worker's context.
     """

@@ -58,19 +58,19 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
-MORE_PIECES = 8  # words of a text beyond the tokens of a block, so that the text fills at least one block
+MORE_PIECES = 8  # number of words of a text beyond the tokens of a block, so that it fills at least one block
 POLL_S = 0.05
-#: Time limits for all three answers: of a first probe, doubled with each further probe, and the longest. An engine may
-#: compile something at its first request, but an engine that never answers must not delay the probes of others.
+#: Time limits for all three answers: that of a first probe, which doubles with each further probe, and the longest. An
+#: engine may compile at its first request, but an engine that never answers must not delay the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
-BEAT_S = 0.1  # a heartbeat that is this much younger than an answer was sent after the answer
+BEAT_S = 0.1  # time by which a heartbeat must be younger than an answer, to be sure that it was sent later
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """proof: the proof to record (see ``prove``); empty if the probe learned nothing. cause: a label for
-    counters. reason: text for people. witnessed: the worker's own stream reported something of the probe, which proves
-    that the engine at the URL is the worker."""
+    """The result of a probe. proof: the state to record (see ``prove``), empty if nothing was learned. cause: a label
+    for counters. reason: text for people. witnessed: whether the worker's own stream reported something of the probe,
+    which proves that the engine at the URL is the worker."""
 
     proof: str
     cause: str = ""
@@ -92,7 +92,7 @@ class Probe:
     """Probes workers, each as the pool's last reading of the fleet describes it."""
 
     def __init__(self, client: EngineClient, settings: Settings, blocks_timeout_s: float) -> None:
-        """blocks_timeout_s: from the answer until the stream must report the blocks."""
+        """blocks_timeout_s: longest time from the answer until the stream reports its blocks."""
         self._client = client
         self._settings = settings
         self._blocks_timeout_s = blocks_timeout_s
@@ -133,7 +133,7 @@ class Probe:
     # ------------------------------------------------ the questions
 
     async def _of_text(self, pool: Pool, worker: WorkerView, part: Part) -> Question | None:
-        """A random text or chat; None if its token ids cannot be made here, or exceed the worker's context."""
+        """Make a random text or chat; None if its token ids cannot be made here, or exceed the worker's context."""
         limit = int(worker.record.get("max_model_len") or 0) or 2**31
         pieces = worker.record["scheme"]["block_tokens"] + MORE_PIECES
         while pieces:
@@ -155,7 +155,7 @@ class Probe:
     async def _ask_all(
         self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str
     ) -> tuple[Result | None, list[Question]]:
-        """The failure that an answer shows, or None; and the questions that were answered.
+        """Ask all questions; return the failure that an answer shows, or None, and the questions that were answered.
 
         A worker may refuse a text or a chat (it may serve no chats, for instance): a refusal shows no failure.
         """
@@ -186,7 +186,7 @@ class Probe:
     # ------------------------------------------------ the worker's stream
 
     async def _seen(self, pool: Pool, worker: WorkerView, questions: Sequence[Question], reservation: str) -> Result:
-        """The result, by the blocks that the worker's stream reports after its answers."""
+        """Wait for the blocks that the worker's stream reports after its answers; return the result."""
         answered_at = time.monotonic()
         deadline = answered_at + self._blocks_timeout_s
         prefilled = False
@@ -218,9 +218,9 @@ class Probe:
 
 
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
-    """The HTTP headers of a request that this replica sends to a worker for itself.
+    """Return the HTTP headers of a request that this replica sends to a worker on its own account.
 
-    The key goes to workers whose URL was proved, and to others only where the operator listed their addresses.
+    Engines' key goes to workers whose URL was proved, and to others only where the operator listed their addresses.
     """
     headers = {"Content-Type": "application/json"}
     proved = worker.load.flags & Flag.URL or worker.proof == "warming"
@@ -232,7 +232,7 @@ def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str,
 
 
 async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
-    """The same incarnation of a worker as Redis has it now, or None. Raises FleetUnavailable."""
+    """Read the worker anew; None if it has left or joined again since. Raises FleetUnavailable."""
     for fresh in await pool.fleet.workers.read():
         if fresh.worker_id == worker.worker_id and fresh.record.get("nonce") == worker.record.get("nonce"):
             return fresh
@@ -240,7 +240,7 @@ async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
 
 
 def random_text(pieces: int) -> str:
-    """A new text of so many words, whose first letters differ from those of any request before."""
+    """Make a text of ``pieces`` words, whose random first letters differ from those of any request before."""
     words = ["".join(random.choices(LETTERS, k=random.randrange(3, 9))) for _ in range(pieces)]
     return (
         " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
@@ -248,7 +248,7 @@ def random_text(pieces: int) -> str:
 
 
 def _unhashed(worker: WorkerView, error: Exception) -> Result:
-    """Why no prompt can be matched with this worker's blocks: it keeps none, or they are hashed in an unknown way."""
+    """Say why no prompt can match this worker's blocks: it keeps none, or hashes them in an unknown way."""
     kept = UNMATCHED.get((worker.record.get("scheme") or {}).get("algorithm", ""))
     if kept is not None:
         return Result("identity", "unmatched", f"{kept}: it is chosen by load")
@@ -256,7 +256,7 @@ def _unhashed(worker: WorkerView, error: Exception) -> Result:
 
 
 def _of_tokens(worker: WorkerView, hasher: Hasher | None) -> Question:
-    """A question of random token ids. hasher: None if the worker's scheme is not known here."""
+    """Make a question of random token ids. hasher: None if the worker's scheme is not known here."""
     size = hasher.scheme.block_tokens if hasher else 16
     limit = int(worker.record.get("max_model_len") or 0) or 2 * size + 2
     blocks = max(1, min(2, (limit - 2) // size))
@@ -270,7 +270,7 @@ def _split(packed: bytes) -> tuple[bytes, ...]:
 
 
 def _prompt_tokens(answer: bytes) -> int | None:
-    """The engine's count of prompt tokens; None if the answer has none."""
+    """Read the engine's count of prompt tokens; None if the answer has none."""
     try:
         return int(orjson.loads(answer)["usage"]["prompt_tokens"])
     except (ValueError, KeyError, TypeError):
@@ -278,9 +278,9 @@ def _prompt_tokens(answer: bytes) -> int | None:
 
 
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
-    """Ask Redis to note the blocks that the stream reports. Returns the questions without blocks that the worker holds.
+    """Ask Redis to note the blocks that the stream reports; return the questions without blocks that the worker holds.
 
-    Such held blocks are the first blocks of a chat template, for instance: no stream reports them again.
+    Held blocks, for example the first of a chat template, are left out because no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(sent, hashes=tuple(block for block in sent.hashes if not next(held))) for sent in questions]
@@ -291,7 +291,7 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
 
 
 async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
-    """The parts of which the stream has not reported all blocks; None if Redis has lost the notes."""
+    """Return the questions' parts of which the stream has not reported all blocks; None if Redis lost the notes."""
     awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     if awaited is None:
         return None
@@ -316,7 +316,7 @@ def _hashes(questions: Sequence[Question]) -> list[bytes]:
 
 
 def _incomplete(pool: Pool, worker: WorkerView) -> bool:
-    """Whether the worker's index lacks blocks: its snapshot is on its way, or Redis had no memory for them."""
+    """Whether the worker's index lacks blocks, as its snapshot is under way or Redis had no memory for them."""
     truth = worker.record.get("truth") or {}
     return bool(
         pool.fleet.upkeep.last_tick.short

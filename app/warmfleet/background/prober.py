@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.prober")
 
-AT_ONCE = 64  # probes of one replica, each with a small request and a connection to Redis
-SOON_S = 1.0  # after a first probe that learned nothing: without any result the worker takes no requests
-SPREAD = 1.2  # largest ratio of two replicas' intervals: they differ, so that mostly one replica probes
+AT_ONCE = 64  # most probes that one replica runs at a time, each with small requests and a connection to Redis
+SOON_S = 1.0  # time until a first probe that learned nothing is repeated, as the worker takes no requests until then
+SPREAD = 1.2  # largest ratio of two replicas' intervals, which differ so that mostly one replica probes
 #: The states in which a probe can be due, the most urgent first.
 URGENCY = {
     WorkerState.PENDING: 0,
@@ -58,7 +58,7 @@ class Prober:
         self._metrics = metrics
         self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Per incarnation (see ``round``): when the next probe may begin, and the pause after that one.
+        #: Per incarnation (its name in ``round``): when the next probe may begin, and the pause after that probe.
         self._next: dict[str, tuple[float, float]] = {}
         self._first_seen: dict[str, float] = {}  # per incarnation, monotonic seconds
         self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
@@ -144,7 +144,7 @@ class Prober:
             del self._running[name]
 
     async def _result(self, pool: Pool, worker: WorkerView) -> Result:
-        """The result to record; with an empty proof, nothing is recorded."""
+        """Probe the worker and return the result; if its proof is empty, nothing is to be recorded."""
         differs, ready = _differs(pool.view, worker), _identity_ready(pool.view)
         proved_before = not worker.state.unproved
         if differs and proved_before:
@@ -193,7 +193,7 @@ def _identity_ready(view: View) -> bool:
 
 
 def _differs(view: View, worker: WorkerView) -> str:
-    """Why prompts have other token ids at this worker, judged by its files; empty if they have the same."""
+    """Say why prompts have other token ids at this worker, judged by its files; empty if they have the same."""
     reference, keys = view.reference, view.identity_keys
     if reference is None or keys.get(worker.worker_id, "") == keys.get(reference.worker_id):
         return ""

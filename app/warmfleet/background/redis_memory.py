@@ -1,7 +1,7 @@
 """Reads each model's share of used memory in Redis once per second, and passes it to the model's next tick.
 
-The tick (lua/tick.lua) decides from it whether memory is short. While it is, new blocks are not indexed. Metrics show
-the share; a beginning and an end of a shortage are logged.
+The tick (lua/tick.lua) decides by this share whether memory is short. While it is short, new blocks are not indexed.
+Metrics show the share; the beginning and the end of a shortage are logged.
 """
 
 from __future__ import annotations

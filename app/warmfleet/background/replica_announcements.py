@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Where a replica is. name: host and port, as it is listed. url: where it answers operators; empty: not known."""
+    """The address of a replica. name: host and port, for lists. url: where it answers operators; empty if not known."""
 
     name: str
     url: str = ""
@@ -31,7 +31,7 @@ class ReplicaPlace:
 class ReplicaAnnouncements:
     """Announces this replica in each of its pools.
 
-    draining: whether it is about to stop. waiting: requests that wait in it for their turn in a pool.
+    draining: returns whether it is about to stop. waiting: returns the number of requests that it queues for a pool.
     """
 
     def __init__(

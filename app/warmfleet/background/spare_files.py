@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
-LOOK_S = 30.0  # between two looks; until then a server that has just joined keeps its copy
-FORGET_S = 600.0  # between two looks at the same copies: another replica may have changed them
-KEPT = announced.MAX_SERVERS  # whole copies of equal files: no router asks more servers
-MOST_EMPTIED = 128  # servers in one look at a pool, so that it takes a tenth of a second
+LOOK_S = 30.0  # time between two looks; until the next, a server that has just joined keeps its copy
+FORGET_S = 600.0  # time until the same copies are looked at again, as another replica may have changed them
+KEPT = announced.MAX_SERVERS  # number of whole copies of equal files to keep, because no router asks more servers
+MOST_EMPTIED = 128  # most servers emptied in one look at a pool, so that it takes a tenth of a second
 
 
 class SpareFiles:
-    """Looks at the files of the servers of every pool."""
+    """Finds and empties the spare copies of files in every pool."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -56,14 +56,14 @@ class SpareFiles:
 
 
 def _servers(group: Sequence[WorkerView]) -> dict[str, Mapping[str, Any]]:
-    """The records of the servers of these workers, in the order in which routers ask them."""
+    """Return the records of the servers of these workers, in the order in which routers ask them."""
     return {str(worker.record.get("server_id", "")): worker.server or {} for worker in group}
 
 
 async def _empty(
     fleet: Fleet, servers: Mapping[str, Mapping[str, Any]], known: Mapping[Incarnation, bool]
 ) -> dict[Incarnation, bool]:
-    """Empty the copies of all of these servers behind the first KEPT whole ones; returns which are whole.
+    """Empty the copies of all of these servers behind the first KEPT whole ones; return which are whole.
 
     known: whether each was whole at the last look. A server whose copy changes now is looked at again next time.
     """

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-#: First and longest wait after a failed round; the wait doubles with each further failure. The longest is the interval
-#: of the shortest rounds: a pool that is away makes a round fail, which must still come as often for the other pools.
+#: First and longest wait after a failed round; the wait doubles with each further failure. The longest is one second,
+#: because a pool whose Redis is away makes the rounds fail that the other pools still need as often.
 RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
@@ -37,8 +37,8 @@ async def supervise(
 ) -> None:
     """Run ``work`` every ``interval_s`` seconds until cancelled; a failed round is tried again after a shorter wait.
 
-    The first round comes at once, further rounds on the beats of the interval. interval_s: 0 if ``work`` itself waits
-    until the next round is due. tag: the pool of the task, if it has a pool; its log lines name the tag.
+    The first round comes at once, further rounds on the clock's beats. interval_s: 0 if ``work`` itself waits until
+    the next round is due. tag: the pool of the task, if it has a pool; its log lines name the tag.
     retry_s: the first and the longest wait after failed rounds.
     """
     first_s, last_s = retry_s
@@ -51,7 +51,7 @@ async def supervise(
         with spell:
             while True:
                 await work()
-                spell.retry_state.attempt_number = 1  # after a good round the next failure waits first_s again
+                spell.retry_state.attempt_number = 1  # after a good round the next failure has the first wait again
                 await asyncio.sleep(interval_s and clock.until(interval_s))
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-#: Between two steps of a pool at rest. If nobody ticks for 2.5 s, nobody hears heartbeats (lua/tick.lua).
+#: Time between two steps of a pool at rest. Without a tick for 2.5 s, heartbeats count as unheard (lua/tick.lua).
 REST_STEP_S = 1.0
-REST_SHARES = 8  # moments of REST_STEP_S over which pools at rest are spread, so that Redis gets their work in parts
-REST_STREAMS = 640  # a pool with more streams does not rest: its ticks would look at each only every 4 s
+REST_SHARES = 8  # number of moments in REST_STEP_S at which pools at rest step, so that Redis gets their work in parts
+REST_STREAMS = 640  # most streams of a pool that may rest; with more, its ticks would read each only every 4 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -48,7 +48,7 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
 
 
 async def tell_again(pools: Pools) -> None:
-    """Settle outcomes that Redis did not take. Without such outcomes this asks Redis nothing."""
+    """Send Redis again the outcomes of requests that it did not take. Without such outcomes this asks Redis nothing."""
 
     async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():
@@ -62,7 +62,7 @@ async def tell_again(pools: Pools) -> None:
 
 
 async def carry_out(pools: Pools, metrics: Metrics) -> None:
-    """Tell Redis which workers are to be ejected, and which passed their trial. Without verdicts this asks nothing."""
+    """Tell Redis which workers are to be ejected, and which passed their trial; without any, ask nothing."""
 
     async def tell_model(pool: Pool) -> None:
         for worker_id, good in list(pool.outliers.verdicts.items()):
@@ -78,7 +78,7 @@ async def carry_out(pools: Pools, metrics: Metrics) -> None:
 
 
 async def clear(pools: Pools) -> None:
-    """Remove expired leases and tickets of replicas that died. Decisions do so, too, but a fleet at rest makes none."""
+    """Remove expired leases and dead replicas' queue tickets. Decisions do so, too, but a fleet at rest has none."""
 
     async def clear_model(pool: Pool) -> None:
         await pool.fleet.bookings.reap()
@@ -99,7 +99,7 @@ async def follow_policy(pools: Pools) -> None:
 
 
 async def follow_approvals(pools: Pools, templates: Templates) -> None:
-    """Run only templates in this process that the operator has approved in Redis. Raises FleetUnavailable.
+    """Let this process run only those templates that the operator has approved in Redis. Raises FleetUnavailable.
 
     If the approvals of a model cannot be read, those read last stay in force.
     """
@@ -140,7 +140,7 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], t
 async def audit(pools: Pools, metrics: Metrics, interval_s: float) -> None:
     """Compare the index with its digests, a piece at a time, until no worker is due. One replica does so at a time.
 
-    interval_s: between two audits of a worker.
+    interval_s: time between two audits of a worker.
     """
 
     async def audit_model(pool: Pool) -> None:

@@ -1,7 +1,7 @@
 """Reads the workers of every model again and again, and loads the identity that most of a model's workers announce.
 
-The tables of a view are derived again only when the standing of a worker has changed (``_standing``). In a fleet at
-rest only loads and ages change from one reading to the next.
+The tables of a view are derived again only when a worker's standing has changed, which is all but its loads and ages
+(``_standing``), because in a fleet at rest only these change from one reading to the next.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.view_reader")
 
 MAX_FAILED_LOADS = 256
-#: Pools that are read at once, and the seconds until the next ones: a reading takes a quarter of a millisecond of this
-#: process, so 64 readings at once would keep every request waiting.
+#: Most pools that are read at once, and the seconds until the next ones. A reading takes a quarter of a millisecond of
+#: this process, so 64 readings at once would keep every request waiting.
 AT_ONCE, TURN_S = 8, 0.05
 
 
@@ -59,7 +59,7 @@ class ViewReader:
         self._identities = identities
         self._settings = settings
         self._interval_s = timing.view_interval_s
-        self._rest_s = 2 * timing.view_interval_s  # between two readings of a pool at rest
+        self._rest_s = 2 * timing.view_interval_s  # time between two readings of a pool at rest
         self._load_retry_s = timing.load_retry_s
         self._metrics = metrics
         self._agreement = Agreement(metrics)
@@ -74,7 +74,7 @@ class ViewReader:
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def round(self) -> bool:
-        """Read the workers of every pool once, except of pools at rest that were read lately; whether any was read.
+        """Read the workers of every pool, except of pools at rest that were read lately; return whether any was read.
 
         Raises FleetUnavailable if a pool cannot be read.
         """
@@ -129,7 +129,7 @@ class ViewReader:
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter(), others))
 
     def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
-        """The view of these workers, derived from scratch."""
+        """Derive the view of these workers from scratch."""
         self._derived.pop(pool.tag, None)
         alive = [w for w in workers if w.heard]
         exact = [w for w in alive if w.load.scheme != TEXT_SCHEME.scheme_id]
@@ -150,7 +150,7 @@ class ViewReader:
         return view
 
     def _schemes(self, pool: Pool, workers: Sequence[WorkerView], limit: int) -> list[Hasher]:
-        """Hashers for the ``limit`` most frequent schemes of these workers, the most frequent first."""
+        """Return hashers for the ``limit`` most frequent schemes of these workers, the most frequent first."""
         holders: dict[Scheme, list[WorkerView]] = {}
         for worker in workers:
             try:
@@ -167,9 +167,9 @@ class ViewReader:
     def _identity(
         self, pool: Pool, bringers: Mapping[str, Sequence[WorkerView]]
     ) -> tuple[Identity | None, WorkerView | None]:
-        """The identity to use, and a worker that announced it.
+        """Return the identity to use, and a worker that announced it.
 
-        The identity is None if its load only begins here. The worker is None if the settings name the tokenizer.
+        The identity is None while it loads, which may begin here. The worker is None if the settings name a tokenizer.
 
         bringers: key of an identity -> the workers that announce it, the most frequent first.
         """
@@ -230,7 +230,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity by the first of these workers whose files are in Redis; some only announce files."""
+        """Build an identity from the first of these workers whose files are in Redis; some only announce files."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
@@ -260,7 +260,7 @@ class ViewReader:
 
 
 def _standing(worker: WorkerView) -> tuple[object, ...]:
-    """The values of a worker that a view is derived from; equal standings give equal views, but for loads and ages."""
+    """Return the values of a worker that decide all of a view but loads and ages; equal values give equal views."""
     load, record = worker.load, worker.record
     served = worker.server, worker.url, worker.models
     announced_by_core = record.get("scheme"), record.get("server_id"), record.get("rank"), record.get("max_model_len")

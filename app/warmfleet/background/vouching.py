@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.vouching")
 
-VOUCH_INTERVAL_S = 1.0  # between two looks which workers are quiet
-#: A worker is asked after two missing heartbeats, half an interval before it expires. Core and API server send
-#: heartbeats apart, so an earlier question could not tell a core that stands still from a server that is cut off.
+VOUCH_INTERVAL_S = 1.0  # time between two checks which workers are silent
+#: Age of the last heartbeat at which a worker is asked: two are missing, half an interval before it expires. Core and
+#: API server send theirs apart, so earlier a core that stands still could not be told from a server that is cut off.
 ASK_AFTER_S = WORKER_TTL_SECONDS - HEARTBEAT_SECONDS / 2
-ASK_AGAIN_S = HEARTBEAT_SECONDS  # between two questions to one worker
+ASK_AGAIN_S = HEARTBEAT_SECONDS  # time between two questions to one worker
 
 
 class Vouching:
@@ -76,7 +76,7 @@ class Vouching:
             logger.info("%s: nobody vouches for %s: %s", pool.tag, worker.worker_id, error)
 
     async def _answers(self, worker: WorkerView) -> bool:
-        """Whether the API server is healthy and serves the worker's models: another server may have its address now."""
+        """Ask whether the API server is healthy and serves the worker's models, as another may have its address now."""
         try:
             healthy, _ = await self._client.get(worker.url, "/health", {}, CHECK_TIMEOUT_S)
             if healthy != 200:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.waiting_models")
 
-NAMED = 4  # workers that a line names at most
+NAMED = 4  # most workers that a line names
 NO_ENGINE = (
     "%s waits for its first engine: start vLLM with the plugin and WARMFLEET_REDIS_URL, or name engines in "
     "WARMFLEET_STATIC_WORKERS; `warmfleet doctor` says what is missing"
@@ -53,7 +53,7 @@ class Waiting:
                 logger.log(logging.WARNING if lost else logging.INFO, text, *_figures(pool, text, routable))
 
     def _nobody(self, pool: Pool) -> str:
-        """The line about a pool of which no worker takes requests."""
+        """Return the line about a pool of which no worker takes requests."""
         workers = pool.view.workers
         if not workers:
             return EMPTY if self._beside(pool) else NO_ENGINE
@@ -65,7 +65,7 @@ class Waiting:
 
 
 def _text(pool: Pool) -> str:
-    """The line about a pool of which some worker takes requests."""
+    """Return the line about a pool of which some worker takes requests."""
     if pool.usable:
         return SERVED
     announced = any(worker.server and worker.server.get("artifacts") for worker in pool.view.workers)

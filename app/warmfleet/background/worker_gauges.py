@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Gauge, Metrics
     from warmfleet.pools.served_models import Pools
 
-MAX_VERSION = 64  # characters of an engine's version, which comes from its record
+MAX_VERSION = 64  # most characters shown of an engine's version, which comes from its record
 
 
 def set_worker_gauges(pools: Pools, metrics: Metrics) -> None:

@@ -85,7 +85,7 @@ CAUSES: Mapping[str, str] = {
 
 
 def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
-    """The meaning of a worker's state, and its cause as far as that is known.
+    """Explain the meaning of a worker's state, and its cause as far as that is known.
 
     model: the tag of its model. moved_to: another pool in which the worker is heard, which explains its absence here.
     """
@@ -108,7 +108,7 @@ def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
 
 
 def remedy(worker: WorkerView, model: str, moved_to: str = "") -> str:
-    """The remedy of this worker's state; empty if none is needed. model, moved_to: as in ``why``."""
+    """Return the remedy of this worker's state; empty if none is needed. model, moved_to: as in ``why``."""
     state, cause = worker.state, str(worker.record.get("cause", ""))
     if moved_to:
         return ""

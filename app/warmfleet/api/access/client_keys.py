@@ -1,4 +1,4 @@
-"""The keys of clients, by a file of the operator with their hashes, read again whenever the file changes."""
+"""The keys of clients. The operator's file holds their hashes, and is read again whenever it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from warmfleet.metrics import Metrics
 
-MAX_FILE_BYTES = 16_777_216  # some 100,000 keys
+MAX_FILE_BYTES = 16_777_216  # largest file of keys, with some 100,000 of them
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = frozenset({"name", "sha256", "models", "expires", "concurrency", "tokens_per_minute"})
@@ -46,7 +46,7 @@ class ClientKey:
         return self.models is None or model in self.models
 
 
-#: Stands for every client of a replica that asks for no keys.
+#: The key that stands for every client of a replica that asks for no keys.
 ANYBODY = ClientKey("")
 
 
@@ -65,14 +65,14 @@ class ClientKeys:
             self._read_if_changed()
 
     async def follow(self) -> None:
-        """Read the file if it changed. Raises BadArgument if it cannot be used: the last good keys stay in force."""
+        """Read the file if it changed. Raises BadArgument if it cannot be used; the last good keys then stay valid."""
         await asyncio.to_thread(self._read_if_changed)
 
     def client(self, headers: Sequence[tuple[bytes, bytes]]) -> ClientKey:
-        """The key of a request, ANYBODY if none is needed. Raises Unauthorized.
+        """Return the key of a request, or ANYBODY if none is needed. Raises Unauthorized.
 
         The key is the bearer token of Authorization. Only without that header it is X-Api-Key, by which clients of
-        Anthropic's API send it. A header that comes twice holds no key.
+        Anthropic's API send it. If the header comes twice, the request counts as one without a key.
         """
         if not self.required:
             return ANYBODY
@@ -82,7 +82,7 @@ class ClientKeys:
         else:
             given = [value for name, value in headers if name == b"x-api-key"]
             key = given[0] if given else b""
-        # The time of the look-up reveals nothing: no client can make hashes that resemble a given hash.
+        # The time of the look-up reveals nothing, because no client can make hashes that resemble a given hash.
         found = self._keys.get(hashlib.sha256(key).digest()) if key and len(given) == 1 else None
         if found is None:
             raise Unauthorized("This needs a valid API key, as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.")
@@ -91,7 +91,7 @@ class ClientKeys:
         return found
 
     def limits_of(self, name: str) -> ClientLimits | None:
-        """The limits of a client whose key a gateway has checked; of several keys with its name the first."""
+        """Return the limits of a client whose key a gateway has checked: of several keys with its name the first's."""
         return self._limits.get(name)
 
     def _read_if_changed(self) -> None:
@@ -111,7 +111,7 @@ class ClientKeys:
 
 
 def parse(data: bytes) -> dict[bytes, ClientKey]:
-    """The keys of a file by their digests. Raises ValueError that names the line without repeating it.
+    """Parse the keys of a file, by their digests. Raises ValueError that names the line without repeating it.
 
     Each line is a JSON object. Empty lines, and those that begin with ``#``, are left out.
     """

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 Headers = list[tuple[bytes, bytes]]
 
-MAX_AGE_S = 600  # a browser may keep the answer to a preflight for so long
+MAX_AGE_S = 600  # longest time for which a browser may keep the answer to a preflight
 SHOWN = b"x-request-id, retry-after, x-warmfleet-worker, x-warmfleet-matched-tokens, x-warmfleet-prompt-tokens"
 
 
@@ -21,7 +21,7 @@ class Cors:
         self._origins = frozenset(origin.encode("latin-1") for origin in origins)
 
     def allowed(self, raw: Headers) -> bytes:
-        """The request's origin if its answer may be read there, else b""."""
+        """Return the request's origin if pages of that origin may read the answer, else b""."""
         if not self._origins:
             return b""
         origin = next((value for name, value in raw if name == b"origin"), b"")
@@ -29,7 +29,7 @@ class Cors:
 
     @staticmethod
     def preflight(method: bytes, raw: Headers, origin: bytes) -> Headers | None:
-        """The headers of the answer to a browser that asks first whether it may send a request; None for any other."""
+        """Return the headers of the answer to a browser that asks whether it may send a request; None for any other."""
         asked = dict(raw)
         if method != b"OPTIONS" or b"access-control-request-method" not in asked:
             return None
@@ -43,7 +43,7 @@ class Cors:
 
     @staticmethod
     def shown(origin: bytes) -> Headers:
-        """The headers that let a page of ``origin`` read the answer."""
+        """Return the headers that let a page of ``origin`` read the answer."""
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", SHOWN),

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from warmfleet.settings import Settings
 
-#: Addresses of processes on the own host. Sidecars use others of 127.0.0.0/8: Istio's requests come from 127.0.0.6.
+#: Addresses of processes on the own host. Sidecars use others of 127.0.0.0/8; Istio's, for example, 127.0.0.6.
 OWN_ADDRESSES = frozenset(("127.0.0.1", "::1", "::ffff:127.0.0.1"))
-#: Beginnings of headers by which a proxy tells that it passes a request on, or a browser that a page elsewhere asks.
+#: Prefixes of headers that show that a proxy passed the request on, or that a page of another origin sent it.
 PASSED_ON = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"l5d-", b"via", b"cf-connecting-ip", b"origin")
 OWN_HOST_ONLY = (
     "Without WARMFLEET_ADMIN_KEY only the replica's own host is answered here (http://127.0.0.1), because this fleet "
@@ -46,7 +46,7 @@ class Operators:
         self.hides = settings.explain_key is None
 
     def may_read_sums(self, request: HTTPRequest) -> None:
-        """Raises Unauthorized."""
+        """Check a request for sums over all requests. Raises Unauthorized."""
         given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
         if self._key and not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether Host names the own host; a page of another origin could make a browser send other names."""
+    """Whether Host names the own host. It must, because a foreign page can make a browser send other names."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
@@ -83,7 +83,7 @@ def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def without_requests(model: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a model, of ``/workers`` or the status page, without the fields about single requests."""
+    """Return the figures of a model, of ``/workers`` or the status page, without the fields about single requests."""
     shown = {name: [] if name == "decisions" else value for name, value in model.items()}
     if model["queue"] is not None:
         shown["queue"] = model["queue"] | {"next": None}
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
     """Whether this is an address of the own host, also if it is an IPv4 address in the form of IPv6."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # of a socket without addresses
+    except ValueError:  # the host of a socket without addresses
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

@@ -1,1 +1,1 @@
-"""How a replica listens: its doors, TLS, and its place among others on the same ports."""
+"""How a replica listens: its sockets (doors), TLS, and the parent that runs several replicas on the same ports."""

@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.listening")
 
 READY, ALIVE = b"ready\n", b"alive\n"
-HEARTBEAT_S = 1.0  # between two reports that the replica is alive
+HEARTBEAT_S = 1.0  # time between two reports that the replica is alive
 READY_LOOK_S = 0.05
-LAST_REQUESTS_S = 0.2  # a health check on a connection that was accepted just now must not hear of draining
+LAST_REQUESTS_S = 0.2  # time before draining, so that a health check on a connection just accepted hears nothing of it
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The sockets that a replica listens on: the indices of those for clients, and whether those for operators, too."""
+    """The sockets to listen on: the indices of those for clients, and whether to listen on those for operators, too."""
 
     clients: tuple[int, ...] = ()
     operators: bool = False
 
     def line(self) -> bytes:
-        """The line by which the parent sends these."""
+        """Write the line by which the parent sends this."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> Listening:
-        """The sockets that such a line names."""
+        """Parse such a line."""
         told = json.loads(line)
         return cls(tuple(told["clients"]), operators=told["operators"])
 
 
-RETIRED = Listening()  # the order to a replica that another one replaces
+RETIRED = Listening()  # the order to stop, for a replica that another one replaces
 
 
 class Parent:
-    """The replica's end of the line."""
+    """The replica's end of the line to its parent."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line

@@ -3,7 +3,7 @@
 Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
 worker whichever replicas list it. The fleet has the engines of all lists. An engine that leaves a list drains and is
 forgotten a round later, unless another replica lists it. An engine that the fleet has already, by its plugin or under
-another URL, is no second worker (``known_engines``).
+another URL, does not become a second worker (``known_engines``).
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-#: Checks at once; more if this number could not check all engines in ROUND_S while none of them answers. A round ends
-#: with its slowest check, and engines must be checked again within 15 s.
+#: Number of checks that run at a time, or more if a round in which no engine answers would take over ROUND_S. A round
+#: ends with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
-#: Engines with a failed last check that a round asks again, in turn and beside the others, so that dead entries never
-#: make a round longer than a single such check. Each of 200 dead engines is asked about once in a minute.
+#: Most engines with a failed last check that a round asks again, in turn and beside the others, so that dead entries
+#: make a round no longer than one such check. For example, each of 200 dead engines is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # of an interval: a load that another replica read within this time is not read again
+TOLD_LATELY = 0.8  # share of an interval within which a load that another replica read is not read again
 NAME_CHARACTERS = 64
-#: Most blocks of an engine's mirror in Redis, and its size if the engine's cache is not known: with blocks of 16 tokens
-#: these are 5 million tokens, more than a GPU holds, and take at most 60 MB.
+#: Most blocks of an engine's mirror (the blocks that its cache likely holds) in Redis, and its size if that of the
+#: cache is not known. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
-REASON_CHARACTERS = 200  # of a failed check, in its worker's record
+REASON_CHARACTERS = 200  # most characters of a failed check's reason, in its worker's record
 MAX_COUNT = 2**31  # largest context in tokens that is believed, as for the plugin
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
-    """The last check of an engine that passed.
+    """The last check that an engine passed.
 
-    facts: as read at ``facts_at``. failing_since: None if there was no failed check since. Both in monotonic seconds.
+    facts: as read at ``facts_at``. failing_since: time of the first failed check since, or None. Monotonic seconds.
     """
 
     pool: Pool
@@ -204,11 +204,11 @@ class StockEngines:
         await last.pool.fleet.workers.register(worker_id(url), last.record, last.capacity_blocks, check)
 
     def _works(self, url: str, pool: Pool) -> bool:
-        """Whether the engine has sent something to this replica lately, or may do so soon."""
+        """Whether the engine has sent something to this replica lately, or may do so soon, so that it is not dead."""
         return pool.tries.sends(worker_id(url), time.perf_counter(), STILL_S)
 
     async def _stand_back(self, url: str, holder: str, last: CheckedEngine | None) -> None:
-        """Let another worker have the engine: this URL's own worker, if any, ends as soon as nothing runs there."""
+        """Leave the engine to another worker; this URL's own worker, if any, ends as soon as nothing runs there."""
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
@@ -222,7 +222,7 @@ class StockEngines:
         self._checked.pop(url, None)
 
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
-        """Whether the engine takes requests. Its process may be new since the last check, with other paths."""
+        """Ask whether the engine takes requests. Its process may be new since the last check, with other paths."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
         read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._timing.health_interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
@@ -283,10 +283,10 @@ class StockEngines:
         return CheckedEngine(pool, record, blocks, facts, facts_at)
 
     def _pool_of(self, url: str, models: Sequence[str], last: CheckedEngine | None) -> Pool:
-        """The pool of an engine that serves these models; if none has such a name, its pool so far. Raises ValueError.
+        """Choose the pool of an engine with these models; if none has such a name, its pool so far. Raises ValueError.
 
-        Of several pools the URL chooses by rendezvous hashing: all replicas take the same pool, and a new or removed
-        pool moves few engines.
+        Of several pools, rendezvous hashing of the URL chooses one, so that all replicas take the same pool, and a new
+        or removed pool moves few engines.
         """
         served = self._pools.served
         tags = {*models, *map(tag_of, models)}
@@ -301,8 +301,8 @@ class StockEngines:
         return max(serving, key=lambda pool: weight(pool.tag, url))
 
     async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
-        """The facts that the engine reports. All replicas must read equal facts, so the facts stay as known while the
-        engine does not answer; without known facts that raises UpstreamError or ValueError."""
+        """Read the facts that the engine reports. All replicas must have equal facts, so if it does not answer, the
+        known facts are returned; without known facts, UpstreamError or ValueError is raised."""
         try:
             timeout_s = self._timing.check_timeout_s
             status, page = await self._client.get(url, "/metrics", self._headers, timeout_s)
@@ -322,7 +322,7 @@ class StockEngines:
 
 
 def _cause(error: Exception) -> str:
-    """The cause of a failed check, as a key of STOCK_REMEDIES in background/worker_words."""
+    """Return the cause of a failed check, as a key of STOCK_REMEDIES in background/worker_words."""
     if isinstance(error, UpstreamGone):
         return "late" if error.late else "away"
     return "locked" if isinstance(error, LockedError) else "ill"
@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
 
 
 def _told_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of an engine's /v1/models besides names: the longest context, and the models of adapters."""
+    """Return the facts of an engine's /v1/models besides names: the longest context, and the models of adapters."""
     told: dict[str, Any] = {}
     limit = max((_count(entry.get("max_model_len")) for entry in entries), default=0)
     if limit:
@@ -349,7 +349,7 @@ def _count(value: Any) -> int:
 
 
 def worker_id(url: str) -> str:
-    """The name of a stock engine: host and port, and a digest of its URL if it has a path or a long host name."""
+    """Name a stock engine: by host and port, and a digest of its URL if it has a path or a long host name."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import orjson
 
-BLOCK_TOKENS = 16  # vLLM's default, which also stands for an engine that reports no size
+BLOCK_TOKENS = 16  # tokens of a block by vLLM's default, which is taken for every engine that reports no size
 _VALUE = rb"(?:\{[^}\n]*\})? ([0-9.eE+-]+)"
 _VLLM = re.compile(rb"^vllm:cache_config_info\{([^}\n]*)\}", re.MULTILINE)
 _VLLM_BLOCK_TOKENS = re.compile(rb'\bblock_size="(\d+)"')
@@ -23,7 +23,7 @@ TGI_FACTS = "/info"
 
 
 class EngineFacts(NamedTuple):
-    """cache_tokens: size of the cache, 0: not reported. started: Unix time of the process, 0: not reported.
+    """An engine's facts. cache_tokens: size of the cache; started: Unix time of the process's start; 0: not reported.
 
     asks_info: whether ``/info`` has the size of the cache (``from_info``). identity: by ``identity_of``.
     """
@@ -36,7 +36,7 @@ class EngineFacts(NamedTuple):
 
 
 def from_metrics(page: bytes) -> EngineFacts:
-    """The facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: vLLM's
+    """Read the facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: vLLM's
     sizes are added; of the others' the largest counts, as their pages do not show which lines are ranks."""
     block_tokens, cache_tokens = BLOCK_TOKENS, 0
     for config in _VLLM.findall(page):
@@ -52,7 +52,7 @@ def from_metrics(page: bytes) -> EngineFacts:
 
 
 def identity_of(page: bytes) -> str:
-    """The figures on a page of /metrics that identify its process; empty if there are none.
+    """Return the figures on a page of /metrics that identify its process; empty if there are none.
 
     The client library for Python writes when the process started, in hundredths of a second, and when it made each
     counter, in microseconds. Engines that a script starts together may have the first in common, not both.
@@ -66,7 +66,7 @@ def identity_of(page: bytes) -> str:
 
 
 def from_info(facts: EngineFacts, page: bytes) -> EngineFacts:
-    """The facts with the cache size by the ``/info`` of a TGI server. A page that cannot be read changes nothing."""
+    """Return the facts with the cache size by a TGI server's ``/info``. A page that cannot be read changes nothing."""
     try:
         tokens = int(orjson.loads(page)["max_batch_total_tokens"])
     except (ValueError, KeyError, TypeError):
@@ -75,12 +75,12 @@ def from_info(facts: EngineFacts, page: bytes) -> EngineFacts:
 
 
 def _largest(pattern: re.Pattern[bytes], page: bytes) -> int:
-    """The largest value of a metric as a whole number, 0 if it has none."""
+    """Return the largest value of a metric as a whole number, 0 if it has none."""
     return int(max(_values(pattern, page), default=0))
 
 
 def _values(pattern: re.Pattern[bytes], page: bytes) -> list[float]:
-    """The finite values that a pattern finds."""
+    """Return the finite values that a pattern finds."""
     values = []
     for text in pattern.findall(page):
         try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.stock.engine_list")
 
 MAX_FILE_BYTES = 1_048_576
-MAX_ENGINES = 1_024  # of one replica; later engines of the lists are left out
+MAX_ENGINES = 1_024  # most engines of one replica; later engines of the lists are left out
 LOOK_UP_TIMEOUT_S = 3.0
 
 
@@ -37,8 +37,8 @@ class EngineList:
     """The engines of all sources. A source that cannot be read keeps the engines of its last reading."""
 
     def __init__(self, entries: Sequence[str], *, read: bool = True) -> None:
-        """entries: of the setting. Raises BadArgument, also if a file cannot be used; without ``read``, ``look`` reads
-        the files, and ``problems`` names the unusable ones."""
+        """entries: the setting's. read: read the files now, and raise BadArgument for an unusable file; otherwise
+        ``look`` reads them, and ``problems`` names the unusable ones."""
         self._sources = [engine_source(entry) for entry in entries]
         self._files = {source.where: _WatchedFile(source.where) for source in self._sources if source.kind == "file"}
         self._resolved: dict[EngineSource, list[ListedEngine]] = {}
@@ -48,12 +48,12 @@ class EngineList:
 
     @property
     def problems(self) -> Iterable[str]:
-        """Why files and names of the list could not be read at the last look, a sentence each."""
+        """Return why files and names of the list could not be read at the last look, a sentence each."""
         return self._problems.values()
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of the engines that are listed by a URL, as far as the sources were read."""
+        """Return the URLs of the engines that are listed by a URL, as far as the sources were read."""
         sources = [*self._sources, *(source for file in self._files.values() for source in file.sources)]
         return [source.where for source in sources if source.kind == "url"]
 
@@ -118,14 +118,14 @@ class _WatchedFile:
         self.sources: list[EngineSource] = []
 
     def read_if_changed(self) -> None:
-        """Raises BadArgument if the file cannot be used."""
+        """Read the file if it changed. Raises BadArgument if it cannot be used."""
         found = self._file.read_if_changed(lambda data: parse(data, self._path))
         if found is not None:
             self.sources = found
 
 
 def parse(data: bytes, name: str) -> list[EngineSource]:
-    """The engines of a file called ``name``. Raises BadArgument that names the line.
+    """Parse the engines of a file called ``name``. Raises BadArgument that names the line.
 
     A line is a URL, as in the setting, or a JSON object with ``url`` and perhaps ``cache_tokens``. Empty lines, and
     those that begin with ``#``, are left out.
@@ -145,7 +145,7 @@ def parse(data: bytes, name: str) -> list[EngineSource]:
 
 
 def _as_entry(line: bytes) -> str:
-    """The line as an entry of the setting. Raises ValueError."""
+    """Convert a line to an entry of the setting. Raises ValueError."""
     if not line.startswith(b"{"):
         return line.decode()
     entry = orjson.loads(line)
@@ -158,7 +158,7 @@ def _as_entry(line: bytes) -> str:
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """The addresses behind a name: those of IPv4 if it has any, lest an engine with both versions counts twice."""
+    """Resolve a name: to addresses of IPv4 if it has any, so that an engine with both versions counts only once."""
     entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     versions = {family for family, *_ in entries}
     only = socket.AF_INET if socket.AF_INET in versions else socket.AF_INET6

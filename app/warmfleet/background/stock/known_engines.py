@@ -1,10 +1,10 @@
 """Finds listed URLs that lead to an engine of the fleet, so that the engine counts as one worker only.
 
 Two URLs lead to one engine if both give the same identity of its process (``engine_facts.identity_of``). If a URL gives
-none, they do if their connections end at the same address and port, with the same path, unless both URLs have host
-names: a proxy may route by name. A worker of the plugin or a bridge takes precedence over a listed URL after its URL
-has answered a probe, even while it drains or is paused. Of two listed URLs, the URL that is a worker already takes
-precedence; when that worker is gone, the other URL takes its place.
+none, they do if their connections end at the same address and port, with the same path, unless both URLs have different
+host names, because a proxy may route by name. A worker of the plugin or a bridge takes precedence over a listed URL
+after it has answered a probe, even while it drains or is paused. Of two listed URLs, the URL that is a worker already
+takes precedence; when that worker is gone, the other URL takes its place.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 32
-ASK_AGAIN_S = 30.0  # after an engine gave no answer
-#: How long a listed URL stands for an engine after its last check: two intervals, so that another URL of the engine
-#: takes over before the worker is gone.
+ASK_AGAIN_S = 30.0  # time until an engine that did not tell its identity is asked again
+#: Time after its last check for which a listed URL stands for its engine: two intervals of checks, so that another URL
+#: of the engine takes over before the worker is gone.
 STANDS_S = 10.5
 
 
 class EngineKey(NamedTuple):
-    """Recognizes an engine. identity: of its process, "": not known. place: the end of its connections."""
+    """Recognizes an engine. identity: of its process, "": not known. place: the address at which connections end."""
 
     identity: str
     place: Place | None
@@ -50,7 +50,7 @@ class EngineKey(NamedTuple):
         return mine.host == theirs.host or not (mine.named and theirs.named)
 
     def marks(self) -> Iterator[object]:
-        """The look-up keys of the engine: two keys of the same engine have at least one of them in common."""
+        """Yield the look-up keys of the engine, of which two EngineKeys of the same engine share at least one."""
         if self.identity:
             yield self.identity
         if self.place is not None:
@@ -97,15 +97,15 @@ class KnownEngines:
                 self._fleet.setdefault(mark, []).append(_Has(key, pool, worker))
 
     def told_s(self, tag: str, name: str) -> float:
-        """How long ago a check has read the load of this worker of that pool; infinite if none has."""
+        """Return the seconds since a check read the load of this worker of that pool; infinite if none has."""
         return self._told_s.get((tag, name), math.inf)
 
     async def key_of(self, url: str, identity: str) -> EngineKey:
-        """The key of the engine at a URL. identity: by its last /metrics there."""
+        """Make the key of the engine at a URL. identity: by its last /metrics there."""
         return EngineKey(identity, await self._client.place(url))
 
     def holder(self, url: str, key: EngineKey, tag: str, name: str) -> str:
-        """The worker that this engine is already; "" if none: then this URL stands for the engine from now on.
+        """Return the worker that already has this engine; if none, let this URL stand for the engine and return "".
 
         tag, name: the pool and the worker of the URL itself.
         """
@@ -146,7 +146,7 @@ class KnownEngines:
 
 
 async def identity_at(client: EngineClient, url: str) -> str | None:
-    """The identity of the engine's process at this URL, as ``identity_of``; None if its page could not be read."""
+    """Read the identity (``identity_of``) of the engine's process at this URL; None if its page cannot be read."""
     try:
         status, page = await client.get(url, "/metrics", {}, ASK_TIMEOUT_S)
     except WarmfleetError:
@@ -163,7 +163,7 @@ def _counts(worker: WorkerView) -> bool:
 
 
 def _goes_before(has: _Has, own: _Has | None, name: str) -> bool:
-    """Whether the listed worker ``has`` stays, not ``own``: the elder of a pool; of two pools, the first by name."""
+    """Whether the listed worker ``has`` stays instead of ``own``: the elder in one pool, else the first by name."""
     if has is own or (own is None and has.worker.worker_id == name):
         return False
     if own is None:

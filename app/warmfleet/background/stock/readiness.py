@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_client import EngineClient
 
-ASK_TIMEOUT_S = 1.0  # short, as a check already takes up to 3 s and the next round begins after 5 s
+ASK_TIMEOUT_S = 1.0  # longest wait for an answer; short, as a check takes up to 3 s, and a round begins every 5 s
 PAUSE_PATHS = {"/is_sleeping": "is_sleeping", "/is_paused": "is_paused"}  # path -> the field of its answer
-CONFIRM_S = 0.5  # between two readings of a queue that was empty or unknown before
-LONGEST_WAIT_S = 30.0  # a longer wait counts as this long
+CONFIRM_S = 0.5  # time between two readings of a queue that was empty or unknown before
+LONGEST_WAIT_S = 30.0  # longest wait that is reported; a longer one counts as this long
 #: Names in the /metrics of vLLM, SGLang, TGI and llama.cpp for requests that run, that wait, and that have ended.
 RUNNING = (
     b"vllm:num_requests_running",
@@ -42,14 +42,14 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """The answers of an engine. paused: paused or asleep. wait_s: until a new request would begin. None: no answer."""
+    """An engine's answers, None: unknown. paused: paused or asleep. wait_s: time until a new request would begin."""
 
     paused: bool | None = None
     wait_s: float | None = None
 
 
 class Figures(NamedTuple):
-    """The requests of an engine by a page of its /metrics. asleep: None if the page does not show it."""
+    """Numbers of an engine's requests by a page of its /metrics. asleep: None if the page does not show it."""
 
     running: float
     waiting: float
@@ -60,7 +60,7 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An engine's paths of PAUSE_PATHS, and its last figures."""
+    """The paths of PAUSE_PATHS that an engine has, and its last figures."""
 
     paths: Collection[str]
     figures: Figures | None = None
@@ -70,7 +70,7 @@ class Readiness:
     """Asks engines, and remembers the paths and the last figures of each."""
 
     def __init__(self, client: EngineClient, headers: Mapping[str, str], interval_s: float) -> None:
-        """interval_s: between two questions to an engine."""
+        """interval_s: time between two questions to an engine."""
         self._client = client
         self._headers = headers
         self._interval_s = interval_s
@@ -97,7 +97,7 @@ class Readiness:
         return Ready(_paused(told, figures), wait_s)
 
     async def _wait_s(self, url: str, figures: Figures, before: Figures | None) -> float:
-        """How long a new request would wait: the time for the queue, or 0 if the queue is shorter than the interval."""
+        """Estimate a new request's wait: the time that the queue takes, or 0 if that is shorter than the interval."""
         if figures.waiting < 1:
             return 0.0
         if before is None or before.waiting < 1:  # the waiting requests may have come this moment
@@ -112,7 +112,7 @@ class Readiness:
         return min(wait_s, LONGEST_WAIT_S) if wait_s >= self._interval_s else 0.0
 
     async def _pause(self, url: str, path: str) -> bool | str:
-        """Whether the engine is paused, by its own word; or ``absent`` (the engine has no such path) or ``silent``."""
+        """Ask whether the engine is paused; ``absent``: the engine has no such path; ``silent``: it does not answer."""
         try:
             status, body = await self._client.get(url, path, self._headers, ASK_TIMEOUT_S)
         except WarmfleetError:
@@ -147,7 +147,7 @@ def _paused(told: Collection[bool | str], figures: Figures | None) -> bool | Non
 
 
 def figures_of(page: bytes, now: float) -> Figures:
-    """The sums over all ranks and reasons of a page. now: when it was read, in monotonic seconds."""
+    """Add up the figures of a page over all ranks and reasons. now: when it was read, in monotonic seconds."""
     awake = [value for labels, value in _samples(page, SLEEP_STATE) if AWAKE in labels]
     running, waiting, ended = (
         sum(value for name in names for _, value in _samples(page, name)) for names in (RUNNING, WAITING, ENDED)
@@ -156,7 +156,7 @@ def figures_of(page: bytes, now: float) -> Figures:
 
 
 def _samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """Labels and value of each sample of this name. ``find`` takes a tenth of the time of a pattern."""
+    """Return labels and value of each sample of this name. ``find`` takes a tenth of the time of a pattern."""
     found, at = [], page.find(name)
     while at >= 0:
         end = page.find(b"\n", at)
