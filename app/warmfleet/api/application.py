@@ -27,20 +27,20 @@ logger = logging.getLogger("warmfleet.api")
 
 
 class ServiceApplication:
-    """The paths that a replica answers itself. access_log: None: no access log is written."""
+    """Serves the paths that a replica answers itself. access_log: None if no access log is written."""
 
     def __init__(self, starlette: Starlette, access_log: AccessLog | None = None) -> None:
         self.starlette = starlette
         self._access_log = access_log
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:  # noqa: ARG002
-        """The coroutine that answers the request. engines: whether it may be sent to an engine."""
+        """Return the coroutine that answers the request. engines: whether it may be sent to an engine."""
         return self._logged(request, answer, partial(self._serve_itself, request, answer))
 
     async def _logged(
         self, request: HttpRequest, answer: ClientAnswer, serve: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Answer and log the request. With an access log a request without an id gets an id, which its answer has.
+        """Answer and log the request. If there is an access log, a request without an id gets one, which its answer shows.
 
         serve: makes the coroutine that answers; a task that is cancelled before its first step makes none.
         """
@@ -81,7 +81,7 @@ class Application(ServiceApplication):
         await self.starlette(scope, receive, send)
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
-        """The coroutine that answers the request. engines: whether it may be sent to an engine."""
+        """Return the coroutine that answers the request. engines: whether it may be sent to an engine."""
         origin = self._cors.allowed(request.headers)
         if origin:
             preflight = self._cors.preflight(request.method, request.headers, origin)

@@ -17,7 +17,7 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer) -> None:
-    """Let ``app`` answer. Its task is cancelled when the client hangs up, so no message has to report that."""
+    """Let ``app`` answer. Its task is cancelled if the client hangs up, so ``app`` gets no message about that."""
     path, raw_path, query = request.url()
     scope: Message = {
         "type": "http",

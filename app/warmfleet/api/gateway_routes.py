@@ -67,7 +67,7 @@ class GatewayRoutes:
         self._tenant_header = settings.tenant_header.lower().encode("latin-1")
 
     def routes(self) -> list[Route]:
-        """Every path with its handler."""
+        """Return every path with its handler."""
         return [
             Route("/route", self.route, methods=["POST"]),
             Route("/settle", self.settle, methods=["POST"]),

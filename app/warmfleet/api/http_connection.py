@@ -124,7 +124,7 @@ class HttpConnection(asyncio.Protocol):
             self._shared.body_bytes -= len(self._pipelined.pop(0).body)
 
     def _cancel(self, task: asyncio.Task[None]) -> None:
-        # Cancel again until the task ends, because a library's wait_for may swallow a cancellation that meets its result.
+        # Cancel again until the task ends: a library's wait_for may swallow a cancellation that comes with its result.
         if not task.done():
             task.cancel()
             self._loop.call_later(CANCEL_AGAIN_S, self._cancel, task)
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """Check the framing after a read within a body. framing_bytes: bytes of it that were read for the ``chunks``."""
+        """Check the framing after a read within a body. framing_bytes: its bytes so far, for ``chunks`` chunks."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes

@@ -31,14 +31,14 @@ class ListedPool:
         self.created = min(filter(None, map(_since, workers)), default=0)
 
     def max_model_len(self, name: str) -> int | None:
-        """The longest context of a worker that serves this name, in tokens."""
+        """Return the longest context, in tokens, of a worker that serves this name."""
         lacking = frozenset(self._view.names.lacking(name))
         if not lacking or not self._view.limits:
             return self._longest
         return max((limit for worker, limit in self._limits.items() if worker not in lacking), default=None)
 
     def parent(self, name: str) -> str | None:
-        """The model that the adapter of this name belongs to; None if the name is no adapter's."""
+        """Return the model that the adapter of this name belongs to; None if the name is no adapter's."""
         served = self._view.names
         if name not in served.paths:
             return self._parents.get(name)
@@ -47,9 +47,9 @@ class ListedPool:
 
 
 def entries(pools: Pools, since: int) -> list[dict[str, Any]]:
-    """An entry for every name that a routable worker serves; a model without workers has its own name.
+    """Return an entry for every name that a routable worker serves; a model without workers is listed by its own name.
 
-    since: the Unix time of entries whose workers report none.
+    since: the Unix time that is shown in entries whose workers report none.
     """
     listed: Mapping[str, list[ListedPool]] = {
         model.name: [ListedPool(pool) for pool in model.pools] for model in pools.served.values()

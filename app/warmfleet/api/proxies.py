@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Proxies:
-    """A proxy for each known path, made once, and a new proxy per request to a path that only a pattern covers.
+    """Has a proxy for each known path, and makes a proxy per request to a path that only a pattern covers.
 
     ``by_target``: the proxies of known paths by the path as most clients send it.
     """
@@ -26,7 +26,7 @@ class Proxies:
         self.by_target = {path.encode(): proxy for path, proxy in self._known.items()}
 
     def of(self, path: str) -> CompletionsProxy | None:
-        """The proxy of a decoded path; None if its requests do not go to engines."""
+        """Return the proxy of a decoded path; None if its requests do not go to engines."""
         known = self._known.get(path)
         if known is not None:
             return known

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-HUNG_UP_STATUS = 499  # in place of a status: the client hung up before it was answered, as nginx has it
+HUNG_UP_STATUS = 499  # status that is logged, as by nginx, if the client hung up before it was answered
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')
 _CLOCK_OFFSET_S = time.time() - time.perf_counter()
 
 
 def ms(seconds: float) -> float:
-    """Milliseconds with one decimal, rounded down: ``round`` takes five times as long."""
+    """Return milliseconds with one decimal, rounded down, because ``round`` takes five times as long."""
     return 10_000 * seconds // 1 / 10
 
 
 def started_at(record: RequestRecord) -> float:
-    """Unix time at which the request was complete, by the system's clock as it was when this replica began."""
+    """Return the Unix time at which the request was complete, by the system's clock at this replica's start."""
     return record.began_at + _CLOCK_OFFSET_S
 
 
 def served_by(record: RequestRecord) -> TryRecord | None:
-    """The try whose answer the client got first, else the last one; None if there was none."""
+    """Return the try whose answer the client got first, else the last try; None if there was none."""
     tries = record.tries
     if len(tries) < 2:
         return tries[0] if tries else None
@@ -34,9 +34,9 @@ def served_by(record: RequestRecord) -> TryRecord | None:
 
 
 def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
-    """The facts of a request, as the table in app/docs/operate.md names them; None for what is not known.
+    """Return the facts of a request, as the table in app/docs/operate.md names them; None for unknown ones.
 
-    now: by ``time.perf_counter``, for a request that is still under way. Every line of the access log pays for this.
+    now: by ``time.perf_counter``, for a request still under way. Keep this fast: each line of the access log calls it.
     """
     ended_at, began_at, served = record.ended_at or now, record.began_at, served_by(record)
     told: dict[str, Any] = {
@@ -82,7 +82,7 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
 
 
 def queue_s(record: RequestRecord, ended_at: float) -> float:
-    """Seconds in the queue, in all tries. ended_at: the end of the wait of a try without a decision."""
+    """Add up the seconds in the queue, in all tries. ended_at: the end of the wait of a try without a decision."""
     return sum(
         (attempt.decided_at or attempt.ended_at or ended_at) - attempt.queued_at
         for attempt in record.tries
@@ -91,20 +91,20 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 
 def predicted_s(attempt: TryRecord) -> float | None:
-    """Seconds from the engine's receipt of the request until the first token: the prefill ahead, and the uncached part
-    of the prompt, at the engine's measured speed. None without a decision of Redis, and while no speed is known."""
+    """Predict the seconds from the engine's receipt of the request to the first token: the prefill ahead, and the
+    prompt's uncached part, at its measured speed. None without a decision of Redis, and while no speed is known."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
     return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:
-    """Tokens of the prompt that the engine had in its cache, by its plugin or answer; None if neither reports it."""
+    """Count the prompt's tokens that the engine's cache had, by its plugin or answer; None if neither reports it."""
     return attempt.cached_tokens if attempt.cached_tokens is not None else _number(_CACHED.search(attempt.usage))
 
 
 def output_tokens(attempt: TryRecord) -> int | None:
-    """Tokens of the answer, by the engine's own count; None if it reported none."""
+    """Return the number of the answer's tokens, as the engine counted them; None if it reported none."""
     return _number(_OUTPUT.search(attempt.usage))
 
 

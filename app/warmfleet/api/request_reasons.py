@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # of the whole time: a smaller part gets no sentence
-MUCH_S, MUCH_TIMES = 0.1, 1.5  # excess of a first byte over its prediction: a smaller excess is ignored
-FEW_TOKENS = 64  # cached tokens short of the expected ones: a smaller lack is ignored
-SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # a shorter time needs no remedy, and a shorter decision no reason
-SILENCE_S = 1.0  # in the middle of an answer: a shorter silence gets no sentence
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # least seconds, and least share of the whole time, of a part with a sentence
+MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late after this multiple of its prediction and these seconds
+FEW_TOKENS = 64  # number of tokens by which the cache may hold less than expected without a sentence about it
+SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # longest part that needs no remedy, and longest decision that needs no reason
+SILENCE_S = 1.0  # shortest silence in the middle of an answer that gets a sentence
 SO_FAR = " so far"
-FAILED_BY_FLEET = 500  # from this status on the fleet is at fault, below it the client
+FAILED_BY_FLEET = 500  # least status for which the fleet is at fault and not the client
 
 BUSY = "`warmfleet workers` shows how busy each engine is: more engines shorten the queue"
 SLOWER = "`warmfleet workers` tells the state of {0}, and its own log what it did; `warmfleet doctor` asks it"
@@ -43,7 +43,7 @@ PRESSED = "the log of {0} tells what it did then: a long prompt of another reque
 
 
 class Part(NamedTuple):
-    """A part of the time that a request took. remedy: for the case that this is the largest part."""
+    """A part of the time that a request took. remedy: the advice if this is the largest part."""
 
     seconds: float
     text: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def told(record: RequestRecord, now: float) -> dict[str, Any]:
-    """Everything about a request: its facts, its tries, sentences and remedy. now: by ``time.perf_counter``."""
+    """Return all about a request: its facts, its tries, sentences and remedy. now: by ``time.perf_counter``."""
     found = parts(record, now)
     return facts(record, now) | {
         "request_id": record.request_id,
@@ -80,14 +80,14 @@ def _attempt(attempt: TryRecord, ended_at: float) -> dict[str, Any]:
 
 
 def in_words(record: RequestRecord, found: list[Part], now: float) -> str:
-    """The sentences. found: the parts of the request's time."""
+    """Explain the request in sentences. found: the parts of its time."""
     because = "; ".join(part.text for part in found)
     sentences = [_head(record, now) + (f": {because}." if because else "."), *_after(record, now)]
     return " ".join(sentences)
 
 
 def _head(record: RequestRecord, now: float) -> str:
-    """The outcome of the request, and its time."""
+    """Say the outcome of the request, and its time."""
     took_s = (record.ended_at or now) - record.began_at
     first_at, failure = record.first_byte_at, record.failure
     if failure is not None and failure.word == HUNG_UP:
@@ -108,7 +108,7 @@ def _head(record: RequestRecord, now: float) -> str:
 
 
 def parts(record: RequestRecord, now: float) -> list[Part]:
-    """The parts of the time until the first byte, or until now, the largest first."""
+    """Return the parts of the time until the first byte, or until now, the largest first."""
     until = record.first_byte_at or record.ended_at or now
     whole_s = until - record.began_at
     found = [*_identifying(record, until)]
@@ -132,7 +132,7 @@ def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:
 
 
 def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator[Part]:
-    """The parts of a try. until: when the first byte of the answer came, else the end, else now."""
+    """Yield the parts of a try. until: when the first byte of the answer came, else the end, else now."""
     ended_at = min(attempt.ended_at or until, until)
     if attempt.queued_at:
         seconds = max(0.0, (attempt.decided_at or ended_at) - attempt.queued_at)
@@ -150,7 +150,7 @@ def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator
 
 
 def _at_engine(attempt: TryRecord, record: RequestRecord, until: float) -> Part:
-    """The time at the engine until its first byte, or until it failed."""
+    """Return the time at the engine until its first byte, or until it failed."""
     decision = attempt.decision
     worker = decision.worker_id if decision is not None else ""
     answered = 0 < attempt.first_byte_at <= until
@@ -171,7 +171,7 @@ def _at_engine(attempt: TryRecord, record: RequestRecord, until: float) -> Part:
 
 
 def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predicted: float | None) -> tuple[str, str]:
-    """Compares an engine's time with the predicted one; returns the words and the remedy."""
+    """Compare an engine's time with the predicted one; return the words and the remedy."""
     decision, to = attempt.decision, "to its first byte" if record.streams else "to its whole answer"
     if decision is None or predicted is None:
         why = "it was chosen without Redis" if attempt.fallback else "its speed is not known yet"
@@ -197,7 +197,7 @@ def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predict
 
 
 def _after(record: RequestRecord, now: float) -> Iterator[str]:
-    """Sentences about the time after the first byte."""
+    """Yield sentences about the time after the first byte."""
     first_at, served = record.first_byte_at, served_by(record)
     if not first_at or served is None:
         return
@@ -224,7 +224,7 @@ def _after(record: RequestRecord, now: float) -> Iterator[str]:
 
 
 def shown(seconds: float) -> str:
-    """A time in words."""
+    """Say a time in words."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1_000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1_000 * seconds:.1f} ms"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Health:
-    """Whether this replica drains: a stop signal sets ``draining``."""
+    """Holds whether this replica drains (``draining``), which a stop signal sets."""
 
     draining = False
 
@@ -57,11 +57,11 @@ class ServiceRoutes:
         self._since = int(time.time())
 
     def for_clients(self) -> list[Route]:
-        """The paths that clients use, with their handlers."""
+        """Return the paths that clients use, with their handlers."""
         return [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.model)]
 
     def for_operators(self) -> list[Route]:
-        """The paths that tell about requests of all clients, with their handlers."""
+        """Return the paths that tell about requests of all clients, with their handlers."""
         return [
             Route("/metrics", self.metrics),
             Route("/workers", self.workers),
@@ -70,7 +70,7 @@ class ServiceRoutes:
         ]
 
     def for_everybody(self) -> list[Route]:
-        """The paths that balancers and browsers ask for, with their handlers."""
+        """Return the paths that balancers and browsers ask for, with their handlers."""
         return [
             Route("/health", self.readyz),
             Route("/ping", self.readyz, methods=["GET", "POST"]),
@@ -93,7 +93,7 @@ class ServiceRoutes:
         raise self._pools.not_found(name, self._keys.client(request.headers.raw).models)
 
     def _models(self, request: HTTPRequest) -> list[dict[str, Any]]:
-        """Raises Unauthorized."""
+        """Return the models that this client may use. Raises Unauthorized."""
         client = self._keys.client(request.headers.raw)
         return [entry for entry in entries(self._pools, self._since) if client.may_use(entry["id"])]
 

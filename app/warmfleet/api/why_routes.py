@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 ORDERS = ("slowest", "last", "failed")
 USUAL_COUNT, MOST = 10, 100
-MAX_ID = 512  # characters of an id to look for: a client's id, with the additions of routers and engines
+MAX_ID = 512  # most characters of an id to look for, which is a client's id with additions of routers and engines
 
 
 class WhyRoutes:
-    """Handlers for Starlette."""
+    """The handler of ``/why`` for Starlette."""
 
     def __init__(self, last: LastRequests, replica: str, operators: Operators) -> None:
         """replica: the name of this replica in the fleet."""
@@ -35,7 +35,7 @@ class WhyRoutes:
         self._operators = operators
 
     def routes(self) -> list[Route]:
-        """Every path with its handler."""
+        """Return every path with its handler."""
         return [Route("/why", self.why)]
 
     async def why(self, request: HTTPRequest) -> Response:

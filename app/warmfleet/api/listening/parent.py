@@ -22,7 +22,7 @@ logger = logging.getLogger("warmfleet.api.listening")
 READY, ALIVE = b"ready\n", b"alive\n"
 HEARTBEAT_S = 1.0  # time between two reports that the replica is alive
 READY_LOOK_S = 0.05
-LAST_REQUESTS_S = 0.2  # time before draining, so that a health check on a connection just accepted hears nothing of it
+LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, so that no new health check hears of draining
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The listening side of a replica: the doors for clients and for operators, and how they close."""
+"""The listening side of a replica: its sockets (doors) for clients and for operators, and how they close."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.api.listening")
 
-AT_ONCE_S = 2.0  # after a second SIGINT: longest wait for the background tasks, which end in milliseconds
-BACKLOG = 2_048  # connections that the kernel keeps until the replica accepts them
+AT_ONCE_S = 2.0  # longest wait, after a second SIGINT, for the background tasks, which end in milliseconds
+BACKLOG = 2_048  # most connections that the kernel keeps until the replica accepts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Sockets:
 
 
 def operators_address(sockets: Sockets, redis_url: str) -> tuple[str, int]:
-    """Host and port at which this replica answers operators.
+    """Return host and port at which this replica answers operators.
 
     If it listens on every address of its machine, the host is the address from which the machine reaches Redis.
     """
@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
             handler.flush()  # uvicorn raises the signal again, which may end the process at once
 
     async def _end_at_once(self) -> None:
-        """After a second SIGINT uvicorn ends neither requests nor the lifespan, whose end would look like a bug."""
+        """End requests and the lifespan after a second SIGINT; uvicorn does not, so their end would look like a bug."""
         for task in self.server_state.tasks:
             task.cancel()
         with suppress(TimeoutError):

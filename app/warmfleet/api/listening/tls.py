@@ -1,4 +1,4 @@
-"""TLS for clients: the certificate of this replica and its key, read again whenever their files change."""
+"""TLS for clients: reads the certificate of this replica and its key, again whenever their files change."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HTTP = ["http/1.1"]
 
 
 class ServerTls:
-    """Contexts for TLS 1.2 and newer. Connections keep the certificate with which they began."""
+    """TLS contexts, for TLS 1.2 and newer. Connections keep the certificate with which they began."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Raises BadArgument that says which file cannot be used, and why."""
+        """Read the files. Raises BadArgument that says which file cannot be used, and why."""
         self._files = {"TLS_CERT": settings.tls_cert, "TLS_KEY": settings.tls_key}
         if settings.tls_client_ca:
             self._files["TLS_CLIENT_CA"] = settings.tls_client_ca
@@ -32,7 +32,7 @@ class ServerTls:
         self.for_operators = self._listening(requires_certificate=False)
 
     async def follow(self) -> None:
-        """Read the files if one changed. Raises BadArgument if they cannot be used: the last good ones stay in use."""
+        """Read the files if one changed. Raises BadArgument if they cannot be used; the last good ones stay in use."""
         await asyncio.to_thread(self._read_if_changed)
 
     def _read_if_changed(self) -> None:
@@ -42,11 +42,11 @@ class ServerTls:
             self._seen = state
 
     def _listening(self, *, requires_certificate: bool) -> ssl.SSLContext:
-        """A context for a listener; each handshake takes the certificate, and the authority of clients, in use then."""
+        """Make a listener's context, whose handshakes take the certificate and clients' authority as last read."""
         context = _server_context()
         if requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED
-            # A resumed session would not ask for the certificate again, even if its authority is not trusted by then.
+            # A resumed session would not ask for the client's certificate, even if its authority has lost trust since.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
         context.sni_callback = self._use_current
@@ -56,7 +56,7 @@ class ServerTls:
         handshake.context = self._current
 
     def _state(self) -> tuple[tuple[int, ...], ...]:
-        """A value that changes whenever a file changes. Raises BadArgument."""
+        """Return a value that changes whenever a file changes. Raises BadArgument."""
         states = []
         for name, path in self._files.items():
             try:
@@ -67,7 +67,7 @@ class ServerTls:
         return tuple(states)
 
     def _read(self) -> ssl.SSLContext:
-        """A context made of the files as they are now. Raises BadArgument."""
+        """Make a context of the files as they are now. Raises BadArgument."""
         marks = {
             "TLS_CERT": b"-BEGIN CERTIFICATE-",
             "TLS_CLIENT_CA": b"-BEGIN CERTIFICATE-",
@@ -116,7 +116,7 @@ def _no_password() -> str:
 
 
 def _end_of(context: ssl.SSLContext, certificate: str) -> float:
-    """The Unix time at which the certificate of ``context`` ends, found by a handshake in memory.
+    """Return the Unix time at which the certificate of ``context`` ends, by a handshake in memory.
 
     Raises SSLCertVerificationError if a client would refuse the certificate, whatever authority it trusts.
     """

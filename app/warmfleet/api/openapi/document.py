@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 PATH = "/openapi.json"
 HEALTH = frozenset({"/health", "/ping", "/readyz"})
-KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # paths that need a client's key besides the paths of engines
-#: Errors of any request, of a request with a body, and of a request that is placed at a worker.
+KEYED = frozenset({"/v1/models", "/v1/models/{model}"})  # the paths that need a client's key as engines' paths do
+#: Possible errors of any request, of a request with a body, and of a request that is placed at a worker.
 ANY_FAULT = (errors.BadRequest, errors.NotFound, errors.MethodNotAllowed, errors.HeadersTooLarge)
 BODY_FAULTS = (errors.TooLarge, errors.UnsupportedCoding, errors.UploadsFull)
 PLACING = (
@@ -52,7 +52,7 @@ ENGINE_FAULTS = (errors.UpstreamGone, errors.EngineTimeout, errors.TooManyConnec
 
 
 def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> list[Route]:
-    """These routes, and a route for the port's document. engine_paths: the port passes these on."""
+    """Return these routes, and a route for the port's document. engine_paths: the paths that the port passes on."""
 
     async def openapi(_request: HTTPRequest) -> Response:
         """The OpenAPI document of all that this port takes."""
@@ -64,7 +64,7 @@ def documented(routes: Sequence[Route], engine_paths: Iterable[EnginePath], sett
 
 
 def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settings: Settings) -> bytes:
-    """The document of a port with these routes, which passes on requests to ``engine_paths``."""
+    """Build the document of a port with these routes, which passes on requests to ``engine_paths``."""
     answers = _engine_answers()
     paths = {path.path: _engine_path(path, answers, settings) for path in engine_paths}
     for route in routes:
@@ -95,7 +95,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
 
 
 def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -> Json:
-    """The entry of a path of engines. answers: statuses of its answers."""
+    """Build the entry of a path whose requests go to engines. answers: the statuses that it lists."""
     needed = path.form in ("completions", "chat")
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
     if path.takes_all_types:
@@ -155,7 +155,7 @@ def _answer(path: str) -> Json:
 
 
 def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
-    """The error answers by status. engines: engines answer there, too, in their own form."""
+    """Return the error answers by status. engines: whether engines answer there, too, in their own form."""
     by_status: dict[str, list[type[WarmfleetError]]] = {}
     listed: list[type[WarmfleetError]] = [*faults, errors.Unauthorized]
     for fault in listed:
@@ -173,13 +173,13 @@ def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
 
 
 def _error(codes: Sequence[str]) -> Json:
-    """The body of an error of the router with one of these codes."""
+    """Return the schema of the body of an error of the router with one of these codes."""
     fields = {"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": {"enum": [*codes]}}
     told = {"type": "object", "required": [*fields], "properties": fields}
     return {"type": "object", "required": ["error"], "properties": {"error": told}}
 
 
-#: The body of an error of the router or of an engine.
+#: The schema of the body of an error of the router or of an engine.
 ERROR: Json = {
     "type": "object",
     "required": ["error"],

@@ -32,7 +32,7 @@ MODEL: Json = {
         "max_model_len": {"type": ["integer", "null"]},
     },
 }
-#: The router's own answers with status 200, by path.
+#: The schemas of the router's own answers with status 200, by path.
 OWN_ANSWERS: dict[str, Json] = {
     "/v1/models": {
         "type": "object",
@@ -94,7 +94,7 @@ OWN_ANSWERS: dict[str, Json] = {
     "/settle": {"type": "object", "required": ["result"], "properties": {"result": TEXT}},
     "/renew": {"type": "object", "required": ["expires_in_s"], "properties": {"expires_in_s": {"type": "number"}}},
 }
-#: Types as vLLM's request models read them: a number may be a text or a boolean, a boolean a word or a number.
+#: Types that vLLM's request models accept: for a number also a text or a boolean, for a boolean a word or a number.
 NUMBER: Json = {"type": ["integer", "number", "string", "boolean", "null"]}
 FLAG: Json = {"type": ["boolean", "integer", "number", "string", "null"]}
 PROMPT: Json = {
@@ -181,7 +181,7 @@ OWN_PARAMETERS: dict[str, list[Json]] = {
 
 
 def body_schema(path: EnginePath, settings: Settings) -> Json:
-    """The JSON body of a request to an engine, as far as the router reads it."""
+    """Return the schema of the JSON body of a request to an engine, as far as the router reads it."""
     fields: Json = {"model": {"type": ["string", "null"]}}
     fields |= {name: {"type": "null", "description": "not accepted"} for name in REFUSED}
     for name in settings.allowed_fields:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
 
-EVERY_S = 5.0  # between two points: the interval of heartbeats
-SPAN_S = 900.0  # as long as an operator needs to see what led to an alert
+EVERY_S = 5.0  # time between two points, the interval of heartbeats
+SPAN_S = 900.0  # length of the history, long enough to see the causes of an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
-RATE_S = 10.0  # the current rates are means over this time; over less, one request a second would blink
-RATIO_S = 60.0  # the hit ratio is over the last minute, like the times to first token
+RATE_S = 10.0  # time over which current rates are averaged; over less, the rate of one request a second would blink
+RATIO_S = 60.0  # time over which the hit ratio is computed, the same minute as for the times to first token
 
 Number = int | float | None
 
@@ -63,13 +63,13 @@ class History:
             self._of(pool).append(self.now(pool))
 
     def _of(self, pool: Pool) -> deque[Point]:
-        """The points of a pool; a new pool gets its first point."""
+        """Return the points of a pool; a new pool gets its first point."""
         if pool.tag not in self._points:
             self._points[pool.tag] = deque([self.now(pool)], maxlen=POINTS)
         return self._points[pool.tag]
 
     def now(self, pool: Pool) -> Point:
-        """The pool's point of this moment."""
+        """Compute the pool's point of this moment."""
         recent, waits = pool.recent, pool.ttft
         p50_s, p90_s, p99_s = (waits.quantile(share) or None for share in (0.5, 0.9, 0.99))
         [gauge] = self._metrics.queued.labels(pool.tag).collect()
@@ -77,7 +77,7 @@ class History:
         return Point(self._clock(), *sums, p50_s, p90_s, p99_s, int(gauge.samples[0].value))
 
     def last_minute(self, pool: Pool) -> LastMinute:
-        """The figures of this replica in the pool in the last minute, for the other replicas."""
+        """Return the figures of this replica in the pool in the last minute, for the other replicas."""
         now = self.now(pool)
         before = _before([*self._of(pool), now], RATIO_S)
         return LastMinute(
@@ -89,15 +89,15 @@ class History:
         )
 
     def columns(self, pool: Pool) -> dict[str, list[Number]]:
-        """The lines of the plots: a list for each, the oldest value first, and ``age_s`` of each value.
+        """Return the plotted curves, each a list with the oldest value first, and ``age_s`` of each value.
 
-        None stands for an unknown value, as a hit ratio without requests. The lists end at the last point: a rate since
-        that point could be the rate of a few milliseconds.
+        None is an unknown value, such as a hit ratio without requests. The lists end at the last point, because a rate
+        since that point could be the rate of a few milliseconds.
         """
         return columns([*self._of(pool)])
 
     def lately(self, pool: Pool) -> dict[str, Number]:
-        """The figures of now: ``decisions_per_s``, ``fallbacks_per_s``, and ``hit_ratio`` of the last minute."""
+        """Return ``decisions_per_s`` and ``fallbacks_per_s`` of now, and ``hit_ratio`` of the last minute."""
         points = [*self._of(pool), self.now(pool)]
         short, long = (_between(_before(points, span_s), points[-1]) for span_s in (RATE_S, RATIO_S))
         return {
@@ -108,7 +108,7 @@ class History:
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[Number]]:
-    """The lines of the plots from one or more points; each point but the first gives a value.
+    """Compute the plotted curves from one or more points; each point but the first gives a value.
 
     Ages are seconds before the last point.
     """
@@ -123,7 +123,7 @@ def columns(points: Sequence[Point]) -> dict[str, list[Number]]:
 
 
 def _before(points: Sequence[Point], seconds: float) -> Point:
-    """The youngest point that is at least so much older than the last one; the oldest if none is."""
+    """Return the youngest point that is at least ``seconds`` older than the last point; if none is, the oldest."""
     until = points[-1].at - seconds
     return next((point for point in reversed(points) if point.at <= until), points[0])
 
@@ -139,5 +139,5 @@ def _between(before: Point, after: Point) -> dict[str, Number]:
 
 
 def _rounded(value: Number) -> Number:
-    """The number with four significant digits, so that the page's data stay small."""
+    """Round to four significant digits, so that the page's data stay small."""
     return None if value is None else float(f"{value:.4g}")

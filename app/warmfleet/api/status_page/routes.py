@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
     from warmfleet.tracing.last_requests import LastRequests
 
-SLOW = 10  # requests, of all models: the slowest of the last hour
+SLOW = 10  # number of slow requests shown: over all models, the slowest of the last hour
 DATA = "/status.json"
 #: Path -> the file in the folder ``page`` and its type. tests/contract/test_status_page.py compares it with the folder.
 FILES = {
@@ -47,7 +47,7 @@ FILES = {
     "/status/tables.js": ("tables.js", "text/javascript; charset=utf-8"),
 }
 FOLDER = Path(__file__).with_name("page")
-#: The page runs its own files and asks its own replica, and no other page may frame it.
+#: Headers by which the page may run only its own files and ask only its own replica, and no other page may frame it.
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -70,7 +70,7 @@ class StatusPage:
         snapshot_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """snapshot_s: how long a snapshot answers all requests for the data."""
+        """snapshot_s: time for which one snapshot answers all requests for the data."""
         self._pools = pools
         self._history = history
         self._last = last
@@ -85,7 +85,7 @@ class StatusPage:
         self._making: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:
-        """The page, its files, and its data, with their handlers."""
+        """Return the paths of the page, its files, and its data, with their handlers."""
         return [Route(DATA, self.data), *(Route(path, self._file(*named)) for path, named in FILES.items())]
 
     async def data(self, request: HTTPRequest) -> Response:

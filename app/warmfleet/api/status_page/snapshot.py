@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
 
 READ_S = 1.0  # longest wait for Redis; after that the page shows this replica's own knowledge
-CANDIDATES = 5  # shown of a decision that returned all: the chosen worker and the next ones
+CANDIDATES = 5  # most candidates shown of a decision that returned all: the chosen worker and the cheapest others
 LAST_READ = "took requests when last read"
 AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
 #: The ways to choose a worker, from the best to the worst. The page draws them as a ladder.
@@ -55,7 +55,7 @@ async def read(pool: Pool) -> Reading:
 
 
 def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
-    """Everything about a model but its past. ``queue`` and ``index`` are None while Redis does not answer."""
+    """Return all about a model but its history. ``queue`` and ``index`` are None while Redis does not answer."""
     identity, rung = pool.view.identity, rung_of(pool, reached=found.reached)
     away = _away(pool, reached=found.reached)
     workers = shown_workers(pool, rung, away=away)
@@ -101,7 +101,8 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
 
 
 def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
-    """The workers of the last reading, and those known last if requests go to them; while Redis is away, only these."""
+    """Return the workers of the last reading, and those known last if requests go to them (while Redis is away, only
+    those)."""
     if rung != "last_known":
         return pool.view.workers
     if away:
@@ -111,7 +112,7 @@ def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
-    """The last minute of all live replicas together, with the keys of a replica's own figures."""
+    """Sum up the last minute of all live replicas, with the keys of a replica's own figures."""
     minutes = [view.told.minute for view in replicas if view.heard]
     prompt, matched = (sum(getattr(minute, name) for minute in minutes) for name in ("prompt_tokens", "matched_tokens"))
     return {
@@ -124,7 +125,7 @@ def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
 
 
 def replica_row(view: ReplicaView) -> dict[str, Any]:
-    """A replica in this pool. decisions, hit_ratio: of the last minute."""
+    """Describe a replica in this pool; ``decisions`` and ``hit_ratio`` are those of the last minute."""
     told, minute = view.told, view.told.minute
     return replica_facts(view) | {
         "up_s": max(0, round(time.time()) - told.started),
@@ -137,7 +138,7 @@ def replica_row(view: ReplicaView) -> dict[str, Any]:
 
 
 def rung_of(pool: Pool, *, reached: bool) -> str:
-    """The way in which workers are chosen now, a word of RUNGS. reached: Redis answers."""
+    """Return how workers are chosen now, as a word of RUNGS. reached: whether Redis answers."""
     known = any(worker.routable for worker in pool.last_known.workers)
     away = _away(pool, reached=reached)
     if away or not any(worker.routable for worker in pool.view.workers):
@@ -155,7 +156,7 @@ def _away(pool: Pool, *, reached: bool) -> bool:
 
 
 def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False) -> str:
-    """The sentence about a rung, a word of RUNGS. others: the model has another pool that knows a worker."""
+    """Explain a word of RUNGS in a sentence. others: whether the model has another pool that knows a worker."""
     if rung == "nothing":
         served = "other pools of its model serve its requests" if others else "requests get 503 until Redis is back"
         return f"Redis is away and no worker of this pool is known: {served}."
@@ -183,7 +184,7 @@ def worker_row(
     known_last: bool = False,
     moved_to: str = "",
 ) -> dict[str, Any]:
-    """A worker. truth: None for approximate workers, and while Redis is away. avoided: by this replica, for now.
+    """Describe a worker. truth: None if approximate, and while Redis is away. avoided: by this replica, for now.
 
     known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched. moved_to:
     another pool in which the worker is heard, if any.
@@ -212,21 +213,22 @@ def worker_row(
 
 
 def slow_row(told: dict[str, Any]) -> dict[str, Any]:
-    """A slow request, with some of the fields of ``/why``."""
+    """Describe a slow request by some of the fields of ``/why``."""
     names = ("request_id", "at", "running", "status", "path", "model", "worker", "ms", "first_ms", "because", "remedy")
     return {name: told.get(name) for name in names}
 
 
 def decision_rows(recents: Iterable[Recent], made: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The rows of these decisions by their numbers, in this order. made: the rows of the last snapshot, which are kept.
+    """Return the rows of these decisions by number, in this order. made: the last snapshot's rows, which are reused.
 
-    The row of a decision with all candidates decodes every worker of the fleet: too much work for each second.
+    To make the row of a decision with all candidates, every worker of the fleet is decoded, which costs too much to
+    repeat each second.
     """
     return {recent.number: made.get(recent.number) or decision_row(recent) for recent in recents}
 
 
 def decision_row(recent: Recent) -> dict[str, Any]:
-    """A decision with its reason in words; ``candidates`` is None unless the decision returned all candidates."""
+    """Describe a decision, with its reason in words; ``candidates`` is None unless it returned all candidates."""
     decision = recent.decision
     return {
         "number": recent.number,
@@ -249,7 +251,7 @@ def decision_row(recent: Recent) -> dict[str, Any]:
 
 
 def _candidates(recent: Recent) -> list[dict[str, Any]]:
-    """The chosen worker, then the cheapest others."""
+    """Describe the chosen worker, then the cheapest others."""
     seen, chosen = recent.decision.seen, recent.decision.worker_id
     rows = sorted(seen.candidates if seen else (), key=lambda row: (row.worker_id != chosen, row.cost_s))
     return [

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
-    """Why a request went to its worker. fallback: why Redis did not choose; "" if it did."""
+    """Say why a request went to its worker. fallback: why Redis did not choose the worker; "" if it did."""
     if fallback:
         return fallback_in_words(fallback)
     if decision.seen is not None:
