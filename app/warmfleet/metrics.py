@@ -48,7 +48,7 @@ class Number:
         self.value = value
 
     def get_exemplar(self) -> None:
-        """None: no sample has an exemplar."""
+        """Return None, because no sample has an exemplar."""
 
 
 class Counter(prometheus_client.Counter):
@@ -282,7 +282,7 @@ class Metrics:
         )
 
     def _of_waits(self) -> None:
-        """How long clients wait for their first byte."""
+        """Clients' waits for their first byte."""
         self.first_byte_seconds = self._histogram(
             "first_byte_seconds",
             "Time from reading a request to the first byte of its answer: of a `stream` that is its first token; a "
@@ -442,7 +442,7 @@ class Metrics:
                     self.client_limits.remove(name, result)
 
     def _counter(self, name: str, text: str, labels: str = "") -> Counter:
-        """labels: names, separated by spaces, here and in the next two methods."""
+        """Make a metric. labels: names, separated by spaces, here and in the next two methods."""
         return Counter(f"warmfleet_{name}", text, labels.split(), registry=self.registry)
 
     def _gauge(self, name: str, text: str, labels: str = "") -> Gauge:

@@ -84,7 +84,7 @@ class PerModel(Generic[Value]):
         return sorted(self.named.keys() - {*tags, *(tag.partition("#")[0] for tag in tags)})
 
     def values(self) -> list[Value]:
-        """The default and all exceptions."""
+        """Return the default and all exceptions."""
         return [self.default, *self.named.values()]
 
     def read(self, text: str, cast: Callable[[str], Value]) -> PerModel[Value]:
@@ -102,7 +102,7 @@ class PerModel(Generic[Value]):
         return PerModel(default, named)
 
     def __str__(self) -> str:
-        """The text that an environment variable would have for this value."""
+        """Return the text that an environment variable would have for this value."""
         return ",".join([str(self.default), *(f"{name}={value}" for name, value in self.named.items())])
 
 

@@ -40,7 +40,7 @@ class ServiceApplication:
     async def _logged(
         self, request: HttpRequest, answer: ClientAnswer, serve: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Answer and log the request. If there is an access log, a request without an id gets one, which its answer shows.
+        """Answer and log the request. With an access log, a request without an id gets an id, which its answer shows.
 
         serve: makes the coroutine that answers; a task that is cancelled before its first step makes none.
         """

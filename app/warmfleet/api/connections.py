@@ -33,7 +33,7 @@ class Connection(Protocol):
         """Close without an answer."""
 
     def peer(self) -> str:
-        """The client's address."""
+        """Return the client's address."""
 
 
 class Connections:

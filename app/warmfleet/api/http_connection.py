@@ -149,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def peer(self) -> str:
-        """The client's address."""
+        """Return the client's address."""
         name = self._transport.get_extra_info("peername")
         return str(name[0]) if isinstance(name, tuple) else "unknown"
 
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """Check the framing after a read within a body. framing_bytes: its bytes so far, for ``chunks`` chunks."""
+        """Check the framing after a read within a body. framing_bytes: those of this read, for ``chunks`` chunks."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes
@@ -370,7 +370,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def answered(self, *, keep: bool) -> None:
-        """Go on to the next request after a complete answer. keep: the client may send another request."""
+        """Go on to the next request after a complete answer. keep: whether the client may send another request."""
         self._state.total_requests += 1
         self._answer = self._task = self._serving = None
         if self.lost:

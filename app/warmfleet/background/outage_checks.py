@@ -1,7 +1,7 @@
 """Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or came back empty.
 
 An outage of Redis is no reason to take workers for dead, so no worker expires during it. But a worker that dies during
-the outage would get one request after another. These checks find such workers, and the replica avoids them until they
+the outage would get one request after another, so these checks find such workers. The replica avoids them until they
 answer a check or the outage ends. If Redis has lost all workers and none has joined again, those that were known last
 stay in use while some of them answer.
 """

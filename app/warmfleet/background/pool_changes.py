@@ -1,4 +1,4 @@
-"""Follows the registry of pools: a pool that was added is served, one that was removed ends, without a restart.
+"""Follows the registry of pools, so that added pools are served and removed pools end without a restart.
 
 A removed pool gets no new request. Its background tasks go on for ``leave_s``, and until no request of this replica is
 left in it; then its tasks and its connection end.

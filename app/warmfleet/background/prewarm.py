@@ -52,8 +52,8 @@ class Prewarmer:
         self._running: set[asyncio.Task[None]] = set()
 
     async def takes(self, pool: Pool, worker: WorkerView) -> bool:
-        """Begin to warm a worker, which is recorded as proven afterwards; False if it needs none or cannot be warmed.
-        Raises FleetUnavailable."""
+        """Begin to warm a worker, and record its proof afterwards; return False if it is not warmed. Raises
+        FleetUnavailable."""
         limit = self._settings.warm_prefixes
         if not limit or not worker.state.unproved or len(self._running) >= AT_ONCE:
             return False

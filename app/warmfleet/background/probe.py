@@ -42,7 +42,7 @@ WRONG: dict[str, str] = {
     "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
 }
 KEY_HELP = "set WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES to the addresses of the engines"
-TOKEN_IDS = range(3, 256)  # in every vocabulary; two blocks of 16 have 250 random bits
+TOKEN_IDS = range(3, 256)  # ids in every vocabulary; a prompt of two blocks of 16 of them has 250 random bits
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 #: Texts that tokenizers split differently; they stand between words of random letters.
 PIECES: tuple[str, ...] = (
@@ -157,7 +157,7 @@ class Probe:
     ) -> tuple[Result | None, list[Question]]:
         """Ask all questions; return the failure that an answer shows, or None, and the questions that were answered.
 
-        A worker may refuse a text or a chat (it may serve no chats, for instance): a refusal shows no failure.
+        A worker may refuse a text or a chat (for example if it serves no chats), so a refusal shows no failure.
         """
         headers, answered = headers_for(pool, worker, self._settings), list[Question]()
         wrong: Result | None = None

@@ -73,7 +73,7 @@ class _FailureReport:
 async def stop(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel ``tasks`` and return when all have ended.
 
-    A task is cancelled again every CANCEL_AGAIN_S: a library's ``wait_for`` may swallow one cancellation.
+    A task is cancelled again every CANCEL_AGAIN_S, because a library's ``wait_for`` may swallow one cancellation.
     """
     running = set(tasks)
     while running:

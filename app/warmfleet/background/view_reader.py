@@ -70,7 +70,7 @@ class ViewReader:
         #: Keys of identities whose files cannot be used: identities of other workers are preferred.
         self._unreadable: set[str] = set()
         #: By tag: the standings of the last whole derivation, and the last view made of it. Only for views with the
-        #: identity that their workers announce: any other identity may be replaced at the next reading.
+        #: identity that their workers announce, because any other may be replaced at the next reading.
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def round(self) -> bool:
@@ -86,7 +86,7 @@ class ViewReader:
     def _may_rest(self, pool: Pool) -> bool:
         """Whether the reading of a pool at rest is good enough for another interval.
 
-        A pool with a worker that misses heartbeats does not rest: the worker must be asked before it expires.
+        A pool with a worker that misses heartbeats does not rest, because the worker must be asked before it expires.
         """
         until_s = self._rest_s - self._interval_s / 2
         return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.workers.quiet_s < ASK_AFTER_S - self._rest_s

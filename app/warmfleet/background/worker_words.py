@@ -1,4 +1,4 @@
-"""Why a worker is in its state, and what to do about it: the words of the status page and of all commands."""
+"""Explains why a worker is in its state, and what to do about it, in the words of the status page and all commands."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ BACKLOG = 2_048  # most connections that the kernel keeps until the replica acce
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A group of listening sockets: the state of their connections; ``tls`` is None for plain HTTP."""
+    """A group of listening sockets, by the state of their connections; ``tls`` is None for plain HTTP."""
 
     connections: Connections
     tls: ssl.SSLContext | None

@@ -81,7 +81,7 @@ class Readiness:
         self._known = {url: known for url, known in self._known.items() if url in urls}
 
     async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
-        """Ask an engine. Never raises WarmfleetError. anew: its process may be new. read: read its /metrics, too."""
+        """Ask an engine; raise no WarmfleetError. anew: forget its old paths and figures. read: also read /metrics."""
         known = None if anew else self._known.get(url)
         paths = PAUSE_PATHS if known is None else known.paths
         before = None if known is None else known.figures
