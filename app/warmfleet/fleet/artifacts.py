@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.fleet.workers import Workers
 
-ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # a missing piece is looked for at so many other servers
-EMPTY_EXPIRES_S = 86_400  # a stored file expires so long after its server last renewed it
+ARTIFACT_LIMIT_BYTES = 128 * 2**20  # largest size of a file; the largest tokenizers have 30 MB
+PIECE_ASKED_OF = 16  # most other servers at which a missing piece is looked for
+EMPTY_EXPIRES_S = 86_400  # time after its server's last renewal at which a stored file expires
 
 
 class BadArtifact(BadRequest):
@@ -85,7 +85,7 @@ class Artifacts:
         return await self._of_pieces(server_id, digests, "STRLEN")
 
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:
-        """Let a server's pieces take no memory. Their keys stay, so that the server does not store them again.
+        """Empty a server's pieces to save memory. Their keys stay, so that the server does not store them again.
 
         Pieces that do not expire stay as they are: their server does not renew them, and would never store them again.
         """

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
-Told = Outcome | Literal["due"]  # due: no first token was observed, but by its speed the engine has made it
+Told = Outcome | Literal["due"]  # due: no first token was seen, but by its speed the engine must have made one
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
-REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at a call for an id that was never booked
-RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
-ANSWER_FIELDS = 13  # fields of decide's answer to a booked request; an explanation may follow them
+REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
+RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
+ANSWER_FIELDS = 13  # number of fields in decide's answer to a booked request; an explanation may follow
 #: The flags as plain numbers: to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
@@ -67,7 +67,7 @@ class Question:
     """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
     decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
-    reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
+    reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
     all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
     enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
 
@@ -164,7 +164,7 @@ class Seen:
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
-        """From the part of an answer of ``decide`` that follows its ``why``."""
+        """Read the part of an answer of ``decide`` that follows its ``why``."""
         *numbers, waits, tie_s, room, turn_s, turn_at = answer[0]
         median, block_tokens, turn, now_ms = map(int, numbers)
         context, rows = (median, block_tokens, turn, now_ms), answer[1:]
@@ -304,7 +304,7 @@ class Bookings:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
     ) -> None:
-        """``settle`` without waiting: Redis takes it before every call of this client that is made later.
+        """Send ``settle`` without waiting: Redis executes it before every later call of this client.
 
         It goes to Redis with the next of these, or after two milliseconds.
         """
@@ -356,7 +356,7 @@ class Bookings:
         return None if packed is None else Lease.unpack(packed)
 
     async def prefilled(self, reservation: str) -> bool:
-        """The stream of this reservation's worker has reported that its prefill is done. Raises FleetUnavailable."""
+        """Return whether the worker's stream has reported the end of its prefill. Raises FleetUnavailable."""
         lease = await self.lease(reservation)
         return lease is not None and lease.stage >= Stage.STARTED
 

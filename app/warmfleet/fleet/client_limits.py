@@ -48,7 +48,7 @@ class ClientLimits:
 
     @cached_property
     def tag(self) -> str:
-        """A stand-in for the name in ids of reservations and in keys of Redis, which must not reveal the name."""
+        """The word for the client in ids of reservations and keys of Redis, which must not reveal the key's name."""
         digest = hashlib.sha256(b"client:" + self.name.encode()).digest()
         return urlsafe_b64encode(digest)[:CLIENT_TAG_LENGTH].decode()
 
@@ -97,13 +97,13 @@ class ClientLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClientUse:
-    """The use of a client's limits, with the present request. None: not known."""
+    """How much of a client's limits is used, with the present request. None: not known."""
 
     in_flight: int | None
     tokens: int | None
 
 
-KEEP_AT_ONCE = 200  # requests; lua/client.lua takes no more in one call
+KEEP_AT_ONCE = 200  # most requests in one call of lua/client.lua
 
 
 class ClientCounts:
@@ -116,7 +116,7 @@ class ClientCounts:
         self._scripts = scripts
 
     def admit(self, name: str, limits: ClientLimits, prompt_tokens: int, on_answer: OnAnswer) -> None:
-        """Count a request, unless a limit refuses it. ``on_answer`` gets the answer of the script as it is."""
+        """Count a request, unless a limit refuses it. ``on_answer`` gets the raw answer of the script."""
         command = self._command("admit", name, limits.record, prompt_tokens)
         self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet")
 
-OLDEST = (7, 0)  # the version of Redis that brought selectors of users and EVAL_RO
+OLDEST = (7, 0)  # oldest version of Redis with selectors for users and EVAL_RO
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 60.0  # the interval at which logs/folding lets a repeated line through
+LOG_EVERY_S = 60.0  # time between two equal lines, which logs/folding lets through at that interval
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 

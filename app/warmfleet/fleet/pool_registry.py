@@ -37,7 +37,7 @@ __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 OF_THE_MODEL = frozenset({"pools", "placement"})
 OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
-COLLECTED_AT_ONCE = 512  # blocks in one call, half a millisecond: other pools share this Redis
+COLLECTED_AT_ONCE = 512  # most blocks in one call, which takes half a millisecond, as other pools share this Redis
 
 
 class PoolRegistry:
@@ -116,7 +116,7 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
         open_ids = cast("list[bytes]", await redis.zrange(keys.leases, 0, -1))
         workers = {name.decode() for key in (keys.load, keys.workers) for name in await _names(redis, key)}
         servers = {name.decode() for name in await _names(redis, keys.servers)}
-    for reservation in open_ids:  # gives back what it holds of blocks and chains
+    for reservation in open_ids:  # deletes the keys of its blocks and chains
         await fleet.bookings.settle(reservation.decode(), "cancelled")
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
         await fleet.upkeep.forget(worker_id)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Bookings, Candidate, Decision, Question
     from warmfleet.fleet.client import Scripts
 
-POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes 512 at most
+POLL_AT_ONCE = 128  # most ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes up to 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-AT_ONCE = 100
-SHOWN = 200  # characters that are shown of an error of Redis
+AT_ONCE = 100  # records that are sent to Redis in one pipeline
+SHOWN = 200  # most characters of an error of Redis that are shown
 #: Numbers of a record that are arguments of the script under the same name.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 
@@ -70,7 +70,7 @@ class Replays:
 
 
 def _choice(record: dict[str, Any], answer: Any) -> Choice:
-    """Raises BadRequest where the script refuses a record."""
+    """Read the script's answer for a record. Raises BadRequest if the script refuses the record."""
     if isinstance(answer, ResponseError):
         raise BadRequest(f"{record['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
     if isinstance(answer, Exception):

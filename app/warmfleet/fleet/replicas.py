@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-ANNOUNCE_S = 3.0  # between two announcements of a replica
-SILENT_S = 8.0  # without an announcement for so long a replica counts as killed, hung or cut off
-FORGET_MS = 600_000  # so long operators can still read which replica was lost
+ANNOUNCE_S = 3.0  # interval between two announcements of a replica
+SILENT_S = 8.0  # time without an announcement after which a replica counts as killed, hung or cut off
+FORGET_MS = 600_000  # time for which operators can still read that a replica was lost
 MAX_BUCKETS = 256
 
 
@@ -25,8 +25,8 @@ MAX_BUCKETS = 256
 class LastMinute:
     """The figures of a replica in one pool in the last minute.
 
-    decided: decisions, of which fallbacks were made without Redis; the tokens are those of the others. waits: how many
-    streamed answers had their first token in which bucket of ``pools/ttft_window``.
+    decided: number of decisions; fallbacks: those made without Redis; the tokens are those of the others. waits: number
+    of streamed answers by the bucket of their time to first token (``pools/ttft_window``).
     """
 
     decided: int = 0
@@ -84,7 +84,7 @@ class Replicas:
         self._scripts = scripts
 
     async def announce(self, name: str, told: Announcement | None) -> int:
-        """Tell of this replica, or with None that it stops; returns how many replicas tell. Raises FleetUnavailable."""
+        """Announce this replica, or with None that it stops; return how many are announced. Raises FleetUnavailable."""
         record = b"" if told is None else told.pack()
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
@@ -98,7 +98,7 @@ class Replicas:
 
 
 def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
-    """None for an entry that cannot be read: whoever may write in Redis may have written anything."""
+    """Return the replica of an entry, or None if the entry cannot be read, as any writer in Redis can cause."""
     at_ms, _, record = raw.partition(b" ")
     try:
         told = orjson.loads(record)

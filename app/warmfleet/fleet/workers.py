@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-SERVERS_S = 5.0  # between two readings of the records of API servers while no worker changes: an interval of heartbeats
+SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes, as between heartbeats
 
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
@@ -56,7 +56,7 @@ class Registered(NamedTuple):
     word: Registration
 
 
-EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each time, and never longer than the second
+EJECTED_S = 5.0, 300.0  # first and longest time for which a worker is ejected; each ejection takes twice the one before
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class WorkerView:
 
     @property
     def draining(self) -> bool:
-        """The operator drains it, whatever else its state is: a drained worker may also be silent."""
+        """Whether the operator drains the worker, whatever its state: a drained worker may also be silent."""
         return bool(self.load.flags & Flag.DRAINING)
 
     @property
@@ -251,7 +251,7 @@ class Workers:
         return cast("Vouched", (await self._scripts.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
 
     async def eject(self, worker_id: str, *, good: bool) -> Verdict:
-        """The verdict of this replica on a worker: ejected, or (after a trial) good.
+        """Report this replica's verdict on a worker: it is to be ejected, or (after a trial) is good.
 
         Returns REFUSED if half of the workers are ejected already. Raises FleetUnavailable.
         """

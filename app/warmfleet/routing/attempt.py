@@ -28,7 +28,7 @@ class Comparison(Protocol):
     """Compares the answers of several pools to the decisions of one attempt."""
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
-        """See ``Chooser``."""
+        """Choose a worker, or take a ticket, as ``Chooser`` describes."""
 
 
 class Attempt:
@@ -37,8 +37,8 @@ class Attempt:
     ``bookings``: what it holds, in each pool that was asked. ``chosen``: the booking that serves; before a pool was
     chosen, the one in the pool by which the prompt was identified. ``record``: of this try. ``on_first_byte`` is called
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
-    client with limits only. ``tail``: the end of an approximate worker's answer, and ``shortfall`` how much
-    of the prompt the worker lacked by that. ``comparison``, ``counted``: None where the model has one pool; of several
+    client with limits only. ``tail``: the end of an approximate worker's answer; ``shortfall``: how much of the prompt
+    its cache lacked, as that end tells. ``comparison``, ``counted``: None where the model has one pool; of several
     pools the choice so far, and the request as one of them counts it for a client with limits.
 
     A field that was not set has the value of its class, which costs nothing.

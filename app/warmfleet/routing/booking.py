@@ -45,13 +45,13 @@ class BookingState(Enum):
     RELEASED = auto()
 
 
-#: To look a member up at its class costs 0.1 us, and a request needs sixteen.
+#: The members as names of this module, because a request needs sixteen, and a look-up at the class takes 0.1 us.
 NEW, ASKED, QUEUED, BOOKED, RELEASED = BookingState
-UNSERVED = frozenset({"failed", "unsent"})  # outcomes for which a client with limits does not pay the prompt
+UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt does not count for a client with limits
 
 
 class Booking:
-    """A request's place in one pool, from before a worker is chosen there until everything is given back.
+    """A request's lease, ticket and load in one pool, from before a worker is chosen until everything is given back.
 
     ``prompt``: as the workers of this pool have it. ``never``: workers that must not be chosen at all; ``avoided``:
     other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``: when the last
@@ -138,7 +138,7 @@ class Booking:
         self.state = QUEUED
 
     def unanswered(self) -> None:
-        """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
+        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or still book it."""
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 
@@ -173,16 +173,16 @@ class Booking:
         return self.decision.outcome if self.decision and self.state is BOOKED else "fallback"
 
     def sent(self, worker_id: str, response: EngineResponse, received_at: float) -> None:
-        """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
+        """Note that the request is sent, and watch whether its worker falls silent. received_at: see ``Call``."""
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Count the prefill as done after so many seconds, if the attempt lasts: its first token is not reported."""
+        """Count the prefill as done after ``seconds``, if the attempt lasts, as its first token is not reported."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 
     def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
-        """The first token came: give the booked prefill back, once. No byte waits for that."""
+        """Give the booked prefill back, once, as the first token came. No byte waits for that."""
         if self.pool.reservations.prefill_done(self.reservation):
             self._settlements.settle_later(self.pool, self.reservation, word)
 

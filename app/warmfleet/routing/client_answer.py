@@ -57,7 +57,7 @@ class Connection(Protocol):
         """Whether the connection may take another request after this one."""
 
     def answered(self, *, keep: bool) -> None:
-        """The answer is complete. keep: its head did not tell the client that the connection will be closed."""
+        """Note that the answer is complete. keep: its head did not announce that the connection will be closed."""
 
     def peer(self) -> str:
         """The address at the other end, which may be a proxy's."""
@@ -149,8 +149,8 @@ class ClientAnswer:
     def pass_on(self) -> Callable[[bytes], bool]:
         """A function that sends a piece of the body between the first and the last.
 
-        It returns False if the client must accept what waits for it before more is sent: the next ``body`` waits for
-        that. For a chunked body it is the connection's own, because each call between the two would cost every chunk.
+        It returns False if the client must accept the waiting bytes before more is sent; the next ``body`` waits for
+        that. For a chunked body it is the connection's own method, as a further call would cost time at every chunk.
         """
         return self._connection.write_chunk if self._chunked else self._pass_on_bare
 

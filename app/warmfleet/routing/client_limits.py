@@ -3,7 +3,7 @@
 The counting pool is the first by rendezvous hashing of the client among the pools that are not away, so all replicas
 name the same pool without asking anybody. A request is counted there while its home pools are asked, so no answer waits
 for another one, and the home pools count nothing. Only for a client that was refused a moment ago the limits are
-checked first: else each of its refused requests would cost two decisions, and book load for a moment.
+checked first, because otherwise each of its refused requests would cost two decisions and book load for a moment.
 
 Where that pool does not answer, the next one is asked; a request passes unchecked if that does not answer in time,
 either. When the pool changes (a pool comes or goes, or is away), requests that run count in the new one within a
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.client_limits")
 
-REFUSED_S = 1.0  # so long after a refusal a client's request is checked before pools are asked
-MAX_REFUSED = 1_024  # clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
+REFUSED_S = 1.0  # time after a refusal in which a client's requests are checked before pools are asked
+MAX_REFUSED = 1_024  # most clients whose refusal is remembered
+MAX_NOT_TAKEN = 4_096  # most ends of requests kept for a pool that is silent; the rest count until they expire
 
 
 class Counting:
@@ -138,12 +138,12 @@ class Counting:
         logger.warning("%s: a gateway's request of a client with limits counts only until it expires", model)
 
     def failed(self, pool: Pool, error: WarmfleetError) -> None:
-        """A pool did not count: after two failures in a row it is away, for decisions as well."""
+        """Note that a pool did not count: after two failures in a row it is away, for decisions as well."""
         if isinstance(error, FleetUnavailable):
             pool.degraded.failed(f"limits of clients: {error}")
 
     def end_one(self, model: str, name: str, tokens: int) -> None:
-        """A gateway's request counts no longer. tokens: that it has used besides its prompt."""
+        """End the count of a gateway's request. tokens: that it has used besides its prompt."""
         pool = self.pool_of(model, name[RESERVATION_LENGTH:])
         if pool is not None:
             self.end_in(pool, name, tokens)
@@ -183,7 +183,7 @@ class Counting:
         self._metrics.client_limits.labels(counted.limits.name, error.type).inc()
 
     def unchecked(self, counted: Counted) -> None:
-        """No pool counts the request: it passes."""
+        """Let a request pass that no pool could count, and count that."""
         self._metrics.client_limits.labels(counted.limits.name, "unchecked").inc()
         logger.warning("%s: the limits of %s were not checked: no answer", counted.model, counted.limits.name)
 
@@ -214,7 +214,7 @@ class Counted:
         self.use: ClientUse | None = None
 
     def ask(self) -> None:
-        """Have the first pool count the request that was not asked yet; what another one counted of it is given back.
+        """Ask the first pool that was not asked yet to count the request, and give back what other pools counted.
 
         Without such a pool there is no answer.
         """
@@ -235,7 +235,7 @@ class Counted:
             self._counting.end_in(pool, self.name, -charged)
 
     def _admit_answered(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
-        """The answer of a pool, perhaps a late one."""
+        """Take the answer of a pool, perhaps a late one."""
         if pool not in self._charged:  # the pool already got the end of the request
             return
         if error is not None:
@@ -295,7 +295,7 @@ class Counted:
         self._charged.setdefault(pool, 0)
 
     def end(self, tokens: int | None) -> None:
-        """The request is over. tokens: of its answer; None: it was not served, so its prompt costs nothing, either."""
+        """End the count. tokens: of the answer; None: the request was not served, so its prompt costs nothing."""
         for pool, charged in self._leave().items():
             self._counting.end_in(pool, self.name, -charged if tokens is None else tokens)
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
 MAX_BYTES = 64 * 2**20  # the largest size of the file; a full file is renamed to FILE.1, and replaces the one before
-MOST_PER_S = 20  # decisions that are logged: an explained decision costs Redis more, and a sample is enough
-MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
+MOST_PER_S = 20  # most decisions logged in a second, as an explained decision costs Redis more; a sample is enough
+MAX_WAITING = 1_000  # most records that wait for the disk; further ones are dropped and counted
 
 
 def record(

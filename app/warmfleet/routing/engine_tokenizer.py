@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
-MIN_TOKENS = 512  # a prompt of fewer (estimated) tokens is computed faster than an engine is asked
+MIN_TOKENS = 512  # least (estimated) tokens of a prompt; asking would take longer than a shorter prefill
 MAX_BYTES = 524_288  # the longest request that is asked about: some 130,000 tokens
-S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and an engine needs 4 us for a token
-ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
+S_PER_BYTE = 5e-6  # time for a byte: a byte makes one token at most, for which an engine needs 4 us
+ANSWER_BYTES_PER_BYTE = 12  # most bytes of an answer for each byte of text: a token id in digits
 MAX_IN_FLIGHT = 32
-REST_S = 10.0  # an engine that did not answer is left alone for so long
-#: The path that answers with the token ids of a chat that was written in the words of this API.
+REST_S = 10.0  # time for which an engine that did not answer is not asked
+#: By the API that a chat is written for: the engine's path that answers with the chat's token ids.
 RENDERS: dict[Dialect, str] = {
     "chat": "/v1/chat/completions/render",
     "messages": "/v1/messages/render",

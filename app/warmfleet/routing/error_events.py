@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.tracing.request_record import RequestRecord
 
-_NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
+_NUMBER = b'"sequence_number"'  # does not occur in a text of the answer, where quotes are escaped
 _NUMBERED = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
-_KEPT = 40  # bytes of a piece that are searched again with the next piece: a number and its name fit
+_KEPT = 40  # last bytes of a piece that are searched again with the next: a number and its name fit
 
 
 class ErrorEvents:

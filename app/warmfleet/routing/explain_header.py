@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Candidate, Decision, Question, Weights
     from warmfleet.routing.attempt import Attempt
 
-EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
+EXPLAINED = 16  # most candidates in the header, as load balancers accept 8 kB of headers in all
 
 
 def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> list[tuple[bytes, bytes]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
 
-FIND_S = 0.25  # for all pools to say whether they have a reservation; later answers are ignored
+FIND_S = 0.25  # time for pools to tell whether they have a reservation; later answers are ignored
 
 
 class Handover(NamedTuple):
@@ -57,7 +57,7 @@ class Ending(NamedTuple):
 
     @property
     def broke_off(self) -> bool:
-        """A good answer had begun, so what ended it is the worker's own fault, whatever the call was."""
+        """Whether a good answer broke off, which is the worker's own fault, whatever the call was."""
         return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
 
 

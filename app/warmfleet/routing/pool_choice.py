@@ -11,8 +11,8 @@ The price of a request in each pool that has answered is in seconds. While no po
 predicted time to first token. Inside a pool decide charges a session that moves for what it leaves behind (the price
 ``stay``). Between pools nobody sees both sides but the router, so it charges here.
 
-If a pool lets the request wait for the worker that holds its beginning, the price is what is to compute, how long its
-engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its engines are
+If a pool lets the request wait for the worker that holds its first blocks, the price is the prefill still to compute,
+the time by which that engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its engines are
 (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for that: it
 waits because that worker is cheaper, busy as it is, than the free ones are. While it waits, its other home pool is
 asked again now and then.
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.pool_choice")
 
-HOMES = 2  # pools that are asked at once
-MOST_ASKED = 3  # pools that may be full before the request is refused
-LONG_S = 1.0  # a turn that costs so much more than the whole prompt sends the request to a pool that is away
-ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
-TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
+HOMES = 2  # number of home pools, which are asked at once
+MOST_ASKED = 3  # most pools that are asked: if all of them are full, the request is refused
+LONG_S = 1.0  # most that waiting may cost beyond the whole prefill; above it a pool that is away is tried
+ENOUGH = 4  # this replica's requests per worker up to which a pool that is away gets more, or as full pools have
+TIE_S = 0.005  # least difference of two costs that counts, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
-    """A pool's answer. cost_s: of its best worker, with the wait for it; None if the request would wait for its turn.
+    """A pool's answer. cost_s: cost of its best worker, wait included; None if the request would wait for its turn.
 
-    turn_s: price of the worker that it gets or waits for, see ``turn_s``. matched_tokens: that this worker holds.
-    token_s: seconds of prefill of one token there.
+    turn_s: price of the worker that the request gets or waits for (the function ``turn_s``). matched_tokens: that
+    this worker holds. token_s: seconds of prefill of one token there.
     """
 
     cost_s: float | None
@@ -70,7 +70,7 @@ class Offer(NamedTuple):
 
 
 def turn_s(wait_s: float, compute_s: float) -> float:
-    """The price of a turn. wait_s: until the worker begins. compute_s: that it needs."""
+    """Return the price of a turn. wait_s: time until the worker begins. compute_s: time of its prefill."""
     return WAIT_PRICE * wait_s + compute_s
 
 
@@ -158,7 +158,7 @@ class _Comparison:
         return await self._without_redis(asked)
 
     async def _all_full(self, asked: Sequence[Booking], *, may_wait: bool) -> Decision | Queued:
-        """A worker of a pool that is away, or a place that another request leaves to this one, or else a refusal.
+        """Take a worker of a pool that is away, or the place of another request in the queue, or else refuse.
 
         Only now may the request displace another: before, a pool may have had a worker or a place for it.
         """
@@ -173,7 +173,7 @@ class _Comparison:
             _raise_refusal([booking])
             if _offer(booking) is not None:
                 return self._take(booking, asked)
-        self._attempt.choose(refusing)  # so the log and the metrics name the pool that refuses the request
+        self._attempt.choose(refusing)  # so that the log and the metrics name the pool that refuses the request
         return refusal
 
     async def _counted(self) -> Counted | None:
@@ -267,7 +267,7 @@ class _Comparison:
                 booking.error = LatePool()
                 booking.pool.degraded.failed(str(booking.error))
             else:
-                task.result()  # raises a bug of ours
+                task.result()  # raises if there is a bug, as expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
         """The prompt as the workers of this pool have it. The request is identified once, however long it waits."""

@@ -102,7 +102,7 @@ class Router:
                     raise
                 if error.warns_others:
                     attempt.chosen.worker_failed()
-                retries.worker_failed(attempt.chosen.pool, decision, error)  # raises it if no other worker may be tried
+                retries.worker_failed(attempt.chosen.pool, decision, error)  # raises the error if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
                 call.record.event("retry", **{"warmfleet.worker": decision.worker_id, "error.type": error.code})
                 job = job.admitted_in(attempt.chosen).as_of_now()

@@ -1,4 +1,4 @@
-"""Asks Redis whose turn it is, for the requests that wait in this replica, and ends each wait when its turn came.
+"""Asks Redis which waiting requests of this replica have their turn, and ends their waits.
 
 Redis keeps the order of the tickets (lua/parts/shared/tickets.lua).
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Line
     from warmfleet.pools.pool import Pool
 
-POLL_S = 0.02  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
+POLL_S = 0.02  # longest pause between two polls, by which a turn that no poll foretold is late; a ticket lives for 1 s
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
-REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
+REVIEW_S = 0.25  # time between two decisions for a ticket, as a decision costs Redis as much as some polls
 REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
-NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
-PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
+NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # least number and share (1/8) of tickets named in a poll, 3 µs of Redis each
+PAUSES = 4  # least pause in durations of the last poll, so that a long queue does not keep Redis busy
 
 
 class Tickets:
