@@ -39,7 +39,7 @@ class Artifacts:
         self._workers = workers
 
     async def read(self, server_id: str, entry: dict[str, Any]) -> bytes:
-        """The content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
+        """Read the content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
 
         A piece that this server does not have (any more) is taken from another one that announces it.
         Raises BadArtifact if a digest is wrong or the content is over 128 MB, NotFound if a piece is missing.
@@ -65,7 +65,7 @@ class Artifacts:
             )
 
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
-        """The piece from another server that announced it at the last reading; None if PIECE_ASKED_OF servers lack it.
+        """Read the piece from another server that announced it last; None if PIECE_ASKED_OF servers lack it.
 
         Most servers of a large pool have empty pieces (``background/spare_files``).
         """
@@ -81,7 +81,7 @@ class Artifacts:
                 yield server_id
 
     async def sizes(self, server_id: str, digests: Sequence[str]) -> list[int]:
-        """The bytes of each of these pieces of a server's files; 0 for one that is empty or not there."""
+        """Read the size in bytes of each of these pieces of a server's files; 0 if it is empty or not there."""
         return await self._of_pieces(server_id, digests, "STRLEN")
 
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:

@@ -51,8 +51,8 @@ PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome
 
 
 def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
-    """An id for a request with so many prompts. exact: their token ids are known. key: the same key gets the same id;
-    without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
+    """Return an id for a request with so many prompts. exact: their token ids are known. key: the same key gets the
+    same id; without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
 
     The scripts read the mark in the id (``codes.Mark``), because an engine reports the prefill of each prompt alone.
     """
@@ -258,7 +258,7 @@ class Bookings:
         return self.decision(question, answer)
 
     def decision(self, question: Question, answer: list[Any]) -> Decision:
-        """The Decision in decide's answer to a request that is booked."""
+        """Return the Decision in decide's answer to a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
@@ -314,7 +314,7 @@ class Bookings:
     def settle_command(
         self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> bytes:
-        """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
+        """Return the packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
         rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
         if not tokens and shortfall is None:
             return self._settle_head + pack_text(reservation) + rest
@@ -349,7 +349,7 @@ class Bookings:
         return renewed, rebuilt, refused
 
     async def lease(self, reservation: str) -> Lease | None:
-        """The lease of a reservation; None if Redis has none. Raises FleetUnavailable."""
+        """Read the lease of a reservation; None if Redis has none. Raises FleetUnavailable."""
         scripts = self._scripts
         with redis_errors():
             packed = await cast("Awaitable[bytes | None]", scripts.redis.hget(scripts.keys.lease, reservation))
@@ -361,7 +361,7 @@ class Bookings:
         return lease is not None and lease.stage >= Stage.STARTED
 
     def decide_command(self, question: Question, mode: Mode = Mode.BOOK, *, in_turn: bool = True) -> bytes:
-        """The packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
+        """Return the packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
 
         in_turn: False for a request that neither waits nor gives way to waiting requests.
 

@@ -63,7 +63,7 @@ class ClientLimits:
         return _LIMITS.pack(self.concurrency, self.tokens_per_minute) + _ADMITTED * self.admitted
 
     def refusal(self, answer: Sequence[Any], prompt_tokens: int) -> RateLimited:
-        """The error for the answer LIMITED of decide."""
+        """Return the error for the answer LIMITED of decide."""
         _, which, used, wait_ms = answer
         if which == b"CONCURRENCY":
             why = f"{used} requests in flight, of {self.concurrency} that it may have at a time"
@@ -79,7 +79,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """The headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
+        """Return the headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (

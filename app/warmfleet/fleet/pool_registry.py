@@ -57,7 +57,7 @@ class PoolRegistry:
         self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
-        """All pools of the model; () without a registry: then the pools are those in this replica's settings.
+        """Read all pools of the model; () without a registry: then the pools are those in this replica's settings.
 
         A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
         while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.
@@ -69,7 +69,7 @@ class PoolRegistry:
         return asked(self._redis, self._reading, pairs)
 
     async def told(self, found: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
-        """All pools, as ``read`` returns them, by what ``ask`` has found."""
+        """Return all pools, as ``read`` returns them, by what ``ask`` has found."""
         if not found and self._known:
             logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
             with redis_errors():
@@ -97,7 +97,7 @@ class PoolRegistry:
         await self._redis.aclose()
 
     async def placements(self) -> dict[str, Placement]:
-        """Where each server is, by its name. Raises FleetUnavailable."""
+        """Read the pool in which each server is, by the server's name. Raises FleetUnavailable."""
         with redis_errors():
             found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._placement))
         read = {name.decode("utf-8", "replace"): read_placement(packed) for name, packed in found.items()}

@@ -108,7 +108,7 @@ class Queue:
         return self._bookings.decision(question, answer)
 
     async def consider(self, question: Question) -> tuple[str, str, Seen]:
-        """The decision that ``decide_in_turn`` would make now, with its explanation. Nothing is booked.
+        """Compute the decision that ``decide_in_turn`` would make now, with its explanation. Nothing is booked.
 
         If the request would have to wait, ``Seen.waits`` is set, and the worker is chosen as if no others waited. The
         request gets no ticket. Raises what ``decide`` raises.
@@ -118,7 +118,7 @@ class Queue:
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
     async def explain(self, question: Question) -> tuple[str, list[Candidate]]:
-        """The worker that ``decide_in_turn`` would choose now, and every candidate."""
+        """Compute the worker that ``decide_in_turn`` would choose now, and every candidate."""
         worker_id, _, seen = await self.consider(question)
         return worker_id, seen.candidates
 

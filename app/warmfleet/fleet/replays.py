@@ -48,7 +48,7 @@ class Replays:
     async def choices(
         self, records: Sequence[dict[str, Any]], policy: str = "", made: Callable[[int], object] = lambda _count: None
     ) -> list[Choice]:
-        """The choices on the state of each record, by ``policy`` (default: the policy of the record).
+        """Make the choice again on the state of each record, by ``policy`` (default: the policy of the record).
 
         made: called with the number of choices made so far, now and then. Raises FleetUnavailable, and BadRequest for a
         record that is malformed or cannot be replayed.
@@ -80,7 +80,7 @@ def _choice(record: dict[str, Any], answer: Any) -> Choice:
 
 
 def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
-    """ARGV of lua/replay.lua for a record of a decision log, by ``policy`` or, if that is empty, by the record's own.
+    """Return the ARGV of lua/replay.lua for a record of a decision log; an empty ``policy`` means the record's own.
 
     turn: decisions that round_robin has made, for a record of another policy. Raises BadRequest.
     """

@@ -54,7 +54,7 @@ class Announcement:
     minute: LastMinute = field(default_factory=LastMinute)
 
     def pack(self) -> bytes:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return orjson.dumps(asdict(self), option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -89,7 +89,7 @@ class Replicas:
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
     async def read(self) -> list[ReplicaView]:
-        """All replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
+        """Read all replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
         calls = [("", pack_command("HGETALL", self._scripts.keys.replicas)), ("", pack_command("TIME"))]
         found, (seconds, micros) = await self._scripts.together(calls)
         now = int(seconds) + int(micros) / 1e6
@@ -110,7 +110,7 @@ def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
 
 
 def _checked(kind: type[Any], told: Mapping[str, Any], **readers: Any) -> Any:
-    """An object of class ``kind`` with the fields of ``told``; fields of a newer version are left out.
+    """Return an object of class ``kind`` with the fields of ``told``; fields of a newer version are left out.
 
     Raises TypeError for a field of another type.
     """

@@ -183,7 +183,7 @@ class Upkeep:
         )
 
     async def _applied(self, worker_id: str, answer: Sequence[int]) -> Applied:
-        """The result of ``apply``, and of ``apply_control`` for the entries that ``apply`` left."""
+        """Return the result of ``apply``, and of ``apply_control`` for the entries that ``apply`` left."""
         pace, calls = self.pace, 1
         entries, blocks, following, suspect = answer
         if suspect:
@@ -319,7 +319,7 @@ class Upkeep:
         return done
 
     def _apply_call(self, stream: str) -> tuple[str, bytes]:
-        """The script that applies the next entries of a stream, and its packed call."""
+        """Return the script that applies the next entries of a stream, and its packed call."""
         pace, (kind, _, name) = self.pace, stream.partition(":")
         script, limits = (
             ("apply", (pace.max_blocks,)) if kind == "events" else ("apply_server", (pace.max_entries, pace.ttl_ms))

@@ -167,11 +167,11 @@ class Workers:
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # the rows of the last reading, packed and unpacked
 
     async def read(self) -> list[WorkerView]:
-        """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
+        """Read every worker that has a row and a readable record, by name. Raises FleetUnavailable."""
         return await self._read(await self.reading(), fresh=True)
 
     def reading(self) -> asyncio.Future[list[Any]]:
-        """The raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
+        """Read the raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
         return self._scripts.together(self._reading)
 
     async def look(self, reading: list[Any]) -> list[WorkerView]:
@@ -205,7 +205,7 @@ class Workers:
         ]
 
     def _loads(self, rows: Mapping[bytes, bytes]) -> dict[bytes, tuple[bytes, LoadRow]]:
-        """Each row as it was packed and unpacked; one that did not change since the last reading is not unpacked."""
+        """Return each row packed and unpacked; a row that did not change since the last reading is not unpacked."""
         last, found = self._rows, dict[bytes, tuple[bytes, LoadRow]]()
         for name, raw in rows.items():
             known = last.get(name)
@@ -213,7 +213,7 @@ class Workers:
         return found
 
     def _moved(self, loads: Mapping[bytes, tuple[bytes, LoadRow]]) -> bool:
-        """Whether a worker came, went or changed its flags or its incarnation since the last reading."""
+        """Return whether a worker came, went or changed its flags or its incarnation since the last reading."""
         last = self._rows
         return loads.keys() != last.keys() or any(
             row is not last[name][1] and _standing(row) != _standing(last[name][1]) for name, (_, row) in loads.items()

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain
 
-HOME_PREFIX_TOKENS = 1_024  # the first depth: a system prompt is shorter most often, and a conversation soon longer
-DIGEST_BYTES = 8  # of a digest by which pools are ordered
+HOME_PREFIX_TOKENS = 1_024  # first depth: most system prompts are shorter, and conversations soon longer
+DIGEST_BYTES = 8  # length of a digest by which pools are ordered
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 
 
 def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
-    """The tags of pools, the home pools of this key first. weights: by tag, above 0."""
+    """Return the tags of pools, the home pools of this key first. weights: by tag, above 0."""
 
     def late(tag: str) -> float:
         digest = hashlib.sha256(key + tag.encode()).digest()[:DIGEST_BYTES]
@@ -40,14 +40,14 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
     return sorted(weights, key=late)
 
 
-HASH_BYTES = 8  # of a block hash in a chain
-HOT = 0.5  # part of a pool's share of all conversations from which a beginning is hot: two pools bear so much
-DEEPER = 4  # the next depth is deeper by this part of it; twice the depth would be behind the end of many prompts
-COOL = 0.5  # part of the hot count below which a hot beginning is a key again
-LEAST = 8.0  # fewer conversations make no beginning hot
-WINDOW = 512  # prompts after which all counts are halved, which also bounds the number of counts
-FORGOTTEN = 0.5  # a halved count that is no larger is dropped
-MAX_DEPTHS = 24  # depths at which a prompt is looked at: the last is 200 times the first
+HASH_BYTES = 8  # length of a block hash in a chain
+HOT = 0.5  # share of a pool's conversations above which a beginning is hot: two pools bear so much
+DEEPER = 4  # the next depth is a quarter deeper; twice the depth would be behind the end of many prompts
+COOL = 0.5  # share of the hot count below which a hot beginning serves as a key again
+LEAST = 8.0  # fewest conversations that make a beginning hot
+WINDOW = 512  # number of prompts after which all counts are halved, which also bounds their number
+FORGOTTEN = 0.5  # largest halved count that is dropped
+MAX_DEPTHS = 24  # most depths at which a prompt is looked at; the last is 200 times the first
 
 
 class Beginnings:
@@ -111,7 +111,7 @@ class Beginnings:
 
 
 def _beginnings(chain: Chain, depth_tokens: int) -> list[bytes]:
-    """The block hashes of a prompt at each depth that it reaches."""
+    """Return the block hashes of a prompt at each depth that it reaches."""
     found: list[bytes] = []
     depth, blocks = max(1, depth_tokens // chain.block_tokens), len(chain.hashes) // HASH_BYTES
     while depth <= blocks and len(found) < MAX_DEPTHS:

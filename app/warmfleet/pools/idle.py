@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-AFTER_S = 10.0  # of nothing but heartbeats; joins, probes and a request's last events are over by then
+AFTER_S = 10.0  # time of nothing but heartbeats; joins, probes and a request's last events are over by then
 
 
 class Idle:
@@ -36,7 +36,7 @@ class Idle:
         return time.monotonic() - self._since >= self._after_s
 
     async def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when something wakes the pool."""
+        """Return after ``seconds``, or when something wakes the pool."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting = loop.create_future()
         timer = loop.call_later(seconds, _end_wait, waiting)

@@ -138,7 +138,7 @@ class Booking:
         self.state = QUEUED
 
     def unanswered(self) -> None:
-        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or still book it."""
+        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or may yet."""
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 

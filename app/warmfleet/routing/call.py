@@ -79,7 +79,7 @@ class Call(NamedTuple):
     named: bool = True
 
     def id_at_engine(self, owner: str) -> str:
-        """The X-Request-Id that an engine gets. owner: the reservation, by which the worker plugin reports on it."""
+        """Return the X-Request-Id for an engine. owner: the reservation, by which the worker plugin reports on it."""
         return f"{owner}.{ENDED_MARK if self.hints.ended else ''}{self.record.request_id}"
 
 
@@ -114,7 +114,7 @@ class Job(NamedTuple):
         return count
 
     def engine_priority(self, pool: Pool, decision: Decision) -> int | None:
-        """The request's priority for the engine of the chosen worker; None if that does not go by priorities."""
+        """Return the request's priority for the engine of the chosen worker; None if that does not go by priorities."""
         speed_tps = pool.view.sorting.get(decision.worker_id)
         if speed_tps is None:
             return None
@@ -122,12 +122,12 @@ class Job(NamedTuple):
         return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
 
     def as_of_now(self) -> Job:
-        """The job with the workers that cannot serve it by the last reading; itself if these are the same."""
+        """Return the job with the workers that cannot serve it by the last reading; itself if these are the same."""
         prompt = as_of(self.prompt, self.request, self.pool.view)
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 
     def admitted_in(self, booking: Booking) -> Job:
-        """The job for another attempt, as the workers of this booking's pool have it.
+        """Return the job for another attempt, as the workers of this booking's pool have it.
 
         The limits of its client have let it in, and do not refuse it half-way.
         """

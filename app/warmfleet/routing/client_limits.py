@@ -68,7 +68,7 @@ class Counting:
         return counted
 
     def pool_of(self, model: str, tag: str, but: Collection[Pool] = ()) -> Pool | None:
-        """The pool that counts for the client with this tag; None if all pools of the model are away.
+        """Return the pool that counts for the client with this tag; None if all pools of the model are away.
 
         but: pools that have just failed.
         """

@@ -112,7 +112,7 @@ class Decider:
             self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
 
     def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
-        """The question under the policy and the TTFT objective in force, and whether the answer is to explain itself.
+        """Make the question under the policy and TTFT objective in force; return it, and whether it asks why.
 
         From now on the booking is in doubt.
         """
@@ -226,14 +226,14 @@ class Decider:
 
 
 def reason_of(error: WarmfleetError) -> str:
-    """Why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
+    """Return why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
     if isinstance(error, NoWorker):
         return NO_WORKER
     return "away" if isinstance(error, FleetUnavailable) else error.code
 
 
 def nobody(pools: Iterable[Pool], model: str, labels: frozenset[str] = NO_LABELS, *, tells_names: bool = True) -> str:
-    """Why no worker of any of these pools of a model can be chosen, and what to do about it.
+    """Tell why no worker of any of these pools of a model can be chosen, and what to do about it.
 
     labels: that the worker must have. tells_names: the reader may know names besides this one. Only operators
     learn which workers exist.

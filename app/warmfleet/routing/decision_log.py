@@ -37,7 +37,7 @@ MAX_WAITING = 1_000  # most records that wait for the disk; further ones are dro
 def record(
     model: str, question: Question, constants: Constants, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """A line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
+    """Make a line of the log: the arguments with which lua/replay.lua repeats the decision, and the decision.
 
     ``costs`` is for people: the chosen worker and the cheapest others, each with the terms of its cost in seconds.
     rings: the order of the hash ring, by policy. Raises ValueError if the decision was not asked for its explanation.
@@ -90,7 +90,7 @@ class DecisionLog:
             raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
 
     def wants(self) -> bool:
-        """Whether the next decision is logged."""
+        """Return whether the next decision is logged."""
         if self._path is None:
             return False
         now = time.monotonic()

@@ -69,7 +69,7 @@ class EngineTokenizer:
     async def token_ids(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> list[int]:
-        """The token ids of the request as an engine of its model makes them; empty if no engine tells them."""
+        """Ask for the token ids of the request as an engine of its model makes them; empty if no engine tells them."""
         route = self._route(pool, request, prompt)
         if route is None or len(body) > MAX_BYTES:
             return []
@@ -83,7 +83,7 @@ class EngineTokenizer:
             self._in_flight -= 1
 
     def _route(self, pool: Pool, request: Request, prompt: IdentifiedPrompt) -> _Route | None:
-        """A random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
+        """Return a random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
         asking.
 
         It is not worth asking about a short prompt, or while only one worker could get the request.
@@ -101,7 +101,7 @@ class EngineTokenizer:
         return random.choice(routes) if routes and len(routable) > 1 else None
 
     async def _ask(self, route: _Route, body: bytes, headers: bytes) -> list[int]:
-        """The ids; empty if the engine does not tell them, for any reason.
+        """Ask for the ids; empty if the engine does not tell them, for any reason.
 
         An engine that did not answer, or answered 501 or more, is not asked for REST_S. After any other failure the
         engine is asked again at once, because the request itself may have caused the failure.
@@ -138,7 +138,7 @@ def _facts(worker: WorkerView) -> dict[str, Any]:
 
 
 def _way(renders: Any, request: Request) -> tuple[str, str] | None:
-    """The path to ask, and the field of the answer with the ids; None if the worker has no path for this request."""
+    """Return the path to ask, and the field of the answer with the ids; None without a path for this request."""
     if not isinstance(renders, dict):
         return None
     if request.endpoint == "completions":

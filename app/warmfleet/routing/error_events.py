@@ -52,7 +52,7 @@ class ErrorEvents:
         await answer.body(self.event(error), more=False)
 
     def event(self, error: WarmfleetError) -> bytes:
-        """The last event of the stream.
+        """Return the last event of the stream.
 
         An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
         """

@@ -121,7 +121,7 @@ class Gateway:
             self._placing.discard(key)
 
     async def _where_booked(self, job: Job, reservation: str) -> Job:
-        """The job with that pool first in which this reservation was booked before, if one was and answers.
+        """Return the job with that pool first in which this reservation was booked before, if one was and answers.
 
         The home pools of a prompt change with the pools of its model, and a pool may have been full or away before.
         """
@@ -187,7 +187,7 @@ class Gateway:
         return pool.fleet.constants.spans.lease_ms / 1_000
 
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
-        """The pool that has a reservation, and the id under which it has it.
+        """Find the pool that has a reservation, and the id under which it has it.
 
         Several pools have it without the tag of its client (``client_limits``), unless it was booked when there was
         one. Raises as ``_pool_of``.
@@ -199,7 +199,7 @@ class Gateway:
         return await self._pool_of(model, reservation), reservation
 
     async def _pool_of(self, model: str, reservation: str) -> Pool:
-        """The pool with this tag; of a model's name, which may be a pool's tag, too, the pool that has the reservation.
+        """Find the pool with this tag, or, for a model's name (which may also be a tag), the pool of the reservation.
 
         Raises ModelNotFound, BadRequest, FleetUnavailable.
         """
@@ -210,7 +210,7 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """The pool, of several, in which this reservation is booked, else a pool that knows of its end.
+        """Find the pool, of several, in which this reservation is booked, else a pool that knows of its end.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
         FleetUnavailable if none of those that answer has it, and one does not answer.

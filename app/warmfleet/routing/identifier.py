@@ -33,7 +33,7 @@ class Identifier:
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
-        """The request's prompt, as far as this replica or an engine can tell it. Never fails.
+        """Identify the request's prompt, as far as this replica or an engine can tell it. Never fails.
 
         body and headers: the request as an engine gets it when it is asked for the token ids.
         """

@@ -12,10 +12,10 @@ predicted time to first token. Inside a pool decide charges a session that moves
 ``stay``). Between pools nobody sees both sides but the router, so it charges here.
 
 If a pool lets the request wait for the worker that holds its first blocks, the price is the prefill still to compute,
-the time by which that engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its engines are
-(lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for that: it
-waits because that worker is cheaper, busy as it is, than the free ones are. While it waits, its other home pool is
-asked again now and then.
+the time by which that engine is overdue, and half of the wait for it. Inside a pool
+the wait counts by how busy its engines are (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the
+request wait is not worse for that: the worker with the wait is cheaper than the free ones. While the request waits, its
+other home pool is asked again now and then.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def turn_s(wait_s: float, compute_s: float) -> float:
 
 
 def prices(offers: Sequence[Offer], stay: float) -> list[float]:
-    """The price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
+    """Return the price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
     most = max(offer.matched_tokens for offer in offers)
     found: list[float] = []
     for offer in offers:
@@ -86,7 +86,7 @@ def prices(offers: Sequence[Offer], stay: float) -> list[float]:
 
 
 def best(offers: Sequence[Offer], stay: float) -> int:
-    """The number of the cheapest; of those that cost the same one that holds more of the prompt, then one with room."""
+    """Return the index of the cheapest; of equal costs the one that holds more of the prompt, then one with room."""
     priced = prices(offers, stay)
     lowest = min(priced)
     tied = [number for number, price in enumerate(priced) if price <= lowest + TIE_S]
@@ -215,7 +215,7 @@ class _Comparison:
         return await self._worker_of_pool_away(own.pool, line) or line
 
     def _candidates(self) -> list[Pool]:
-        """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
+        """Return the pools that can be asked, in order; those with workers as of the last reading, if there are any."""
         reachable = [pool for pool in self._job.pools if pool.tag not in self._failed]
         reachable = [pool for pool in reachable if pool.degraded.asks_redis or self._note(pool, "away")]
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
@@ -251,7 +251,7 @@ class _Comparison:
                 self._pass_over(booking.pool, booking.error)
 
     async def _at_once(self, asked: Sequence[Booking], *, may_wait: bool) -> None:
-        """Ask them together. Once one has answered, the others may be late."""
+        """Ask these pools together. Once a pool has answered, the others may be late."""
         ask = self._choice.decider.ask
         tasks = {asyncio.create_task(ask(self._job, booking, may_wait=may_wait)): booking for booking in asked}
         waiting = set(tasks)
@@ -270,7 +270,7 @@ class _Comparison:
                 task.result()  # raises if there is a bug, as expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
-        """The prompt as the workers of this pool have it. The request is identified once, however long it waits."""
+        """Identify the prompt as the workers of this pool have it, once, however long the request waits."""
         prompt, job = self._prompts.get(pool), self._job
         if prompt is None:
             prompt = same_in(job.prompt, job.request, job.pool.view, pool.view)
@@ -280,7 +280,7 @@ class _Comparison:
         return prompt
 
     def _cheapest(self, asked: Sequence[Booking]) -> Booking | None:
-        """The best offer, or the offer of the pool that has the reservation already; None without any offer."""
+        """Return the best offer, or the offer of the pool that has the reservation already; None without any offer."""
         offers = {booking: offer for booking in asked if (offer := _offer(booking)) is not None}
         for booking in offers:
             if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":
@@ -328,7 +328,7 @@ class _Comparison:
         raise failure or NoWorker(f"`{self._job.pool.name}` has no pool.")
 
     async def _known_last(self, pool: Pool) -> Decision | WarmfleetError:
-        """A worker of the last reading of this pool, else why there is none."""
+        """Choose a worker of the last reading of this pool; return the error if there is none."""
         booking, reason = self._attempt.book(pool, await self._prompt_in(pool)), self._failed.get(pool.tag, "open")
         try:
             decision = await self._choice.decider.without_redis(self._job, self._attempt, booking, reason)
@@ -337,7 +337,7 @@ class _Comparison:
         return self._served(decision)
 
     async def _worker_of_pool_away(self, busy: Pool, line: Queued | None) -> Decision | None:
-        """A worker of a pool that is away, for a request that would be refused or wait for long; None if there is none.
+        """Find a worker of a pool that is away, for a request that would be refused or wait for long, else None.
 
         busy: a pool that is full. line: where the request would wait, None if it is refused.
         """
@@ -357,7 +357,7 @@ class _Comparison:
 
 
 def at_once(pools: Sequence[Pool]) -> int:
-    """How many of these, which can be asked, are asked first: a draining one only if no other can serve."""
+    """Return how many of these pools are asked first: a draining pool only if no other can serve."""
     return 1 if pools[-1 if len(pools) < HOMES else HOMES - 1].draining else HOMES
 
 
@@ -376,12 +376,12 @@ def _raise_refusal(asked: Sequence[Booking]) -> None:
 
 
 def _line(booking: Booking) -> Queued | None:
-    """The line in which the request has a ticket."""
+    """Return the queue in which the request has a ticket, None without a ticket."""
     return booking.answer if isinstance(booking.answer, Queued) and booking.answer.outcome == "queued" else None
 
 
 def _offer(booking: Booking) -> Offer | None:
-    """The request's costs there; None if it got neither a worker nor a ticket."""
+    """Return the request's costs there; None if it got neither a worker nor a ticket."""
     answer, view = booking.answer, booking.pool.view
     if isinstance(answer, Decision):
         token_s = view.token_s_of(answer.worker_id)
@@ -392,7 +392,7 @@ def _offer(booking: Booking) -> Offer | None:
 
 
 def _in_words(booking: Booking) -> dict[str, object]:
-    """A pool's answer in words, for logs and explanations."""
+    """Return a pool's answer in words, for logs and explanations."""
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):

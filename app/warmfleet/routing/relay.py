@@ -52,7 +52,7 @@ BUFFER_MAX_BYTES = 1_048_576
 #: Most seconds and pieces for which a stream that begins with a comment, a ping or half an event waits for its first
 #: event, which may be an error. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
-UNKNOWN_TOKEN_S = 1e-4  # time of a token's prefill where no worker's speed is known, as in lua/parts/shared/alive_workers.lua
+UNKNOWN_TOKEN_S = 1e-4  # time of a token's prefill if no worker's speed is known; lua/parts/shared/alive_workers.lua
 NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
@@ -217,7 +217,9 @@ class Relay:
             await _stream(response, _watched(attempt, continued), piece)
         except UpstreamError as error:
             attempt.record.failed(error)
-            if isinstance(error, UpstreamGone) and not error.answered:  # not if it refused the continuation, which is no fault of the worker
+            if (
+                isinstance(error, UpstreamGone) and not error.answered
+            ):  # a refusal of the continuation is no fault of the worker
                 attempt.chosen.pool.outliers.failed(decision)
             raise
         finally:
@@ -272,7 +274,7 @@ def _must_be_whole(job: Job, response: EngineResponse) -> bool:
 
 
 def _length(response: EngineResponse) -> int:
-    """The length of the body by its head; -1 if the head has none."""
+    """Return the length of the body by its head; -1 if the head has none."""
     for name, value in response.headers:
         if name == b"content-length":
             return int(value)
@@ -280,7 +282,7 @@ def _length(response: EngineResponse) -> int:
 
 
 def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, bytes]]:
-    """The engine's headers that the client gets. whole: the body is complete, so its length is set anew."""
+    """Return the engine's headers that the client gets. whole: the body is complete, so its length is set anew."""
     headers, hop = [], b""
     for field in response.headers:
         if field[0] in PASSED_BACK:
@@ -313,7 +315,7 @@ def _check_name(job: Job, pool: Pool, worker_id: str, answer: bytes) -> None:
 
 
 def _names_model(answer: bytes, model: str) -> bool:
-    """Whether an engine's answer of 404 is about the model, and not about a path or an object."""
+    """Return whether an engine's answer of 404 is about the model, and not about a path or an object."""
     try:
         whole = orjson.loads(answer)
         error = whole.get("error") or whole

@@ -48,12 +48,12 @@ class Tickets:
         return await self._of(pool).wait(ticket, elsewhere=elsewhere)
 
     def work_s(self, pool: Pool) -> float:
-        """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
+        """Return the seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
         polls = self._polls.get(pool.tag)
         return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
     def any(self, pool: Pool) -> bool:
-        """Whether this pool has a waiting request or a ticket to give up."""
+        """Return whether this pool has a waiting request or a ticket to give up."""
         polls = self._polls.get(pool.tag)
         return polls is not None and polls.task is not None
 
@@ -167,7 +167,7 @@ class TicketPolls:
             self._review()
 
     def _named(self) -> list[str]:
-        """The tickets that the next poll names: those that were named longest ago."""
+        """Return the tickets that the next poll names: those that were named longest ago."""
         named = list(islice(self._to_name, max(NAMED_AT_LEAST, len(self._to_name) // NAMED_SHARE)))
         for ticket in named:
             self._to_name[ticket] = self._to_name.pop(ticket)  # to the end

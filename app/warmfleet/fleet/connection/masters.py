@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.connection.masters")
 
-DOUBT_SECONDS = 0.1  # between two questions at least while a master does not answer
+DOUBT_SECONDS = 0.1  # least time between two questions while a master does not answer
 
 
 class MasterLine(Multiplexed):
@@ -195,7 +195,7 @@ class Masters:
             self._looking = asyncio.ensure_future(self._look(0.0))
 
     def line(self, slot: int) -> MasterLine:
-        """The line to the owner of this slot, which is known."""
+        """Return the line to the owner of this slot, which is known."""
         owner = self._owners[slot]
         line = self._lines.get(owner) or self._open(owner)
         self.look(LOOK_SECONDS if line.open else DOUBT_SECONDS)
@@ -206,7 +206,7 @@ class Masters:
         return made
 
     def moved(self, rest: str, asked: str) -> MasterLine:
-        """The line to the master that a reply MOVED names. rest: of the reply, ``SLOT HOST:PORT``."""
+        """Return the line to the master that a reply MOVED names. rest: of the reply, ``SLOT HOST:PORT``."""
         slot, _, place = rest.partition(" ")
         host, _, port = place.rpartition(":")
         self._owners[int(slot)] = (host if host not in ("", "?") else asked, int(port))
@@ -222,7 +222,7 @@ class Masters:
         self._looking = asyncio.ensure_future(self._look(every_s / 2))
 
     def doubt(self) -> None:
-        """A master has not answered, or has refused: look again soon."""
+        """Look for the owners again soon, as a master has not answered, or has refused."""
         self.look(DOUBT_SECONDS)
 
     async def _look(self, max_age_s: float) -> None:

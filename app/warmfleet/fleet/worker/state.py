@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class WorkerState(StrEnum):
-    """The value is the word that ``/workers`` and ``warmfleet workers`` show."""
+    """A state of a worker; the value is the word that ``/workers`` and ``warmfleet workers`` show."""
 
     # Standings
     GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
     PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
-    PROVEN = "proven"  # its identity is right: its blocks may be matched
+    PROVEN = "proven"  # its identity was verified, so its blocks may be matched
     SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
     LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
@@ -90,12 +90,12 @@ UNROUTABLE = "unroutable"
 
 
 def heard(heartbeat_age_s: float | None) -> bool:
-    """A heartbeat came within the TTL. heartbeat_age_s: None if the worker said goodbye or was never heard."""
+    """Return whether a heartbeat came within the TTL. heartbeat_age_s: None after a goodbye, or if none ever came."""
     return heartbeat_age_s is not None and heartbeat_age_s <= WORKER_TTL_SECONDS
 
 
 def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
-    """The state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
+    """Return the state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
 
     A hold hides the standing, and the hold that is checked first hides the others.
     Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
@@ -134,7 +134,8 @@ def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> Wo
 
 
 def proof_of(record: Mapping[str, Any], now: float) -> str:
-    """The result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
+    """Return the result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or
+    ``warming``.
 
     A warming whose lease is over counts as ``pending``: the replica that had it is gone.
     """

@@ -4,9 +4,9 @@ The prompt and the tokens that were produced are the other worker's prompt, so m
 is given token ids, never text: a text may have other ids than those that were produced. Only workers that announced the
 tokenizer of the first one get them.
 
-A greedy request (``temperature`` 0) then gets the text that it would have got. A request that samples gets a text that the
-model may have said, and only if its client asks for that, because vLLM begins anew with its random numbers, even with
-a ``seed``.
+A greedy request (``temperature`` 0) then gets the text that it would have got. A request that samples is
+continued only if its client asks for that: vLLM begins anew with its random numbers, even with a ``seed``, so the text
+is another one that the model may have said.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Continuation:
         self._kept = KeptIds()
 
     def prepared(self, job: Job) -> Job:
-        """The job, and how it may be continued, if the operator or the client asked for that.
+        """Return the job, and how it may be continued, if the operator or the client asked for that.
 
         Its body then asks the engine for token ids. Only the body of such a stream is read here.
         """
@@ -162,12 +162,12 @@ class Continuation:
 
 
 def continuable(data: dict[str, Any]) -> bool:
-    """Whether the ids of an answer's beginning, and these fields of the request, decide how the answer goes on."""
+    """Return whether an answer's first ids, and these fields of the request, decide how the answer goes on."""
     return all(name in CONTINUABLE or value is None or value in NEUTRAL.get(name, ()) for name, value in data.items())
 
 
 def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> bool:
-    """Whether this worker takes the ids of the stream so far, and means the same tokens by them."""
+    """Return whether this worker takes the ids of the stream so far, and means the same tokens by them."""
     able = view.handoff.get(worker_id)
     if able is None or able.identity_key != followed.identity_key:
         return False
@@ -175,7 +175,7 @@ def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> boo
 
 
 def _rest(job: Job, followed: FollowedStream) -> Job | None:
-    """The job of another worker: the prompt is what was computed so far. None if that is not known.
+    """Return the job for another worker, whose prompt is what was computed so far. None if that is not known.
 
     The body is the client's with further keys at its end: of a key that occurs twice, the last value counts.
     """

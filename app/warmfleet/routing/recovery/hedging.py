@@ -1,7 +1,7 @@
 """Hedging: a stream that waits too long for its first byte is asked of a second worker, too. The first byte wins.
 
 It is off unless the operator sets a delay. The second worker computes the whole prompt again, which a fleet that places
-requests by what workers hold avoids everywhere else. So it helps where single engines are late at random. It costs a try
+requests by what workers hold avoids everywhere else. So it helps only where engines are late at random. It costs a try
 of the retry budget. Only streams are hedged, since the first byte of a plain answer comes with its last token; and no
 long prompts, which are late because they are long. The delay is a fixed time: under overload every stream would be
 beyond a quantile of a calm minute, and would be computed twice just then.
@@ -161,7 +161,7 @@ def _release(attempt: Attempt, _task: object) -> None:
 
 
 def hedgeable(job: Job) -> bool:
-    """Whether the first byte of this request's answer may be late by chance, and a second prefill costs little."""
+    """Return whether the answer's first byte may be late by chance, and a second prefill costs little."""
     request, prompt = job.request, job.prompt
     small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
     counts_once = job.call.limits is None  # a client with limits would pay for both attempts

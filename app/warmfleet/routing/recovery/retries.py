@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 4  # most attempts, at different workers that take the request, before an answer's first byte
 MAX_GONE = 16  # most dead workers that a request may meet, as half of a large fleet may die at once
 MAX_DEATHS = 2  # most deaths of workers that had read the request, which may have killed them
-#: Least workers for which a third one gets the request after MAX_DEATHS, and the wait before that: engines that die of
-#: a common cause have died by then, so a third death blames the request, and a fourth worker does not get it.
+#: Fewest workers of a model with which a third one gets the request after MAX_DEATHS, and the wait before that: engines
+#: that die of a common cause have died by then. A third death blames the request, so no fourth worker gets it.
 LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # the worker began to work on the request, which may be the reason
