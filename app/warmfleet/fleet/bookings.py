@@ -51,7 +51,7 @@ PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome
 
 
 def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
-    """Return an id for a request with so many prompts. exact: their token ids are known. key: the same key gets the
+    """Make an id for a request. prompts: their number. exact: their token ids are known. key: the same key gets the
     same id; without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
 
     The scripts read the mark in the id (``codes.Mark``), because an engine reports the prefill of each prompt alone.
@@ -148,8 +148,8 @@ class Seen:
     """All that a choice saw besides its ``Question``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: costs of
-    so many seconds more than the lowest counted as equal to it. room: if others waited and it was not to, the numbers
+    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: the
+    most seconds above the lowest cost that counted as equal. room: if others waited and it was not to, the numbers
     of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if it would get a ticket, the price
     of its turn (``Queued.turn_s``), and the number of the row of this price; else 0.
     """
@@ -290,7 +290,7 @@ class Bookings:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
         A repeated call changes nothing. tokens: count as used by a client with limits, besides the prompt. shortfall:
-        corrects the worker's mirror. Raises FleetUnavailable.
+        corrects the guess of what an approximate worker's cache holds. Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)

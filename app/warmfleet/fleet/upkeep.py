@@ -221,7 +221,7 @@ class Upkeep:
         """Delete all that is known of a worker, and its API server if that has no other worker.
 
         Returns False if nothing was deleted.
-        silent_ms: only if the worker has been silent for so long and its stream is empty; 0: in any case.
+        silent_ms: delete only after this much silence, and if its stream is empty; 0: in any case.
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 

@@ -75,7 +75,7 @@ class LastKnown:
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names that workers served at the last reading with a routable worker: a restart takes none away."""
+        """The names that workers served at the last reading with a routable worker; a restart must take none away."""
         return self._with_routable.names.counts
 
     @property
@@ -112,7 +112,7 @@ class LastKnown:
 
 
 class DegradedMode:
-    """Chooses workers while Redis cannot, by this replica's own requests; says whether asking Redis is worth a try."""
+    """Chooses workers by this replica's own requests while Redis cannot; says whether asking Redis is worth a try."""
 
     def __init__(self, retry_s: float, tag: str = "") -> None:
         """retry_s: seconds without a question to Redis after two failures in a row. tag: the pool's, for the log."""
@@ -137,7 +137,7 @@ class DegradedMode:
 
     @property
     def asks_redis(self) -> bool:
-        """False for ``retry_s`` after two failures in a row: a dead Redis must not cost every request a time-out."""
+        """Whether to ask Redis: not for ``retry_s`` after two failures in a row, as each time-out delays a request."""
         return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
     @property

@@ -1,4 +1,4 @@
-"""How much prefill engines are given ahead: enough that they never idle, and that their steps are not too small.
+"""Sets how much prefill engines get before they have finished the last: enough never to idle or compute tiny steps.
 
 An engine idles if it has computed all its prompts while the next prompt is still on its way. The way is a decision,
 HTTP, and the engine's own work before it begins to compute. So a request to an engine with nothing to do measures the
@@ -6,8 +6,8 @@ way: the time until its first byte, less the time of its prefill at the engine's
 counts, because steps of running answers and a busy machine delay some of them.
 
 An engine computes all waiting prompts in one step, and each step has a least duration however little it computes. With
-one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration.
-The more work waits, the more of it may be in a step: a request that waits long loses little by waiting in the engine.
+one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration. The
+more work waits, the more may be in a step, because a request that waits long loses little if it waits in the engine.
 """
 
 from __future__ import annotations

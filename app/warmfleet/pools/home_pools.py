@@ -1,10 +1,11 @@
 """Finds the home pools of a prompt among the pools of a model: a key of the prompt, and rendezvous hashing by the key.
 
-The key is the block hash at a depth at which few conversations are alike. A beginning that many conversations share,
-such as a system prompt, is no key: it would send them all to the same two pools. So a replica counts how many of the
-latest conversations had each beginning. Where that is more than HOT of one pool's share of them all, the key is a
-block a quarter deeper, and so on, until the prompt ends. A conversation that grows keeps its key: the key does not
-depend on the prompt's length, once the prompt is longer than the depth. All turns count as one conversation.
+The key is the block hash at a depth (tokens from the start) at which few conversations are alike. A beginning (the
+blocks up to a depth) that many share, such as a system prompt, is no key, because it would send them all to the same
+two pools. So a replica counts how many of the latest conversations had each beginning. Where that is more than HOT of
+one pool's share of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
+grows keeps its key: the key does not depend on the prompt's length, once the prompt is longer than the depth. All turns
+count as one conversation.
 
 A prompt belongs to a known conversation if it has all known beginnings of it; it may be longer than they are.
 
@@ -41,7 +42,7 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 
 HASH_BYTES = 8  # length of a block hash in a chain
-HOT = 0.5  # share of a pool's conversations above which a beginning is hot: two pools bear so much
+HOT = 0.5  # share of a pool's conversations above which a beginning is hot, as two pools can bear that
 DEEPER = 4  # the next depth is a quarter deeper; twice the depth would be behind the end of many prompts
 COOL = 0.5  # share of the hot count below which a hot beginning serves as a key again
 LEAST = 8.0  # fewest conversations that make a beginning hot
@@ -64,7 +65,7 @@ class Beginnings:
         return len(self._counts)
 
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
-        """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
+        """Count a prompt; return its key, given the number of pools; empty if no block hash of the prompt is known.
 
         depth_tokens: where a key is looked for first. counted: False for a prompt that is only explained.
         """

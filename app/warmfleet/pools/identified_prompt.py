@@ -103,7 +103,7 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
 
 
 def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedPrompt:
-    """Return the prompt with the workers that cannot serve it by this view: names change while a request waits."""
+    """Return the prompt with the workers that cannot serve it by this view, as names change while a request waits."""
     barred = _barred(request, view, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 
@@ -198,6 +198,6 @@ def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
 
 
 def _lora(view: View, request: Request) -> Lora:
-    """Name and path of the adapter that the request names: both are part of each of its block hashes."""
+    """Return name and path of the request's adapter, because both are part of each of its block hashes."""
     path = view.names.paths.get(request.model)
     return None if path is None else (request.model, path)

@@ -1,4 +1,4 @@
-"""Whether a pool is idle in this replica: no request has come for a while, and workers tell only that they live.
+"""Tells whether a pool is idle: no request has come to this replica for a while, and workers sent only heartbeats.
 
 Heartbeats to an idle pool need not be applied at once, so a replica of many models wakes a few times a second for all.
 """
@@ -23,7 +23,7 @@ class Idle:
         self._waiting: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """End idleness, and a ``wait`` under way: a request came, or a worker sent more than a heartbeat."""
+        """End idleness, and a ``wait`` under way, as a request came, or a worker sent more than a heartbeat."""
         self._woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)

@@ -60,7 +60,7 @@ class PolicyChoice:
 
 
 class Ring:
-    """A consistent-hash ring of workers. A change of the workers makes a new ring."""
+    """A consistent-hash ring of workers. When the workers change, a new ring is made."""
 
     def __init__(self) -> None:
         self._points: dict[str, list[int]] = {}

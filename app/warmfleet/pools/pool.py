@@ -40,7 +40,7 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``lead_time`` how much prefill engines get ahead, ``uses`` the prefixes that its
+    clients' times to first token, ``lead_time`` how much prefill engines get in advance, ``uses`` the prefixes that its
     prompts share, and ``recent`` its last decisions. ``idle`` says whether no request came lately. ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """

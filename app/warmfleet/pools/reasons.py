@@ -1,4 +1,4 @@
-"""Why a decision chose its worker, in words for an operator: the scripts answer one word (lua/parts/decide)."""
+"""Explains to operators why a decision chose its worker, from the one word of the scripts (lua/parts/decide)."""
 
 from __future__ import annotations
 

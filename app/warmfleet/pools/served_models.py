@@ -69,7 +69,7 @@ class ServedModel:
 
     @property
     def missing(self) -> list[str]:
-        """The tags of the pools that a new replica waits for: they get new requests, and are not usable yet.
+        """The tags of the pools that a new replica waits for, as they get new requests but are not usable yet.
 
         A pool that was read and has no worker at all may be new, and counts as missing only if no other pool is usable.
         """

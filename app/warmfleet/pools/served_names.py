@@ -45,7 +45,7 @@ class ServedNames:
         groups: dict[tuple[frozenset[str], frozenset[tuple[str, str]], bool, bool], _Group] = {}
         routable: dict[str, None] = {}
         for worker in workers:
-            # A worker that proved nothing adds no name: it could draw the requests of another model.
+            # A worker whose identity was not verified adds no name: it could draw another model's requests.
             proved = worker.routable or worker.load.flags & (Flag.URL | Flag.MISNAMED) == Flag.URL
             loras = worker.loras
             key = frozenset(worker.models), frozenset(loras.items()), proved, worker.routable
@@ -90,7 +90,7 @@ class ServedNames:
         return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:
-        """Return these names as those of an earlier reading: none of them has a routable worker now."""
+        """Return these names as those of an earlier reading, when no worker is routable now."""
         changed = copy.copy(self)
         changed.routable = ()
         return changed

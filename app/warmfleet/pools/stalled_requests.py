@@ -1,6 +1,6 @@
-"""Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
+"""Ends requests that wait for a silent engine, because a frozen process or a vanished machine never answers them.
 
-No request has a timer: all requests are looked at in rounds. A request is ended on three grounds.
+No request has a timer; instead all requests are looked at in rounds. A request is ended on three grounds.
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
@@ -110,12 +110,12 @@ class Tries:
         return ended
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
-        """Return the workers that keep a request waiting for its first byte for at least so many seconds."""
+        """Return the workers that keep a request waiting for its first byte for at least ``seconds``."""
         waiting = [request for request in self._open.values() if not request.response.began]
         return {request.worker_id for request in waiting if request.quiet_s(now) >= seconds}
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
-        """Return whether this worker sent a byte to some request, or got a request, within so many seconds."""
+        """Return whether this worker sent a byte to some request, or got a request, within ``seconds``."""
         return any(request.worker_id == worker_id and request.quiet_s(now) < seconds for request in self._open.values())
 
     def standing_still(self, now: float) -> set[str]:

@@ -107,7 +107,7 @@ class Booking:
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
-        """Note that a decision is asked for: until Redis answers, the request may be booked or have a ticket."""
+        """Note that a decision is asked for, so until Redis answers the request may be booked or have a ticket."""
         self._before, self.state = self.state, ASKED
         self.asked_at = time.perf_counter()
 

@@ -105,7 +105,7 @@ class Counting:
         failures: of this renewal, by pool; a failure of this pool is put in.
         """
         for start in range(0, len(requests), KEEP_AT_ONCE):
-            # Requests that ended meanwhile are left out: nobody would end them again.
+            # Requests that ended meanwhile are left out, because their counts would never be ended.
             batch = [counted for counted in requests[start : start + KEEP_AT_ONCE] if counted.name in self.open]
             if not batch:
                 continue
@@ -122,7 +122,8 @@ class Counting:
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request count on, in the first pool that answers. Never raises: the reservation is kept.
+        """Let a gateway's request count on, in the first pool that answers. Never raises, as the reservation itself is
+        kept.
 
         name: the reservation as the gateway has it.
         """

@@ -44,7 +44,7 @@ OTHER_NAMES = (
     "{} at this moment: ask again. For the operator: an engine is misnamed, {}. `warmfleet workers` tells the state of "
     "each."
 )
-#: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
+#: The answer for a waiting request while Redis is silent for a moment: it keeps its ticket and asks again later.
 STILL_QUEUED = Queued("queued", 0, 0.0)
 NO_WORKER = "no_worker"  # the reason for a choice without Redis although Redis answers
 
@@ -145,7 +145,7 @@ class Decider:
         return question, explain
 
     def _answered(self, job: Job, booking: Booking, answer: Decision | Queued) -> None:
-        """Redis has answered: the booking has a worker or a ticket, and what the answer explains."""
+        """Put the answer of Redis into the booking: a worker or a ticket, and the explanation."""
         pool, question = booking.pool, booking.question
         pool.degraded.succeeded()
         if isinstance(answer, Queued):
@@ -173,7 +173,7 @@ class Decider:
             if job.limits is not None:
                 self._metrics.client_limits.labels(job.limits.name, error.type).inc()
             return False
-        # Redis is away or slow, or a script refuses: no reason to fail a request.
+        # Redis is away or slow, or a script refuses; the request is served without it.
         pool.degraded.failed(f"{error.code}: {error}")
         if booking.waits and isinstance(error, FleetUnavailable) and not pool.degraded.silent:
             return True

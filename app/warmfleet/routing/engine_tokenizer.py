@@ -1,4 +1,5 @@
-"""Token ids that only an engine can tell: chats whose template cannot run here, models without a tokenizer here.
+"""Gets token ids that only an engine can tell: of chats whose template cannot run here, of models without a tokenizer
+here.
 
 An engine tells the ids by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a
 round trip and time of the engine's API server before the decision. So an engine is asked only about prompts of
@@ -59,7 +60,7 @@ class EngineTokenizer:
     """Asks engines for token ids. Remembers only which engines did not answer within the last REST_S."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, timeout_s: float) -> None:
-        """timeout_s: for an answer, plus S_PER_BYTE for each byte of the request's body."""
+        """timeout_s: longest wait for an answer, plus S_PER_BYTE for each byte of the request's body."""
         self._client = client
         self._metrics = metrics
         self._timeout_s = timeout_s

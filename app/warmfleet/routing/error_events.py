@@ -25,7 +25,7 @@ _KEPT = 40  # last bytes of a piece that are searched again with the next: a num
 
 
 class ErrorEvents:
-    """The errors of one stream. form: of its path."""
+    """Makes the error event that ends one stream. form: the API's form, by the stream's path."""
 
     def __init__(self, form: Form) -> None:
         self._form = form

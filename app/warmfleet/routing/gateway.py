@@ -48,7 +48,7 @@ class Ending(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens that the client's limit counts besides the prompt: a failure costs nothing."""
+        """The tokens that the client's limit counts besides the prompt; none after a failure."""
         return 0 if self.outcome == "failed" else self.output_tokens
 
     @property
@@ -178,7 +178,7 @@ class Gateway:
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
-        # Without a worker nothing is booked anew: what has expired or was settled stays so.
+        # An empty worker id books nothing anew, so what has expired or was settled stays so.
         renewed, _, _ = await pool.fleet.bookings.renew([Renewal(booked, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")

@@ -124,7 +124,7 @@ class _Comparison:
         self._job = job
         self._attempt = attempt
         self._must = must
-        #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
+        #: Tag -> why. A pool that failed this attempt is not asked again, because it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
         self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
@@ -236,7 +236,7 @@ class _Comparison:
         self._note(pool, reason)
 
     async def _ask(self, pools: Sequence[Pool], *, may_wait: bool) -> list[Booking]:
-        """Ask these pools at once. In a full queue the request takes nobody's place: others may have room for it."""
+        """Ask these pools at once. In a full queue it displaces no other request, as another pool may have room."""
         asked = [self._attempt.book(pool, await self._prompt_in(pool)) for pool in pools]
         if len(asked) == 1:
             await self._choice.decider.ask(self._job, asked[0], may_wait=may_wait)

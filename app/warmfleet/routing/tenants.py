@@ -105,7 +105,7 @@ class Tenancy:
 
 
 def _may_name_media(request: Request) -> bool:
-    """A completion has no content parts, nor has a chat whose messages are texts: their bytes need no search."""
+    """Return whether the body may name media; a completion, or a chat whose messages are texts, cannot."""
     if request.endpoint == "unread" or request.dialect != "chat":
         return True
     return any(isinstance(message.get("content"), list) for message in request.messages)

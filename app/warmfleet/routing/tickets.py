@@ -62,14 +62,14 @@ class Tickets:
         self._of(pool).leave(ticket)
 
     def room_freed(self, pool: Pool) -> None:
-        """Poll soon: a request of this replica ended, so a worker has more room."""
+        """Poll soon, as a request of this replica ended, so that a worker has more room."""
         if polls := self._polls.get(pool.tag):
             polls.ask_soon()
 
     def _of(self, pool: Pool) -> TicketPolls:
         polls = self._polls.get(pool.tag)
         if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
-            # Pools come and go: of those without a ticket nothing is kept.
+            # Nothing is kept of pools without a ticket, because pools come and go.
             self._polls = {tag: kept for tag, kept in self._polls.items() if kept.task is not None}
             polls = self._polls[pool.tag] = TicketPolls(pool)
         return polls

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
-#: Statuses by which an engine may refuse the ids: it is then sent the text, and the answer to the text goes to the
-#: client.
+#: Statuses by which an engine may refuse the ids. It is then sent the text, and the client gets the answer to the
+#: text.
 REFUSALS = (400, 413, 422)
 PAUSE_S = 300.0  # time for which a worker that refused ids, but took the text, gets no ids
 CHECK_EVERY = 12  # requests of which one goes as text, so that the engine's count of tokens shows a new tokenizer

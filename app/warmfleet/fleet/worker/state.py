@@ -1,11 +1,12 @@
 """The states of a worker, and how its state is read from Redis.
 
-A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong. A
-*hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears it, its API server is
-missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the operator drains it. While
-a hold lasts, the standing underneath stays, and may change; when the last hold ends, the worker is where its standing
-says. One hold does not keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is
-``unheard``, and routable. ``app/docs/worker-life.md`` draws what moves a worker from one state to the next.
+A worker's state has two layers. Its *standing* says whether its model and block hashes are as claimed: unproved,
+proved, or found wrong. A *hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears
+it, its API server is missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the
+operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last hold ends, the
+worker is where its standing says. One hold does not keep requests away: a worker whose heartbeats are missing while its
+engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws what moves a worker from one
+state to the next.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
@@ -39,7 +40,7 @@ class WorkerState(StrEnum):
     # Holds
     LEFT = "left"  # its engine core or its API server said goodbye, and neither has joined since
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
-    JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
+    JOINING = "joining"  # only its engine core is heard: its API server has sent nothing yet, or nothing for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
     DRAINING = "draining"  # the operator lets it finish what it has

@@ -56,7 +56,7 @@ CONTINUABLE = frozenset(
     }
 )
 #: Values of other fields that change nothing. ``stop`` is not among CONTINUABLE because an engine holds back text that
-#: may become a stop string: that text would be lost.
+#: may become a stop string, and that text would be lost.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([], ""),

@@ -76,7 +76,7 @@ class Retries:
 
     @property
     def tried_elsewhere(self) -> frozenset[int]:
-        """The statuses of an answer that the client does not get: another worker is tried instead."""
+        """The statuses of an answer that the client does not get, because another worker is tried instead."""
         if self._attempts_left == 1 or self._budget.empty or self._job.worker_count <= 1:
             return NO_STATUS
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
