@@ -93,7 +93,7 @@ class Artifacts:
             await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")
 
     async def want(self, server_id: str, digests: Sequence[str]) -> None:
-        """Delete a server's empty pieces: the server stores them again when it renews its files next."""
+        """Delete a server's empty pieces, so that the server stores them again when it renews its files next."""
         sizes = await self.sizes(server_id, digests)
         empty = [digest for digest, size in zip(digests, sizes, strict=True) if not size]
         await self._of_pieces(server_id, empty, "UNLINK")

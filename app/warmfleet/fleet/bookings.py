@@ -40,7 +40,7 @@ ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 rand
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
 RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
 ANSWER_FIELDS = 13  # number of fields in decide's answer to a booked request; an explanation may follow
-#: The flags as plain numbers: to look up a member of an enum takes longer than to compare.
+#: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
@@ -66,9 +66,9 @@ def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", clien
 class Question:
     """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
-    decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
+    decode_tokens: tokens in the cache while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
     reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
-    all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
+    all). order: worker ids in the order of a hash ring. objective_s: a time to first token that is
     enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
 
     tenant: 8 bytes. waited_ms: since the request came. barred: workers that can never serve it, kept with its ticket.
@@ -177,12 +177,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a cost in seconds, weights and all: their sum is the cost (lua/parts/decide/cost_rule.lua).
+    """The terms of a cost in seconds, each with its weight, so that their sum is the cost
+    (lua/parts/decide/cost_rule.lua).
 
-    wait_s: what is ahead at the worker. compute_s: what the prompt lacks there. again_s: of that, what another worker
-    is making already. leave_s: what one other worker alone holds of the prompt. evict_s: what has to make room in a
-    cache that is fuller than others, or crowded. busy_s: the worker's share of time in prefill lately. label_s: for
-    preferred labels that it lacks.
+    wait_s: for the work ahead at the worker. compute_s: for the tokens of the prompt that it lacks. again_s: for those
+    of them that another worker is making already. leave_s: for the tokens that one other worker alone holds. evict_s:
+    for evictions from a cache that is fuller than others, or crowded. busy_s: for the worker's share of time in prefill
+    lately. label_s: for preferred labels that it lacks.
     """
 
     wait_s: float

@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 class Timeouts:
     """Seconds until a call is given up. A request is then placed without Redis, or goes on waiting in the queue.
 
-    request_s: replicas give WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
+    request_s: limit of a request's calls, in replicas WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
     """
 
     request_s: float = 0.25
@@ -69,7 +69,7 @@ def redis_errors() -> Iterator[None]:
 
 
 class Scripts:
-    """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
+    """Runs the scripts of one model; fills in KEYS by name, and raises the errors of ``warmfleet.errors``."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Scripts:
 
     @property
     def line(self) -> object:
-        """The connection of the scripts, or the Cluster master behind it: models with the same line share a server."""
+        """The scripts' connection, or the Cluster master behind it; models with the same line share a server."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
 
@@ -158,7 +158,7 @@ class Scripts:
         return await self.call(name, self.packed[name].call(args), timeout_s or self.timeouts.request_s)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
-        """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
+        """``run`` with arguments by name and the longer time limit of upkeep, as no request waits for it."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
 
 

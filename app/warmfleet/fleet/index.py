@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAGS_AT_ONCE = 64
 HOLDS_AT_ONCE = 512
-FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence: its index is empty
+FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence, as its index is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
 

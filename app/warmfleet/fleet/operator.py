@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class OperatorKeys:
-    """``approve``, ``revoke`` and ``switch`` are for the operator: the user ``router`` of ``warmfleet acl`` only reads.
+    """``approve``, ``revoke`` and ``switch`` are for the operator; the user ``router`` of ``warmfleet acl`` may only
+    read.
 
     All methods raise FleetUnavailable; the writing ones do so, too, if this Redis user may not write.
     """

@@ -57,7 +57,7 @@ class PoolRegistry:
         self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
-        """Read all pools of the model; () without a registry: then the pools are those in this replica's settings.
+        """Read all pools of the model; () without a registry, when this replica's settings name the pools.
 
         A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
         while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.

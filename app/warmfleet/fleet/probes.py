@@ -21,7 +21,7 @@ Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 class Proof:
     """The result of a probe: its word, and the reason in a sentence. cause: a word for counters.
 
-    probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None is recorded in any case.
+    probed_ms: the record's ``probed`` as read before the probe, 0 if it had none; with None the result always counts.
     owner: the owner of the warming that this ends.
     """
 

@@ -40,10 +40,10 @@ class Queued:
 class Next:
     """The ticket that is first in order, whether or not it is its turn.
 
-    to_compute_s: that an engine needs for what it lacks of the prompt, at least. tenants: with tickets, each in a class
-    of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it now. any_has_room:
-    some worker that can serve it has room. to_compute_there_s: that ``worker_id`` needs; 0 with a policy other than
-    ``cost``.
+    to_compute_s: least prefill in seconds that an engine needs for what it lacks of the prompt. tenants: with tickets,
+    each in a class of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it
+    now. any_has_room: some worker that can serve it has room. to_compute_there_s: the same at ``worker_id``; 0 with a
+    policy other than ``cost``.
     """
 
     reservation: str
@@ -71,8 +71,8 @@ class Line:
     """The queue as a poll finds it.
 
     waiting: tickets of all replicas. work_s: seconds that the whole fleet needs for what it does not hold of their
-    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: until an engine that is
-    full has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
+    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: time until a full
+    engine has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
     turn it is. next: None if the poll named a ticket, or none waits.
     """
 

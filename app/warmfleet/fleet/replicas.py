@@ -68,7 +68,7 @@ class ReplicaView:
 
     @property
     def heard(self) -> bool:
-        """Whether the last announcement is recent: else the replica was killed, hangs, or cannot reach Redis."""
+        """Whether the last announcement is recent; otherwise the replica was killed, hangs, or cannot reach Redis."""
         return self.age_s <= SILENT_S
 
     @property

@@ -27,7 +27,7 @@ def numbers_of(record: type) -> dict[str, str]:
 
 
 class Flag(IntEnum):
-    """State of a worker, one bit each. No IntFlag: an operation on one takes a microsecond, on a number 30 ns."""
+    """State of a worker, one bit each. No IntFlag, as an operation on one takes a microsecond, on a number 30 ns."""
 
     SERVER = 1  # its API server is alive
     URL = 2  # its URL answered the probe

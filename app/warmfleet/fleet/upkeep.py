@@ -51,9 +51,9 @@ class Pace:
     call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
     entry_us: int = 15
     block_us: float = 2.0  # measured 1.7 to 2.0 us warm
-    collects: int = 8  # calls of collect in one step, more if many slots are retired
-    audit_blocks: int = 128  # block hashes that audit compares in one call
-    audit_gap_ms: int = 25  # the least gap between two audits of the fleet: 1 % of Redis while a walk is under way
+    collects: int = 8  # usual calls of collect in one step; more if many slots are retired
+    audit_blocks: int = 128  # most block hashes that audit compares in one call
+    audit_gap_ms: int = 25  # least time between two audits of the fleet, so that a walk takes 1 % of Redis' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Applied:
 class Step:
     """The result of one step of upkeep.
 
-    blocks: that it applied. busy: more is to be done soon, as it left work behind or applied blocks. stirred: it found
+    blocks: that it applied. busy: a further step is due soon, as work is left or blocks were applied. stirred: it found
     more than heartbeats.
     """
 

@@ -28,11 +28,11 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 
 
 class Check(NamedTuple):
-    """A replica's check of an engine without the plugin. replica: a random word that stands for the replica.
+    """A replica's check of an engine without the plugin. replica: a random word that names the replica.
 
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
-    time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
-    put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
+    time. since_s: the time for which this replica has found it so, 0 the first time. paused: somebody paused the engine
+    or put it to sleep. wait_s: the time until a request that is sent now would begin there. Both are None if not asked.
     cause, reason: of a check that failed, a word (background/worker_words) and a sentence.
     """
 

@@ -122,8 +122,7 @@ class Counting:
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request count on, in the first pool that answers. Never raises, as the reservation itself is
-        kept.
+        """Let a gateway's request count on, in the first pool that answers. Never raises, as only the count is lost.
 
         name: the reservation as the gateway has it.
         """

@@ -1,5 +1,4 @@
-"""Gets token ids that only an engine can tell: of chats whose template cannot run here, of models without a tokenizer
-here.
+"""Asks engines for token ids that replicas cannot make: where a chat template or the tokenizer is missing here.
 
 An engine tells the ids by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a
 round trip and time of the engine's API server before the decision. So an engine is asked only about prompts of

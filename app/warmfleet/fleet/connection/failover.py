@@ -107,7 +107,7 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """A pool that drops its idle connections after a call has failed: a frozen master keeps its connections open.
+    """A pool that drops its idle connections after a call has failed, as a frozen master keeps its connections open.
 
     It also asks a node for the master once a second, while calls go on; connections to a former master then end.
     """

@@ -164,7 +164,7 @@ class Masters:
         self._closed = False
 
     def follow(self, tag: str) -> int:
-        """Know the owner of this tag's slot from now on, until ``leave`` was called as often; returns the slot."""
+        """Keep looking up the owner of this tag's slot, until ``leave`` was called as often; return the slot."""
         self._followers[tag] += 1
         self._slots[tag] = slot = slot_of(tag)
         return slot
@@ -228,7 +228,7 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            # A pool may have come while the nodes were asked, or may have left: then its slot is not looked up.
+            # A pool may have come while the nodes were asked; the slot of one that has left is not looked up.
             while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:

@@ -53,9 +53,9 @@ INCOMPLETE = object()  # hiredis' answer while a reply has not fully come
 
 
 class Call:
-    """A call that waits. ``on_answer`` is None once its time was up: its answer is dropped when it comes.
+    """A call that waits. ``on_answer`` is None once its time was up; then its answer is dropped when it comes.
 
-    due: when its time is up, by the clock of ``Multiplexed``; last: the same by the monotonic clock, MOST_S later.
+    due: the time when it is given up, by the clock of ``Multiplexed``; last: MOST_S later, by the monotonic clock.
     moved: it was sent once more, to the master that a reply MOVED named.
     """
 

@@ -32,13 +32,13 @@ ROUTER_COMMANDS = (
     *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "set", "smismember", "srem", "strlen", "unlink"),
     *("xread", "zcount", "zrange"),
 )
-#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four: it takes a place in
-#: a pool only if no other worker has taken one meanwhile.
+#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four let it
+#: take a place in a pool only if no other worker has taken one meanwhile.
 WORKER_COMMANDS = ("ping", "select", "time", "multi", "exec", "unwatch")
 #: In a Redis Cluster routers and workers ask which server has the slot of their keys.
 CLUSTER_COMMANDS = ("cluster|slots",)
-#: The rights that Redis itself needs where the user ``default`` is off: a replica at its master, and a Sentinel at the
-#: servers that it watches.
+#: The rights that Redis itself needs where the user ``default`` is off: those of a replica at its master, and of a
+#: Sentinel at the servers that it watches.
 REPLICA_RULES = ("+psync", "+replconf", "+ping")
 SENTINEL_RULES = (
     *("allchannels", "+multi", "+slaveof", "+ping", "+exec", "+subscribe", "+config|rewrite", "+role", "+publish"),
