@@ -158,7 +158,7 @@ class Scripts:
         return await self.call(name, self.packed[name].call(args), timeout_s or self.timeouts.request_s)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
-        """``run`` with arguments by name and the longer time limit of upkeep, as no request waits for it."""
+        """Do as ``run``, with arguments by name and the longer time limit of upkeep, as no request waits for it."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
 
 

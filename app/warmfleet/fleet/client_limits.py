@@ -31,7 +31,8 @@ _ADMITTED = b"+"  # follows the packed limits of a request that lua/parts/shared
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit.
+    """The limits of one key. name: the key's name. concurrency: most requests in flight; tokens_per_minute; 0: no
+    limit.
 
     admitted: an earlier attempt at the request passed the limits, so this attempt counts, but is not refused.
     """

@@ -44,7 +44,7 @@ class PoolRegistry:
     """The pools of one served model. Routers ``read`` it once a second; the other calls are the operator's."""
 
     def __init__(self, redis: aioredis.Redis, name: str) -> None:
-        """redis: as ``connect`` makes it. name: of the served model, without ``#``. Raises WireError if it is none, and
+        """redis: as ``connect`` makes it. name: the served model's, without ``#``. Raises WireError if it is none, and
         TypeError for another client.
         """
         if not isinstance(redis, RouterRedis):

@@ -35,7 +35,7 @@ _COMMENT_OR_TEXT_OR_NAME = re.compile(
 
 @cache
 def script_text(name: str) -> str:
-    """``script_source`` with the values of constants in place of their names, as replicas give it to Redis.
+    """Return ``script_source`` with the values of constants in place of their names, as replicas give it to Redis.
 
     Lua knows no constants. A name that a function uses from outside costs an allocation at each call of the script, and
     decide has a hundred: without them it takes 5 to 10 % less of Redis. Line numbers stay.

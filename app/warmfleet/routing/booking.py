@@ -53,14 +53,14 @@ UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt do
 class Booking:
     """A request's lease, ticket and load in one pool, from before a worker is chosen until everything is given back.
 
-    ``prompt``: as the workers of this pool have it. ``never``: workers that must not be chosen at all; ``avoided``:
-    other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``: when the last
-    decision was asked for (``time.perf_counter``), ``question``: what was asked, ``answer`` and ``error``: what came of
-    it. ``decision``: None until a worker is chosen. ``explanation``: of the decision as JSON; empty if the client asked
-    for none. ``rings``: the order of the hash ring by policy, and ``log_line``: of the decision, for the decision log;
-    None if it is not logged.
+    ``prompt``: the prompt with this pool's token ids and blocks. ``never``: workers that must not be chosen at all;
+    ``avoided``: other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``:
+    when the last decision was asked for (``time.perf_counter``); ``question``: what was asked; ``answer`` and
+    ``error``: its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
+    JSON; empty if the client asked for none. ``rings``: the order of the hash ring by policy, and ``log_line``: the
+    line for the decision log; None if the decision is not logged.
 
-    A field that was not set has the value of its class, which costs nothing.
+    A field that was not set is read from the class, which saves setting it.
     """
 
     state = _before = NEW
@@ -118,8 +118,8 @@ class Booking:
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the request goes on waiting if Redis is not asked at this moment: it has a ticket, and Redis has not
-        been silent for long.
+        """Whether the request goes on waiting without an answer of Redis, as it has a ticket, and Redis has not been
+        silent for long.
         """
         return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
@@ -217,7 +217,7 @@ class Booking:
         """Give back everything that is held in this pool; returns whether Redis may have booked it.
 
         It never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end before
-        another attempt is decided. tokens: of the answer, for a client with limits.
+        another attempt is decided. tokens: number in the answer, for a client with limits.
         """
         state, self.state = self.state, RELEASED
         decision = self.decision

@@ -143,7 +143,7 @@ class Counting:
             pool.degraded.failed(f"limits of clients: {error}")
 
     def end_one(self, model: str, name: str, tokens: int) -> None:
-        """End the count of a gateway's request. tokens: that it has used besides its prompt."""
+        """End the count of a gateway's request. tokens: the number used besides the prompt."""
         pool = self.pool_of(model, name[RESERVATION_LENGTH:])
         if pool is not None:
             self.end_in(pool, name, tokens)
@@ -192,7 +192,7 @@ class Counted:
     """A request of a client with limits, from the moment at which it is asked about until it ends.
 
     ``name``: its reservation with the client's tag behind it. ``first``: await ``check_first`` before pools are asked.
-    ``use``: of the limits, with this request; None while it is not known.
+    ``use``: how much of the limits is used, with this request; None while it is not known.
     """
 
     __slots__ = (

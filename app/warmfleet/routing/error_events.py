@@ -41,7 +41,7 @@ class ErrorEvents:
         self._tail = seen[-_KEPT:]
 
     def watching(self, client: Sink) -> Sink:
-        """``client``; where events have numbers, ``see`` gets each piece of it first."""
+        """Return ``client``, wrapped so that ``see`` gets each piece first where events have numbers."""
         return WatchedClient(self.see, client) if self._form == "responses" else client
 
     async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:

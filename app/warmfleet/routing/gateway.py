@@ -36,9 +36,11 @@ class Handover(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a gateway's call ended. status: of the engine's answer, None if none came or the gateway does not say.
+    """How a gateway's call ended. status: the status of the engine's answer, None if none came or the gateway does not
+    say.
 
-    failed_workers: workers that had failed this call before another one served it. output_tokens: of the answer.
+    failed_workers: workers that had failed this call before another one served it. output_tokens: their number in the
+    answer.
     """
 
     outcome: Outcome
@@ -64,8 +66,8 @@ class Ending(NamedTuple):
 class Placement(NamedTuple):
     """Where a gateway is to send its call.
 
-    reservation: None if Redis booked nothing. model: by which it is settled. url: of the worker, without a path.
-    headers: must go with the call. cache_salt: must be set in the body; None: the body stays as it is. expires_in_s:
+    reservation: None if Redis booked nothing. model: the name to settle it by. url: the worker's, without a path.
+    headers: must go with the call. cache_salt: to be set in the body; None: the body stays as it is. expires_in_s:
     the life of the reservation, counted from now, unless it is renewed.
     """
 

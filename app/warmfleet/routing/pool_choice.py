@@ -12,10 +12,10 @@ predicted time to first token. Inside a pool decide charges a session that moves
 ``stay``). Between pools nobody sees both sides but the router, so it charges here.
 
 If a pool lets the request wait for the worker that holds its first blocks, the price is the prefill still to compute,
-the time by which that engine is overdue, and half of the wait for it. Inside a pool
-the wait counts by how busy its engines are (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the
-request wait is not worse for that: the worker with the wait is cheaper than the free ones. While the request waits, its
-other home pool is asked again now and then.
+the time by which that engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its
+engines are (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for
+that, because the worker with the wait is cheaper than the free ones. While the request waits, its other home pool is
+asked again now and then.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Comparison:
     async def _all_full(self, asked: Sequence[Booking], *, may_wait: bool) -> Decision | Queued:
         """Take a worker of a pool that is away, or the place of another request in the queue, or else refuse.
 
-        Only now may the request displace another: before, a pool may have had a worker or a place for it.
+        Only now may the request displace another, because before a pool may have had a worker or a place for it.
         """
         full = [(booking, booking.answer) for booking in asked if isinstance(booking.answer, Queued)]
         refusing, refusal = full[0]

@@ -100,7 +100,7 @@ class TicketPolls:
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.
 
-        elsewhere: as of ``Tickets.wait``.
+        elsewhere: as for ``Tickets.wait``.
         """
         future: asyncio.Future[Standing]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()

@@ -43,7 +43,7 @@ class Handoff:
         self._paused_until: dict[str, float] = {}
 
     def body(self, request: Request, prompt: IdentifiedPrompt, raw: bytes, view: View, worker_id: str) -> bytes | None:
-        """``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
+        """Return ``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
         if not self._enabled:
             return None
         reason, made = self._against(request, prompt, view, worker_id), None

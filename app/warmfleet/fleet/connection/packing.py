@@ -33,12 +33,12 @@ NOTHING = pack("")
 
 
 def pack_int(value: int) -> bytes:
-    """``pack`` for an integer, from a table if it is small."""
+    """Pack an integer, from a table if it is small."""
     return PACKED[value] if 0 <= value < SMALL else pack(value)
 
 
 def pack_names(values: Iterable[str]) -> bytes:
-    """``pack`` for strings joined by commas, as the scripts take lists of names."""
+    """Pack strings joined by commas, as the scripts take lists of names."""
     return pack_text(",".join(values)) if values else NOTHING
 
 

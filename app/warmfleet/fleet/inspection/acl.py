@@ -113,7 +113,8 @@ def _in_pools(models: Iterable[str], names: Callable[[Keys], Iterable[str]]) -> 
 
 
 def user(name: str, passwords: Sequence[str], rules: Sequence[str]) -> str:
-    """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command.
+    """Return ``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a
+    command.
 
     passwords: each of them opens the user, so that there may be an old and a new one while passwords are changed.
     """
