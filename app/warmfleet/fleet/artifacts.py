@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.packing import Argument
     from warmfleet.fleet.workers import Workers
 
-ARTIFACT_LIMIT_BYTES = 128 * 2**20  # the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # a missing piece is looked for at so many other servers
-EMPTY_EXPIRES_S = 86_400  # a stored file expires so long after its server last renewed it
+ARTIFACT_LIMIT_BYTES = 128 * 2**20  # largest size of a file; the largest tokenizers have 30 MB
+PIECE_ASKED_OF = 16  # most other servers at which a missing piece is looked for
+EMPTY_EXPIRES_S = 86_400  # time after its server's last renewal at which a stored file expires
 
 
 class BadArtifact(BadRequest):
@@ -39,7 +39,7 @@ class Artifacts:
         self._workers = workers
 
     async def read(self, server_id: str, entry: dict[str, Any]) -> bytes:
-        """The content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
+        """Read the content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
 
         A piece that this server does not have (any more) is taken from another one that announces it.
         Raises BadArtifact if a digest is wrong or the content is over 128 MB, NotFound if a piece is missing.
@@ -65,7 +65,7 @@ class Artifacts:
             )
 
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
-        """The piece from another server that announced it at the last reading; None if PIECE_ASKED_OF servers lack it.
+        """Read the piece from another server that announced it last; None if PIECE_ASKED_OF servers lack it.
 
         Most servers of a large pool have empty pieces (``background/spare_files``).
         """
@@ -81,11 +81,11 @@ class Artifacts:
                 yield server_id
 
     async def sizes(self, server_id: str, digests: Sequence[str]) -> list[int]:
-        """The bytes of each of these pieces of a server's files; 0 for one that is empty or not there."""
+        """Read the size in bytes of each of these pieces of a server's files; 0 if it is empty or not there."""
         return await self._of_pieces(server_id, digests, "STRLEN")
 
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:
-        """Let a server's pieces take no memory. Their keys stay, so that the server does not store them again.
+        """Empty a server's pieces to save memory. Their keys stay, so that the server does not store them again.
 
         Pieces that do not expire stay as they are: their server does not renew them, and would never store them again.
         """
@@ -93,7 +93,7 @@ class Artifacts:
             await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")
 
     async def want(self, server_id: str, digests: Sequence[str]) -> None:
-        """Delete a server's empty pieces: the server stores them again when it renews its files next."""
+        """Delete a server's empty pieces, so that the server stores them again when it renews its files next."""
         sizes = await self.sizes(server_id, digests)
         empty = [digest for digest, size in zip(digests, sizes, strict=True) if not size]
         await self._of_pieces(server_id, empty, "UNLINK")

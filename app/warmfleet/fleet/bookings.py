@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
-Told = Outcome | Literal["due"]  # due: no first token was observed, but by its speed the engine has made it
+Told = Outcome | Literal["due"]  # due: no first token was seen, but by its speed the engine must have made one
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
-REAPED_PER_SETTLE = 8  # lua/settle.lua gives back so many expired leases at a call for an id that was never booked
-RENEW_AT_ONCE = 200  # reservations; lua/renew.lua takes no more in one call
-ANSWER_FIELDS = 13  # fields of decide's answer to a booked request; an explanation may follow them
-#: The flags as plain numbers: to look up a member of an enum takes longer than to compare.
+REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
+RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
+ANSWER_FIELDS = 13  # number of fields in decide's answer to a booked request; an explanation may follow
+#: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
@@ -51,8 +51,8 @@ PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome
 
 
 def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
-    """An id for a request with so many prompts. exact: their token ids are known. key: the same key gets the same id;
-    without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
+    """Make an id for a request. prompts: their number. exact: their token ids are known. key: the same key gets the
+    same id; without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
 
     The scripts read the mark in the id (``codes.Mark``), because an engine reports the prefill of each prompt alone.
     """
@@ -66,9 +66,9 @@ def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", clien
 class Question:
     """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
-    decode_tokens: resident context while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
-    reservation's id. exclude: worker ids not to choose. prefix_tokens: so many tokens of a match count at most (0:
-    all). order: worker ids in the order in which a hash ring would look. objective_s: a time to first token that is
+    decode_tokens: tokens in the cache while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
+    reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
+    all). order: worker ids in the order of a hash ring. objective_s: a time to first token that is
     enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
 
     tenant: 8 bytes. waited_ms: since the request came. barred: workers that can never serve it, kept with its ticket.
@@ -148,8 +148,8 @@ class Seen:
     """All that a choice saw besides its ``Question``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: costs of
-    so many seconds more than the lowest counted as equal to it. room: if others waited and it was not to, the numbers
+    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: the
+    most seconds above the lowest cost that counted as equal. room: if others waited and it was not to, the numbers
     of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if it would get a ticket, the price
     of its turn (``Queued.turn_s``), and the number of the row of this price; else 0.
     """
@@ -164,7 +164,7 @@ class Seen:
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
-        """From the part of an answer of ``decide`` that follows its ``why``."""
+        """Read the part of an answer of ``decide`` that follows its ``why``."""
         *numbers, waits, tie_s, room, turn_s, turn_at = answer[0]
         median, block_tokens, turn, now_ms = map(int, numbers)
         context, rows = (median, block_tokens, turn, now_ms), answer[1:]
@@ -177,12 +177,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of a cost in seconds, weights and all: their sum is the cost (lua/parts/decide/cost_rule.lua).
+    """The terms of a cost in seconds, each with its weight, so that their sum is the cost
+    (lua/parts/decide/cost_rule.lua).
 
-    wait_s: what is ahead at the worker. compute_s: what the prompt lacks there. again_s: of that, what another worker
-    is making already. leave_s: what one other worker alone holds of the prompt. evict_s: what has to make room in a
-    cache that is fuller than others, or crowded. busy_s: the worker's share of time in prefill lately. label_s: for
-    preferred labels that it lacks.
+    wait_s: for the work ahead at the worker. compute_s: for the tokens of the prompt that it lacks. again_s: for those
+    of them that another worker is making already. leave_s: for the tokens that one other worker alone holds. evict_s:
+    for evictions from a cache that is fuller than others, or crowded. busy_s: for the worker's share of time in prefill
+    lately. label_s: for preferred labels that it lacks.
     """
 
     wait_s: float
@@ -258,7 +259,7 @@ class Bookings:
         return self.decision(question, answer)
 
     def decision(self, question: Question, answer: list[Any]) -> Decision:
-        """The Decision in decide's answer to a request that is booked."""
+        """Return the Decision in decide's answer to a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
         outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
             :ANSWER_FIELDS
@@ -290,7 +291,7 @@ class Bookings:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
         A repeated call changes nothing. tokens: count as used by a client with limits, besides the prompt. shortfall:
-        corrects the worker's mirror. Raises FleetUnavailable.
+        corrects the guess of what an approximate worker's cache holds. Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
@@ -304,7 +305,7 @@ class Bookings:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
     ) -> None:
-        """``settle`` without waiting: Redis takes it before every call of this client that is made later.
+        """Send ``settle`` without waiting: Redis executes it before every later call of this client.
 
         It goes to Redis with the next of these, or after two milliseconds.
         """
@@ -314,7 +315,7 @@ class Bookings:
     def settle_command(
         self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> bytes:
-        """The packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
+        """Return the packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
         rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
         if not tokens and shortfall is None:
             return self._settle_head + pack_text(reservation) + rest
@@ -349,19 +350,19 @@ class Bookings:
         return renewed, rebuilt, refused
 
     async def lease(self, reservation: str) -> Lease | None:
-        """The lease of a reservation; None if Redis has none. Raises FleetUnavailable."""
+        """Read the lease of a reservation; None if Redis has none. Raises FleetUnavailable."""
         scripts = self._scripts
         with redis_errors():
             packed = await cast("Awaitable[bytes | None]", scripts.redis.hget(scripts.keys.lease, reservation))
         return None if packed is None else Lease.unpack(packed)
 
     async def prefilled(self, reservation: str) -> bool:
-        """The stream of this reservation's worker has reported that its prefill is done. Raises FleetUnavailable."""
+        """Return whether the worker's stream has reported the end of its prefill. Raises FleetUnavailable."""
         lease = await self.lease(reservation)
         return lease is not None and lease.stage >= Stage.STARTED
 
     def decide_command(self, question: Question, mode: Mode = Mode.BOOK, *, in_turn: bool = True) -> bytes:
-        """The packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
+        """Return the packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
 
         in_turn: False for a request that neither waits nor gives way to waiting requests.
 

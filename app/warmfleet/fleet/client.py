@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 class Timeouts:
     """Seconds until a call is given up. A request is then placed without Redis, or goes on waiting in the queue.
 
-    request_s: replicas give WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
+    request_s: limit of a request's calls, in replicas WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
     """
 
     request_s: float = 0.25
@@ -41,7 +41,7 @@ class Timeouts:
 
 
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
-    """A client for ``url`` that shares nothing; arguments as in ``RedisConnections``. tag: the hash tag of all keys."""
+    """Make a client that shares no connection; arguments as in ``RedisConnections``. tag: the hash tag of all keys."""
     made = RedisConnections(url, timeout_s=timeout_s, max_connections=max_connections)
     client = made.of(tag)
     client.owned = made
@@ -49,7 +49,7 @@ def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connec
 
 
 def argv(script: str, rest: Iterable[Argument] = (), /, **values: Argument) -> list[Argument]:
-    """The ARGV of a script, from its arguments by name and then ``rest``, the list of varying length.
+    """Return the ARGV of a script, from its arguments by name and then ``rest``, the list of varying length.
 
     Raises TypeError if a name is missing or unknown.
     """
@@ -69,7 +69,7 @@ def redis_errors() -> Iterator[None]:
 
 
 class Scripts:
-    """Runs the scripts of one model: fills in KEYS by name and raises the errors of ``warmfleet.errors``."""
+    """Runs the scripts of one model; fills in KEYS by name, and raises the errors of ``warmfleet.errors``."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Scripts:
 
     @property
     def line(self) -> object:
-        """The connection of the scripts, or the Cluster master behind it: models with the same line share a server."""
+        """The scripts' connection, or the Cluster master behind it; models with the same line share a server."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
 
@@ -120,7 +120,7 @@ class Scripts:
         return await asked(self.redis, pack_command(*words), _as_it_is, self.timeouts.upkeep_s)
 
     def together(self, calls: Sequence[tuple[str, bytes]]) -> asyncio.Future[list[Any]]:
-        """Calls in one write, and their answers in the same order.
+        """Send several calls in one write; the future becomes their answers in the same order.
 
         calls: name and packed command of each script; the name is empty for a command of Redis itself. Raises the first
         error, once all have been answered.
@@ -144,7 +144,7 @@ class Scripts:
         return future
 
     async def block(self, command: bytes, seconds: float) -> Any:
-        """A packed command that blocks in Redis for ``seconds`` at most. Raises FleetUnavailable."""
+        """Send a packed command that blocks in Redis for ``seconds`` at most. Raises FleetUnavailable."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         limit_s = seconds + self.timeouts.upkeep_s
         self.redis.blocking.send(None, command, limit_s, partial(_resolve, future))
@@ -158,14 +158,14 @@ class Scripts:
         return await self.call(name, self.packed[name].call(args), timeout_s or self.timeouts.request_s)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
-        """``run`` with arguments by name and the longer time limit of upkeep: no request waits for such a call."""
+        """Do as ``run``, with arguments by name and the longer time limit of upkeep, as no request waits for it."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
 
 
 def asked(
     redis: RouterRedis, command: bytes, read: Callable[[Any], Answer], limit_s: float = UPKEEP_S
 ) -> asyncio.Future[Answer]:
-    """A packed command of Redis itself, sent on the connection of the scripts.
+    """Send a packed command of Redis itself on the connection of the scripts.
 
     The future becomes what ``read`` makes of the answer, or FleetUnavailable.
     """
@@ -186,7 +186,7 @@ def _as_it_is(answer: Any) -> Any:
 
 
 def pairs(answer: Any) -> dict[bytes, Any]:
-    """The pairs in Redis' answer for a hash, or for a sorted set with scores, in either version of its protocol."""
+    """Return the pairs in Redis' answer for a hash, or a sorted set with scores, in either version of its protocol."""
     if isinstance(answer, dict):
         return answer
     if answer and isinstance(answer[0], list):

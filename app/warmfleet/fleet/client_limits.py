@@ -31,7 +31,8 @@ _ADMITTED = b"+"  # follows the packed limits of a request that lua/parts/shared
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of one key. name: of the key. concurrency: requests in flight; tokens_per_minute; 0: no such limit.
+    """The limits of one key. name: the key's name. concurrency: most requests in flight; tokens_per_minute; 0: no
+    limit.
 
     admitted: an earlier attempt at the request passed the limits, so this attempt counts, but is not refused.
     """
@@ -48,7 +49,7 @@ class ClientLimits:
 
     @cached_property
     def tag(self) -> str:
-        """A stand-in for the name in ids of reservations and in keys of Redis, which must not reveal the name."""
+        """The word for the client in ids of reservations and keys of Redis, which must not reveal the key's name."""
         digest = hashlib.sha256(b"client:" + self.name.encode()).digest()
         return urlsafe_b64encode(digest)[:CLIENT_TAG_LENGTH].decode()
 
@@ -63,7 +64,7 @@ class ClientLimits:
         return _LIMITS.pack(self.concurrency, self.tokens_per_minute) + _ADMITTED * self.admitted
 
     def refusal(self, answer: Sequence[Any], prompt_tokens: int) -> RateLimited:
-        """The error for the answer LIMITED of decide."""
+        """Return the error for the answer LIMITED of decide."""
         _, which, used, wait_ms = answer
         if which == b"CONCURRENCY":
             why = f"{used} requests in flight, of {self.concurrency} that it may have at a time"
@@ -79,7 +80,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """The headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
+        """Return the headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (
@@ -97,13 +98,13 @@ class ClientLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClientUse:
-    """The use of a client's limits, with the present request. None: not known."""
+    """How much of a client's limits is used, with the present request. None: not known."""
 
     in_flight: int | None
     tokens: int | None
 
 
-KEEP_AT_ONCE = 200  # requests; lua/client.lua takes no more in one call
+KEEP_AT_ONCE = 200  # most requests in one call of lua/client.lua
 
 
 class ClientCounts:
@@ -116,7 +117,7 @@ class ClientCounts:
         self._scripts = scripts
 
     def admit(self, name: str, limits: ClientLimits, prompt_tokens: int, on_answer: OnAnswer) -> None:
-        """Count a request, unless a limit refuses it. ``on_answer`` gets the answer of the script as it is."""
+        """Count a request, unless a limit refuses it. ``on_answer`` gets the raw answer of the script."""
         command = self._command("admit", name, limits.record, prompt_tokens)
         self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 

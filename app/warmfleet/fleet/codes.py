@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 
 
 class Mode(IntEnum):
-    """Whether decide books its choice, and how much it answers."""
+    """Mode of decide: whether it books its choice, and how much it answers."""
 
     BOOK = 0  # choose and book
     DRY = 1  # choose, book nothing, answer all that the choice saw
@@ -28,9 +28,9 @@ class Next(IntEnum):
 class Standing(IntEnum):
     """The present state of a ticket in the queue."""
 
-    WAITS = 0  # the ticket keeps its place
+    WAITS = 0  # the request waits on, and its ticket keeps its place in the queue
     TURN = 1  # the ticket's turn has come: the replica calls decide again
-    DISPLACED = 2  # another request took its place
+    DISPLACED = 2  # another request took the ticket's place in the full queue
     UNKNOWN = 3  # the ticket expired, or Redis lost it
 
 
@@ -40,5 +40,5 @@ class Mark(StrEnum):
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
     SEVERAL_PROMPTS = "-"  # a reservation of several prompts: each prefill gives back its share of the booked tokens
     ESTIMATED = "_"  # a reservation of a prompt whose token ids are not known: its match is not compared
-    MAKER = "+"  # a field that holds the reservation whose chain tells the blocks up to the next checkpoint
-    TRAIL = "="  # a field that holds the hashes up to the next checkpoint (the mirror of an approximate worker)
+    MAKER = "+"  # a field that names the reservation whose block hashes lead to the next checkpoint
+    TRAIL = "="  # a field that holds the hashes up to the next checkpoint, of an approximate worker's guessed cache

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
 #: version.
 VERSION = 4
-#: The packed fields in order, as lua/parts/shared/constants.lua names them; then how many prices of labels follow.
+#: The packed fields in order, as lua/parts/shared/constants.lua names them; the number of label prices comes last.
 FIELDS = (
     "lease_ms",
     "ttl_ms",
@@ -40,22 +40,22 @@ LABEL_PRICE = struct.Struct(">Id")
 class Weights:
     """The weights of the cost rule, see lua/parts/decide/cost_rule.lua; and two bounds of matching."""
 
-    lambda_: float = 2.0  # weight of an uncached token while no worker is idle: its prefill then delays other requests
-    kappa: float = 2.5  # the smallest weight that, at this wait_price, keeps a new prefix on at most two workers
-    pressure_price: float = 2.0  # at 0 all conversations with one system prompt go to one worker, at 0.5 up to half
+    lambda_: float = 2.0  # weight of an uncached token while no worker is idle, as its prefill delays other requests
+    kappa: float = 2.5  # weight of making what another worker is making; less would put a new prefix on over two
+    pressure_price: float = 2.0  # weight of evictions to come; at 0 all sessions of one system prompt share a worker
     decode_s_per_token: float = 1e-7
-    wait_price: float = 1.5  # weight of a prefill token ahead: a request that joins a line delays those that come after
-    stay: float = 2.0  # weight of a token that another worker holds: a session that moves leaves its blocks behind
-    place: float = 3.0  # weight of a token of the prompt at a worker in prefill all the time: sessions come back
-    max_probes: int = 64  # Redis calls at most to find how much confirmed prefix the workers hold, in one decision
-    min_match_tokens: int = 0  # a worker's lead over the shortest match counts from so many tokens on
+    wait_price: float = 1.5  # weight of a prefill token ahead, as a request that joins a line delays later ones
+    stay: float = 2.0  # weight of a token that only another worker holds, as a session that moves leaves it behind
+    place: float = 3.0  # weight of a prompt token at a worker that is always in prefill, as sessions come back
+    max_probes: int = 64  # most Redis calls in one decision to find how much confirmed prefix the workers hold
+    min_match_tokens: int = 0  # least tokens by which a match must exceed the shortest one to count as longer
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     """Spans of time in milliseconds that the scripts count with."""
 
-    lease_ms: int = 30_000  # renewed every 10 s: two renewals may be lost
+    lease_ms: int = 30_000  # replicas renew leases every 10 s, so two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
     #: A ticket is renewed every 0.2 s, and later while polls are slow (routing/tickets). A replica that stalls longer
@@ -64,8 +64,8 @@ class Spans:
     linger_ms: int = 500  # engines report a finished request's blocks within 0.2 s; a longer credit hides evictions
 
 
-#: A request is overtaken by smaller ones only if they come less than this many times its own prefill after it: with 1,
-#: a prompt of 3 s waits at worst as if it had come 3 s later to a line by arrival.
+#: Factor of a request's own prefill time within which smaller requests that come later may overtake it. With 1, a
+#: prompt of 3 s waits at worst as if it had come 3 s later to a queue in order of arrival.
 QUEUE_PATIENCE = 1.0
 
 
@@ -73,9 +73,9 @@ QUEUE_PATIENCE = 1.0
 class QueueLimits:
     """Limits of the fleet-wide queue of one pool; each pool has a queue of its own."""
 
-    max_engine_wait_s: float = 0.0  # seconds of booked prefill from which on a worker has no room; 0: nobody waits
-    tickets: int = 1_024  # tickets that may wait at a time, of all replicas together
-    patience: float = 0.0  # small work goes first: see lua/parts/shared/tickets.lua; 0: by arrival
+    max_engine_wait_s: float = 0.0  # most seconds of booked prefill at a worker that has room; 0: no queue
+    tickets: int = 1_024  # most tickets in the queue at a time, of all replicas together
+    patience: float = 0.0  # as QUEUE_PATIENCE: small work goes first; 0: order of arrival
 
 
 @dataclass(frozen=True, slots=True)

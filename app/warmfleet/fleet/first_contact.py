@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet")
 
-OLDEST = (7, 0)  # the version of Redis that brought selectors of users and EVAL_RO
+OLDEST = (7, 0)  # oldest version of Redis with selectors for users and EVAL_RO
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 60.0  # the interval at which logs/folding lets a repeated line through
+LOG_EVERY_S = 60.0  # time between two equal lines, which logs/folding lets through at that interval
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 
@@ -53,7 +53,7 @@ async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
 
 
 def server_in_words(redis: aioredis.Redis, where: RedisAddress, url: str) -> str:
-    """The server of a client, as a sentence begins; in a Cluster the master, if its nodes have named it."""
+    """Return the server of a client, as a sentence begins; in a Cluster the master, if its nodes have named it."""
     name, master = in_words(where, url), master_of(redis)
     if where.kind != "cluster" or not master:
         return name
@@ -61,7 +61,7 @@ def server_in_words(redis: aioredis.Redis, where: RedisAddress, url: str) -> str
 
 
 def pools_help(redis: aioredis.Redis, where: RedisAddress) -> str:
-    """A sentence for the case that only the master with the registry of a model's pools is away; "" in any other."""
+    """Return a sentence of help if only the master with the registry of a model's pools is away, else ""."""
     if where.kind != "cluster" or not master_of(redis) or "#" in (tag := _tag(redis)):
         return ""
     return (
@@ -71,12 +71,12 @@ def pools_help(redis: aioredis.Redis, where: RedisAddress) -> str:
 
 
 def _tag(redis: aioredis.Redis) -> str:
-    """The pool whose keys a client of a Cluster is for."""
+    """Return the pool whose keys a client of a Cluster is for."""
     return str(redis.connection_pool.service_name).replace("~", "/")  # type: ignore[attr-defined]  # the pool is a MasterPool
 
 
 def in_words(where: RedisAddress, url: str) -> str:
-    """The address as an operator knows it, without user and password."""
+    """Return the address as an operator knows it, without user and password."""
     nodes = ", ".join(f"{host}:{port}" for host, port in where.nodes) or urlsplit(url).path
     return {
         "single": f"Redis at {nodes}",
@@ -94,7 +94,7 @@ class Trouble:
 
 
 async def trouble_with(redis: aioredis.Redis, where: RedisAddress) -> Trouble | None:
-    """The reason why Redis cannot be used; None if it can."""
+    """Ask Redis; return the reason why it cannot be used, None if it can."""
     try:
         info: dict[str, Any] = await redis.info("server")
     except AuthenticationError as error:
@@ -135,7 +135,7 @@ def _of_connection(error: Exception, where: RedisAddress) -> Trouble:
 
 
 def _perhaps(where: RedisAddress) -> str:
-    """A guess about TLS, the most frequent reason for such failures."""
+    """Return a guess about TLS, the most frequent reason for such failures."""
     if where.tls:
         return "; perhaps it has no TLS there, then WARMFLEET_REDIS_URL begins with redis://"
     return "; if it wants TLS there, WARMFLEET_REDIS_URL begins with rediss://"

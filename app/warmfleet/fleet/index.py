@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LAGS_AT_ONCE = 64
 HOLDS_AT_ONCE = 512
-FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence: its index is empty
+FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence, as its index is empty
 _DIGEST_COUNT = struct.Struct(">I")
 
 
@@ -78,7 +78,7 @@ class Index:
         self._scripts = scripts
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
-        """For each of these 8-byte hashes: whether ``slot`` holds it, by the index. Raises FleetUnavailable."""
+        """Read for each of these 8-byte hashes whether ``slot`` holds it by the index. Raises FleetUnavailable."""
         answer: list[bool] = []
         with redis_errors():
             for start in range(0, len(hashes), HOLDS_AT_ONCE):
@@ -90,20 +90,20 @@ class Index:
         return answer
 
     async def counts(self) -> dict[str, int]:
-        """Fleet-wide counters of protocol events."""
+        """Read the fleet-wide counters of protocol events."""
         with redis_errors():
             found = await cast("Awaitable[dict[bytes, bytes]]", self._scripts.redis.hgetall(self._scripts.keys.counts))
         return {name.decode(): int(value) for name, value in found.items()}
 
     async def memory(self) -> Memory:
-        """The memory of the Redis server. Raises FleetUnavailable."""
+        """Read the memory of the Redis server. Raises FleetUnavailable."""
         told: bytes = await self._scripts.ask("INFO", "memory")
         info = dict(line.partition(b":")[::2] for line in told.split(b"\r\n"))
         policy = info.get(b"maxmemory_policy", b"").decode("ascii", "replace")
         return Memory(int(info[b"used_memory"]), int(info.get(b"maxmemory", 0)), policy)
 
     async def truth(self, workers: Sequence[WorkerView]) -> Truth:
-        """The state of the index for these workers, as Redis has it now. Raises FleetUnavailable."""
+        """Read the state of the index for these workers, as Redis has it now. Raises FleetUnavailable."""
         keys = self._scripts.keys
         commands = ("HVALS", keys.digest), ("SCARD", keys.retired), ("HGETALL", keys.counts), ("TIME",)
         answers = await self._scripts.together([("", pack_command(*words)) for words in commands])
@@ -121,7 +121,7 @@ class Index:
         )
 
     async def _lags(self) -> dict[str, tuple[int, int]]:
-        """The workers whose stream is not empty: entries in it, and the age of the oldest in ms."""
+        """Read for each worker whose stream is not empty the entries in it, and the age of the oldest in ms."""
         lags: dict[str, tuple[int, int]] = {}
         start, streams = 0, 1
         while start < streams:

@@ -37,12 +37,12 @@ _NAME_OR_TEXT = re.compile(r"""[A-Z][A-Z0-9_]*|"[^"]*"|'[^']*'""")
 
 
 def _format(letters: str) -> str:
-    """The format of numbers that follow each other, as a text in Lua."""
+    """Return the format of numbers that follow each other, as a text in Lua."""
     return '(">' + "".join(_LETTERS[letter] for letter in letters) + '")'
 
 
 def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Iterator[tuple[str, str]]:
-    """The names of the packed numbers of a record. positions: begins the names of positions."""
+    """Yield the names made of a record's packed numbers, with values. positions: the prefix of names of positions."""
     names, letters = [name.upper() for name in numbers], "".join(numbers.values())
     for first, name in enumerate(names):
         yield f"{positions}{name}_AT", str(1 + calcsize(">" + letters[:first]))
@@ -55,7 +55,7 @@ def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Ite
 
 
 def _of_routers() -> Iterator[tuple[str, str]]:
-    """The names whose values routers use, too."""
+    """Yield the names that routers use, too, with their values."""
     yield from _record("ROW", numbers_of(LoadRow))
     letters = ">"
     for place, (name, letter) in enumerate(numbers_of(LoadRow).items(), 1):
@@ -77,7 +77,7 @@ def _of_routers() -> Iterator[tuple[str, str]]:
 
 
 def declared(text: str, known: Mapping[str, str]) -> dict[str, str]:
-    """The constants that a text declares, one a line, and those that are known. A value may be made of earlier ones."""
+    """Return the constants that a text declares, one a line, and the known ones. A value may use earlier ones."""
     values = dict(known)
     for name, value in _DECLARED.findall(text):
         value = _NAME_OR_TEXT.sub(lambda found: values.get(found[0], found[0]), value)

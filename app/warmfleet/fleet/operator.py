@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class OperatorKeys:
-    """``approve``, ``revoke`` and ``switch`` are for the operator: the user ``router`` of ``warmfleet acl`` only reads.
+    """``approve``, ``revoke`` and ``switch`` are for the operator; the user ``router`` of ``warmfleet acl`` may only
+    read.
 
     All methods raise FleetUnavailable; the writing ones do so, too, if this Redis user may not write.
     """
@@ -25,7 +26,7 @@ class OperatorKeys:
         self._approved, self._policy = keys.operator_approved, keys.operator_policy
 
     def approved(self) -> asyncio.Future[frozenset[str]]:
-        """The sha256 of every approved template."""
+        """Read the sha256 of every approved template."""
         return asked(self._redis, pack_command("SMEMBERS", self._approved), _digests)
 
     async def approve(self, digests: Iterable[str]) -> None:
@@ -39,7 +40,7 @@ class OperatorKeys:
             await self._redis.srem(self._approved, *digests)
 
     def switched(self) -> asyncio.Future[str]:
-        """The policy that the operator switched to; empty if each replica uses its own setting."""
+        """Read the policy that the operator switched to; empty if each replica uses its own setting."""
         return asked(self._redis, pack_command("GET", self._policy), _policy)
 
     async def switch(self, policy: str) -> None:

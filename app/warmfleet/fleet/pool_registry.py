@@ -37,14 +37,14 @@ __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 OF_THE_MODEL = frozenset({"pools", "placement"})
 OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
-COLLECTED_AT_ONCE = 512  # blocks in one call, half a millisecond: other pools share this Redis
+COLLECTED_AT_ONCE = 512  # most blocks in one call, which takes half a millisecond, as other pools share this Redis
 
 
 class PoolRegistry:
     """The pools of one served model. Routers ``read`` it once a second; the other calls are the operator's."""
 
     def __init__(self, redis: aioredis.Redis, name: str) -> None:
-        """redis: as ``connect`` makes it. name: of the served model, without ``#``. Raises WireError if it is none, and
+        """redis: as ``connect`` makes it. name: the served model's, without ``#``. Raises WireError if it is none, and
         TypeError for another client.
         """
         if not isinstance(redis, RouterRedis):
@@ -57,7 +57,7 @@ class PoolRegistry:
         self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
-        """All pools of the model; () without a registry: then the pools are those in this replica's settings.
+        """Read all pools of the model; () without a registry, when this replica's settings name the pools.
 
         A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
         while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.
@@ -69,7 +69,7 @@ class PoolRegistry:
         return asked(self._redis, self._reading, pairs)
 
     async def told(self, found: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
-        """All pools, as ``read`` returns them, by what ``ask`` has found."""
+        """Return all pools, as ``read`` returns them, by what ``ask`` has found."""
         if not found and self._known:
             logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
             with redis_errors():
@@ -97,7 +97,7 @@ class PoolRegistry:
         await self._redis.aclose()
 
     async def placements(self) -> dict[str, Placement]:
-        """Where each server is, by its name. Raises FleetUnavailable."""
+        """Read the pool in which each server is, by the server's name. Raises FleetUnavailable."""
         with redis_errors():
             found = await cast("Awaitable[dict[bytes, bytes]]", self._redis.hgetall(self._placement))
         read = {name.decode("utf-8", "replace"): read_placement(packed) for name, packed in found.items()}
@@ -116,7 +116,7 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
         open_ids = cast("list[bytes]", await redis.zrange(keys.leases, 0, -1))
         workers = {name.decode() for key in (keys.load, keys.workers) for name in await _names(redis, key)}
         servers = {name.decode() for name in await _names(redis, keys.servers)}
-    for reservation in open_ids:  # gives back what it holds of blocks and chains
+    for reservation in open_ids:  # deletes the keys of its blocks and chains
         await fleet.bookings.settle(reservation.decode(), "cancelled")
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
         await fleet.upkeep.forget(worker_id)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-PROBE_EXPIRES_S = 120  # a probe lasts 40 s at most
+PROBE_EXPIRES_S = 120  # time until a probe's notes expire; a probe lasts 40 s at most
 
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
@@ -21,7 +21,7 @@ Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 class Proof:
     """The result of a probe: its word, and the reason in a sentence. cause: a word for counters.
 
-    probed_ms: the record's ``probed`` as it was read before the probe, 0 if it had none; None is recorded in any case.
+    probed_ms: the record's ``probed`` as read before the probe, 0 if it had none; with None the result always counts.
     owner: the owner of the warming that this ends.
     """
 
@@ -52,7 +52,7 @@ class Probes:
                 await pipe.execute()
 
     async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
-        """For each block: True while the stream has not reported it. None if Redis has lost the notes.
+        """Return for each block True while the stream has not reported it. None if Redis has lost the notes.
 
         Raises FleetUnavailable.
         """
@@ -87,7 +87,7 @@ class Probes:
         return cast("Proved", answer.decode())
 
     async def warming(self, worker_id: str, nonce: str, owner: str, lease_ms: int) -> Proved:
-        """``owner`` warms this worker before it takes requests, for ``lease_ms`` from now on; calling again renews it.
+        """Let ``owner`` warm this worker, which takes no requests yet, for ``lease_ms``; a further call renews that.
 
         Returns TAKEN if another owner warms it or has done so. Raises FleetUnavailable.
         """

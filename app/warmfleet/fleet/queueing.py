@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Bookings, Candidate, Decision, Question
     from warmfleet.fleet.client import Scripts
 
-POLL_AT_ONCE = 128  # ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes 512 at most
+POLL_AT_ONCE = 128  # most ids in one call, so that it takes Redis less than 1 ms; lua/queue.lua takes up to 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Queued:
 class Next:
     """The ticket that is first in order, whether or not it is its turn.
 
-    to_compute_s: that an engine needs for what it lacks of the prompt, at least. tenants: with tickets, each in a class
-    of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it now. any_has_room:
-    some worker that can serve it has room. to_compute_there_s: that ``worker_id`` needs; 0 with a policy other than
-    ``cost``.
+    to_compute_s: least prefill in seconds that an engine needs for what it lacks of the prompt. tenants: with tickets,
+    each in a class of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it
+    now. any_has_room: some worker that can serve it has room. to_compute_there_s: the same at ``worker_id``; 0 with a
+    policy other than ``cost``.
     """
 
     reservation: str
@@ -71,8 +71,8 @@ class Line:
     """The queue as a poll finds it.
 
     waiting: tickets of all replicas. work_s: seconds that the whole fleet needs for what it does not hold of their
-    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: until an engine that is
-    full has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
+    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: time until a full
+    engine has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
     turn it is. next: None if the poll named a ticket, or none waits.
     """
 
@@ -108,7 +108,7 @@ class Queue:
         return self._bookings.decision(question, answer)
 
     async def consider(self, question: Question) -> tuple[str, str, Seen]:
-        """The decision that ``decide_in_turn`` would make now, with its explanation. Nothing is booked.
+        """Compute the decision that ``decide_in_turn`` would make now, with its explanation. Nothing is booked.
 
         If the request would have to wait, ``Seen.waits`` is set, and the worker is chosen as if no others waited. The
         request gets no ticket. Raises what ``decide`` raises.
@@ -118,7 +118,7 @@ class Queue:
         return answer[1].decode(), answer[2].decode(), Seen.of(answer[3:])
 
     async def explain(self, question: Question) -> tuple[str, list[Candidate]]:
-        """The worker that ``decide_in_turn`` would choose now, and every candidate."""
+        """Compute the worker that ``decide_in_turn`` would choose now, and every candidate."""
         worker_id, _, seen = await self.consider(question)
         return worker_id, seen.candidates
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import redis.asyncio as aioredis
 
-AT_ONCE = 100
-SHOWN = 200  # characters that are shown of an error of Redis
+AT_ONCE = 100  # records that are sent to Redis in one pipeline
+SHOWN = 200  # most characters of an error of Redis that are shown
 #: Numbers of a record that are arguments of the script under the same name.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 
@@ -48,7 +48,7 @@ class Replays:
     async def choices(
         self, records: Sequence[dict[str, Any]], policy: str = "", made: Callable[[int], object] = lambda _count: None
     ) -> list[Choice]:
-        """The choices on the state of each record, by ``policy`` (default: the policy of the record).
+        """Make the choice again on the state of each record, by ``policy`` (default: the policy of the record).
 
         made: called with the number of choices made so far, now and then. Raises FleetUnavailable, and BadRequest for a
         record that is malformed or cannot be replayed.
@@ -70,7 +70,7 @@ class Replays:
 
 
 def _choice(record: dict[str, Any], answer: Any) -> Choice:
-    """Raises BadRequest where the script refuses a record."""
+    """Read the script's answer for a record. Raises BadRequest if the script refuses the record."""
     if isinstance(answer, ResponseError):
         raise BadRequest(f"{record['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
     if isinstance(answer, Exception):
@@ -80,7 +80,7 @@ def _choice(record: dict[str, Any], answer: Any) -> Choice:
 
 
 def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
-    """ARGV of lua/replay.lua for a record of a decision log, by ``policy`` or, if that is empty, by the record's own.
+    """Return the ARGV of lua/replay.lua for a record of a decision log; an empty ``policy`` means the record's own.
 
     turn: decisions that round_robin has made, for a record of another policy. Raises BadRequest.
     """

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-ANNOUNCE_S = 3.0  # between two announcements of a replica
-SILENT_S = 8.0  # without an announcement for so long a replica counts as killed, hung or cut off
-FORGET_MS = 600_000  # so long operators can still read which replica was lost
+ANNOUNCE_S = 3.0  # interval between two announcements of a replica
+SILENT_S = 8.0  # time without an announcement after which a replica counts as killed, hung or cut off
+FORGET_MS = 600_000  # time for which operators can still read that a replica was lost
 MAX_BUCKETS = 256
 
 
@@ -25,8 +25,8 @@ MAX_BUCKETS = 256
 class LastMinute:
     """The figures of a replica in one pool in the last minute.
 
-    decided: decisions, of which fallbacks were made without Redis; the tokens are those of the others. waits: how many
-    streamed answers had their first token in which bucket of ``pools/ttft_window``.
+    decided: number of decisions; fallbacks: those made without Redis; the tokens are those of the others. waits: number
+    of streamed answers by the bucket of their time to first token (``pools/ttft_window``).
     """
 
     decided: int = 0
@@ -54,7 +54,7 @@ class Announcement:
     minute: LastMinute = field(default_factory=LastMinute)
 
     def pack(self) -> bytes:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return orjson.dumps(asdict(self), option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -68,7 +68,7 @@ class ReplicaView:
 
     @property
     def heard(self) -> bool:
-        """Whether the last announcement is recent: else the replica was killed, hangs, or cannot reach Redis."""
+        """Whether the last announcement is recent; otherwise the replica was killed, hangs, or cannot reach Redis."""
         return self.age_s <= SILENT_S
 
     @property
@@ -84,12 +84,12 @@ class Replicas:
         self._scripts = scripts
 
     async def announce(self, name: str, told: Announcement | None) -> int:
-        """Tell of this replica, or with None that it stops; returns how many replicas tell. Raises FleetUnavailable."""
+        """Announce this replica, or with None that it stops; return how many are announced. Raises FleetUnavailable."""
         record = b"" if told is None else told.pack()
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
     async def read(self) -> list[ReplicaView]:
-        """All replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
+        """Read all replicas with an announcement of the last ten minutes, by name. Raises FleetUnavailable."""
         calls = [("", pack_command("HGETALL", self._scripts.keys.replicas)), ("", pack_command("TIME"))]
         found, (seconds, micros) = await self._scripts.together(calls)
         now = int(seconds) + int(micros) / 1e6
@@ -98,7 +98,7 @@ class Replicas:
 
 
 def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
-    """None for an entry that cannot be read: whoever may write in Redis may have written anything."""
+    """Return the replica of an entry, or None if the entry cannot be read, as any writer in Redis can cause."""
     at_ms, _, record = raw.partition(b" ")
     try:
         told = orjson.loads(record)
@@ -110,7 +110,7 @@ def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
 
 
 def _checked(kind: type[Any], told: Mapping[str, Any], **readers: Any) -> Any:
-    """An object of class ``kind`` with the fields of ``told``; fields of a newer version are left out.
+    """Return an object of class ``kind`` with the fields of ``told``; fields of a newer version are left out.
 
     Raises TypeError for a field of another type.
     """

@@ -21,28 +21,28 @@ JUDGED = 2**31  # added to the matched_tokens of a packed lease whose match was 
 
 
 def numbers_of(record: type) -> dict[str, str]:
-    """The names of the packed numbers of a record, in order, with the letter of each."""
+    """Return the names of the packed numbers of a record, in order, with the letter of each."""
     hints = get_type_hints(record, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 class Flag(IntEnum):
-    """State of a worker, one bit each. No IntFlag: an operation on one takes a microsecond, on a number 30 ns."""
+    """State of a worker, one bit each. No IntFlag, as an operation on one takes a microsecond, on a number 30 ns."""
 
     SERVER = 1  # its API server is alive
     URL = 2  # its URL answered the probe
-    PROVEN = 4  # its identity is right: its blocks may be matched
-    DRAINING = 8  # the operator drains it: it gets no new request
-    APPROXIMATE = 16  # an engine without the plugin: the index knows only what routers sent it
+    PROVEN = 4  # its identity was verified, so its blocks may be matched
+    DRAINING = 8  # the operator drains it, so it gets no new request
+    APPROXIMATE = 16  # its engine lacks the plugin, so the index knows only what routers sent it
     CLOSED = 32  # its set of blocks is prefix-closed: it holds each block's predecessors
-    PARTIAL = 64  # memory was short: some of its blocks may be missing in the index
-    HOSTILE = 128  # its stream broke the rules
+    PARTIAL = 64  # some of its blocks may be missing in the index, as memory of Redis was short
+    HOSTILE = 128  # its stream broke the rules of the protocol, so it must join anew
     UNHEARD = 256  # its heartbeats are missing, but its engine answers replicas over HTTP
-    EJECTED = 512  # it failed requests that others served: it gets none for a while
-    TRIAL = 1024  # after that it gets one request at a time, until it serves one
-    PAUSED = 2048  # somebody paused its engine or put it to sleep: its last heartbeat or check said so
+    EJECTED = 512  # it failed requests that others served, so it gets none for a while
+    TRIAL = 1024  # after an ejection it gets one request at a time, until it has served one
+    PAUSED = 2048  # its last heartbeat or check said that its engine was paused or put to sleep
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
-    MISNAMED = 8192  # it does not serve its pool's name
+    MISNAMED = 8192  # it does not serve the model name of its pool
 
 
 class Stage(IntEnum):
@@ -50,8 +50,8 @@ class Stage(IntEnum):
 
     BOOKED = 0  # its prefill is ahead or under way
     STARTED = 1  # its first token came
-    LINGERING = 2  # finished: it holds no load, but its checkpoints until the engine's own report arrives
-    TOMBSTONE = 3  # it ended before it was booked: a late decide books nothing
+    LINGERING = 2  # finished: only its match still counts, until the engine itself has reported the blocks
+    TOMBSTONE = 3  # it ended before it was booked, so a late decide must book nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ class LoadRow:
     In Redis the worker_id follows, so that a script which reads all rows has the names, too.
     """
 
-    epoch: U32 = 0  # a number of its own for each row that was ever made: a lease of another epoch owes it nothing
-    prefill_tokens: I32 = 0  # prompt tokens to be computed
-    decode_tokens: I32 = 0  # context that requests add to the cache: what their match lacks, and their answers
-    in_flight: I32 = 0  # open reservations
-    slot: U32 = 0  # the incarnation
-    flags: U16 = 0  # the sum of what is true of the worker: Flag
-    scheme: U32 = 0  # how the engine hashes blocks
-    speed_tps: U32 = 0  # prefill tokens a busy second, measured by the worker, or learned; 0: not known
-    foreign_prefill_tokens: U32 = 0  # tokens to be computed of requests that came past the routers
-    foreign_decode_tokens: U32 = 0  # resident context of such requests that decode
-    blocks: U32 = 0  # blocks that are held; of an approximate worker: blocks in its mirror
-    capacity_blocks: U32 = 0  # that the cache has room for: 4 times the fleet's median at most, whatever it claims
-    busy_share: U16 = 0  # 65,535ths of its time that were spent in prefill until since_ms, older time counting less
-    evicted: U16 = 0  # blocks evicted since the last heartbeat; by an approximate worker's mirror in about 5 s
-    under_way_tokens: U32 = 0  # prompt tokens that the prefill under way has at most
-    since_ms: U32 = 0  # Redis' clock in ms modulo 2**32 when a prefill last began or ended
+    epoch: U32 = 0  # number that no other row ever had: a lease that names another epoch is not part of this load
+    prefill_tokens: I32 = 0  # booked prompt tokens that are still to be computed
+    decode_tokens: I32 = 0  # booked tokens that requests add to the cache: unmatched prompt tokens and answers
+    in_flight: I32 = 0  # number of open reservations
+    slot: U32 = 0  # number of the worker's incarnation, by which the index names it
+    flags: U16 = 0  # sum of the Flag values that are true of the worker
+    scheme: U32 = 0  # id of the scheme by which the engine hashes blocks
+    speed_tps: U32 = 0  # prefill tokens per second of prefill, measured by the worker, or learned; 0: not known
+    foreign_prefill_tokens: U32 = 0  # tokens to be computed for requests that did not come through the routers
+    foreign_decode_tokens: U32 = 0  # tokens in the cache of such requests that decode
+    blocks: U32 = 0  # number of cached blocks; of an approximate worker as Redis guesses them
+    capacity_blocks: U32 = 0  # blocks that fit its cache; a claim above 4 times the fleet's median is cut to that
+    busy_share: U16 = 0  # share of its time in prefill up to since_ms, times 65,535; older time counts less
+    evicted: U16 = 0  # blocks evicted since the last heartbeat; of an approximate worker, as guessed, in about 5 s
+    under_way_tokens: U32 = 0  # most prompt tokens that the prefill under way may have
+    since_ms: U32 = 0  # time when a prefill last began or ended, by Redis' clock in ms modulo 2**32
 
     def pack(self, worker_id: str) -> bytes:
         return ROW.pack(*(getattr(self, field.name) for field in fields(self))) + worker_id.encode()
@@ -88,19 +88,19 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reservation: its share of its worker's load, and the checkpoints at which it counts in ``x:``.
+    """A reservation: its share of its worker's load, and its checkpoints: block hashes with which ``x:`` counts it.
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).
-    judged: its match was compared with what the engine had cached, which ``matched_tokens`` is since then.
+    judged: its match was compared with what the engine had cached; ``matched_tokens`` is the cached number then.
     """
 
-    epoch: U32  # of the row on which it is booked
-    slot: U32  # of the worker when it was booked
-    prefill_tokens: U32  # still booked
-    decode_tokens: U32  # context that it adds to the cache
-    matched_tokens: U32  # the match that was predicted; once it was compared: what was cached, plus 2**31
-    prompt_tokens: U32  # 0: a replica booked it anew, which does not know them
+    epoch: U32  # epoch of the load row on which it is booked
+    slot: U32  # slot of the worker when it was booked
+    prefill_tokens: U32  # prompt tokens that are still booked as to be computed
+    decode_tokens: U32  # tokens that it adds to the cache
+    matched_tokens: U32  # predicted match in tokens; once compared with the engine's: the cached tokens, plus 2**31
+    prompt_tokens: U32  # prompt's length; 0: a replica that does not know it booked the reservation anew
     stage: U8  # how far it has come: Stage
     worker_id: str
     checkpoints: tuple[bytes, ...] = ()

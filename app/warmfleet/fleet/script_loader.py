@@ -35,7 +35,7 @@ _COMMENT_OR_TEXT_OR_NAME = re.compile(
 
 @cache
 def script_text(name: str) -> str:
-    """``script_source`` with the values of constants in place of their names, as replicas give it to Redis.
+    """Return ``script_source`` with the values of constants in place of their names, as replicas give it to Redis.
 
     Lua knows no constants. A name that a function uses from outside costs an allocation at each call of the script, and
     decide has a hundred: without them it takes 5 to 10 % less of Redis. Line numbers stay.
@@ -45,7 +45,7 @@ def script_text(name: str) -> str:
 
 @cache
 def script_source(name: str) -> str:
-    """The text of the command ``lua/<name>.lua``, with the text of its included parts.
+    """Return the text of the command ``lua/<name>.lua``, with the text of its included parts.
 
     Each ``include "<folder>/<part>"`` is replaced by a call of a function whose body is the text of
     ``lua/parts/<folder>/<part>.lua``. A script in Redis cannot use ``require``. As bodies of functions the parts keep
@@ -55,7 +55,7 @@ def script_source(name: str) -> str:
 
 
 def with_values(text: str) -> str:
-    """A file of ``lua/``, with values in place of the names of the layout and of the constants that it declares."""
+    """Put values in place of names in a file of ``lua/``: names of the layout, and constants that the file declares."""
     values = dict(LAYOUT)
 
     def take(line: re.Match[str]) -> str:

@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 
 SNAPSHOT_SHARE = 0.25  # the least share of a tick's granted time for streams of workers that send a snapshot
-AWAITED_STREAMS = 128  # at most: 64 workers write 26 heartbeats a second, so there is always something to do
+AWAITED_STREAMS = 128  # most streams awaited at once; with more, heartbeats come so often that waiting is useless
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Limits of upkeep. With these no single call takes Redis longer than about half a millisecond."""
 
-    min_gap_ms: int = 25  # between two ticks of the whole fleet
+    min_gap_ms: int = 25  # least time between two ticks of the whole fleet
     rest_gap_ms: int = 600  # as min_gap_ms, for replicas where the model is at rest: mostly one of them applies
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
-    forget_ms: int = 600_000  # a worker silent that long is forgotten
-    max_streams: int = 64  # streams that one tick looks at
+    forget_ms: int = 600_000  # silence after which a worker is forgotten
+    max_streams: int = 64  # most streams that one tick looks at
     rest_streams: int = 160  # as max_streams, for a tick at rest, which comes less often
     short_ms: int = (
-        60_000  # memory counts as short at least so long: a snapshot that does not fit is tried once a minute
+        60_000  # least time for which memory counts as short, so a snapshot that does not fit is tried once a minute
     )
-    max_blocks: int = BATCH_BLOCKS  # block hashes that are applied or collected in one call
-    max_entries: int = 16  # stream entries that one call of apply_control or apply_server applies
-    rest_applies: int = 8  # streams that a replica at rest applies in one write: half a millisecond of Redis
-    applies: int = 256  # calls of apply in one step at most, however much time the tick grants
-    share_permille: int = 300  # the share of Redis' time that all replicas together may take to apply
+    max_blocks: int = BATCH_BLOCKS  # most block hashes that one call applies or collects
+    max_entries: int = 16  # most stream entries in one call of apply_control or apply_server
+    rest_applies: int = 8  # most streams that a replica at rest applies in one write, which takes Redis 0.5 ms
+    applies: int = 256  # most calls of apply in one step, however much time the tick grants
+    share_permille: int = 300  # share of Redis' time, in thousandths, that all replicas together may take to apply
     call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
     entry_us: int = 15
     block_us: float = 2.0  # measured 1.7 to 2.0 us warm
-    collects: int = 8  # calls of collect in one step, more if many slots are retired
-    audit_blocks: int = 128  # block hashes that audit compares in one call
-    audit_gap_ms: int = 25  # the least gap between two audits of the fleet: 1 % of Redis while a walk is under way
+    collects: int = 8  # usual calls of collect in one step; more if many slots are retired
+    audit_blocks: int = 128  # most block hashes that audit compares in one call
+    audit_gap_ms: int = 25  # least time between two audits of the fleet, so that a walk takes 1 % of Redis' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Applied:
 class Step:
     """The result of one step of upkeep.
 
-    blocks: that it applied. busy: more is to be done soon, as it left work behind or applied blocks. stirred: it found
+    blocks: that it applied. busy: a further step is due soon, as work is left or blocks were applied. stirred: it found
     more than heartbeats.
     """
 
@@ -183,7 +183,7 @@ class Upkeep:
         )
 
     async def _applied(self, worker_id: str, answer: Sequence[int]) -> Applied:
-        """The result of ``apply``, and of ``apply_control`` for the entries that ``apply`` left."""
+        """Return the result of ``apply``, and of ``apply_control`` for the entries that ``apply`` left."""
         pace, calls = self.pace, 1
         entries, blocks, following, suspect = answer
         if suspect:
@@ -221,7 +221,7 @@ class Upkeep:
         """Delete all that is known of a worker, and its API server if that has no other worker.
 
         Returns False if nothing was deleted.
-        silent_ms: only if the worker has been silent for so long and its stream is empty; 0: in any case.
+        silent_ms: delete only after this much silence, and if its stream is empty; 0: in any case.
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 
@@ -319,7 +319,7 @@ class Upkeep:
         return done
 
     def _apply_call(self, stream: str) -> tuple[str, bytes]:
-        """The script that applies the next entries of a stream, and its packed call."""
+        """Return the script that applies the next entries of a stream, and its packed call."""
         pace, (kind, _, name) = self.pace, stream.partition(":")
         script, limits = (
             ("apply", (pace.max_blocks,)) if kind == "events" else ("apply_server", (pace.max_entries, pace.ttl_ms))

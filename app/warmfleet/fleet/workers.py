@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-SERVERS_S = 5.0  # between two readings of the records of API servers while no worker changes: an interval of heartbeats
+SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes, as between heartbeats
 
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
@@ -28,11 +28,11 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 
 
 class Check(NamedTuple):
-    """A replica's check of an engine without the plugin. replica: a random word that stands for the replica.
+    """A replica's check of an engine without the plugin. replica: a random word that names the replica.
 
     found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
-    time. since_s: for how long this replica has found it so, 0 the first time. paused: somebody paused the engine or
-    put it to sleep. wait_s: until a request that is sent now would begin there; 0: at once. Both None: not asked.
+    time. since_s: the time for which this replica has found it so, 0 the first time. paused: somebody paused the engine
+    or put it to sleep. wait_s: the time until a request that is sent now would begin there. Both are None if not asked.
     cause, reason: of a check that failed, a word (background/worker_words) and a sentence.
     """
 
@@ -56,7 +56,7 @@ class Registered(NamedTuple):
     word: Registration
 
 
-EJECTED_S = 5.0, 300.0  # how long a worker is out the first time; doubled each time, and never longer than the second
+EJECTED_S = 5.0, 300.0  # first and longest time for which a worker is ejected; each ejection takes twice the one before
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class WorkerView:
 
     @property
     def draining(self) -> bool:
-        """The operator drains it, whatever else its state is: a drained worker may also be silent."""
+        """Whether the operator drains the worker, whatever its state: a drained worker may also be silent."""
         return bool(self.load.flags & Flag.DRAINING)
 
     @property
@@ -167,11 +167,11 @@ class Workers:
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # the rows of the last reading, packed and unpacked
 
     async def read(self) -> list[WorkerView]:
-        """Every worker that has a row and a record that can be read, by name. Raises FleetUnavailable."""
+        """Read every worker that has a row and a readable record, by name. Raises FleetUnavailable."""
         return await self._read(await self.reading(), fresh=True)
 
     def reading(self) -> asyncio.Future[list[Any]]:
-        """The raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
+        """Read the raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
         return self._scripts.together(self._reading)
 
     async def look(self, reading: list[Any]) -> list[WorkerView]:
@@ -205,7 +205,7 @@ class Workers:
         ]
 
     def _loads(self, rows: Mapping[bytes, bytes]) -> dict[bytes, tuple[bytes, LoadRow]]:
-        """Each row as it was packed and unpacked; one that did not change since the last reading is not unpacked."""
+        """Return each row packed and unpacked; a row that did not change since the last reading is not unpacked."""
         last, found = self._rows, dict[bytes, tuple[bytes, LoadRow]]()
         for name, raw in rows.items():
             known = last.get(name)
@@ -213,7 +213,7 @@ class Workers:
         return found
 
     def _moved(self, loads: Mapping[bytes, tuple[bytes, LoadRow]]) -> bool:
-        """Whether a worker came, went or changed its flags or its incarnation since the last reading."""
+        """Return whether a worker came, went or changed its flags or its incarnation since the last reading."""
         last = self._rows
         return loads.keys() != last.keys() or any(
             row is not last[name][1] and _standing(row) != _standing(last[name][1]) for name, (_, row) in loads.items()
@@ -251,7 +251,7 @@ class Workers:
         return cast("Vouched", (await self._scripts.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
 
     async def eject(self, worker_id: str, *, good: bool) -> Verdict:
-        """The verdict of this replica on a worker: ejected, or (after a trial) good.
+        """Report this replica's verdict on a worker: it is to be ejected, or (after a trial) is good.
 
         Returns REFUSED if half of the workers are ejected already. Raises FleetUnavailable.
         """

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.block_hashes import Chain
 
-KNOWN = frozenset({"exact", "engine", "text"})  # kinds of prompts whose length is known
-#: A smaller difference, as a share of the expected tokens, is ignored: lengths of texts are estimates.
+KNOWN = frozenset({"exact", "engine", "text"})  # the kinds of ``IdentifiedPrompt`` whose length is known
+#: Least difference that counts, as a share of the expected tokens, because lengths of texts are estimates.
 TOLERATED_SHARE = 1 / 8
-#: A smaller difference in tokens is ignored: a single page of the engine explains it. Engines find whole pages only,
-#: whose size the fleet does not know (SGLang: --page-size 64); 128 is twice the largest size in common use.
+#: Least difference in tokens that counts, because a single page of the engine explains a smaller one. Engines find
+#: whole pages only, whose size the fleet does not know (SGLang: --page-size 64); 128 is twice the largest common size.
 TOLERATED_TOKENS = 128
 #: Some engines report cached tokens only if there are any. After a first report, an answer without them means none.
-#: After so many such answers in a row, the engine counts as restarted without the option to report them.
+#: Number of such answers in a row after which the engine counts as restarted without the option to report them.
 SILENT_ANSWERS = 8
-MAX_WORKERS = 1_024  # remembered as reporting cached tokens, in one replica
+MAX_WORKERS = 1_024  # most workers that a replica remembers as reporting cached tokens
 
 
 class CacheReports:
@@ -38,7 +38,7 @@ class CacheReports:
         self._silent: dict[str, int] = {}  # reporting worker_id -> its last answers in a row without cached tokens
 
     def held_blocks(self, view: View, prompt: IdentifiedPrompt, decision: Decision, usage: Usage | None) -> int | None:
-        """The blocks of the prompt that the worker had, if they are fewer than the decision expected; else None.
+        """Return the blocks of the prompt that the worker had, if they are fewer than the decision expected; else None.
 
         None, too, if the answer does not show it. usage: the usage field of the worker's answer.
         """
@@ -56,7 +56,7 @@ class CacheReports:
         return int(cached) // block
 
     def _cached_tokens(self, decision: Decision, usage: Usage | None) -> float | None:
-        """The cached tokens of the answer, scaled to the router's count of the prompt, which may be an estimate."""
+        """Return the answer's cached tokens, scaled to the router's count of the prompt, which may be an estimate."""
         if usage is None:
             return None
         worker_id = decision.worker_id
@@ -74,6 +74,6 @@ class CacheReports:
 
 
 def _chain(view: View, prompt: IdentifiedPrompt, worker_id: str) -> Chain | None:
-    """The chain by which the decision matched this worker; None if the worker left the fleet meanwhile."""
+    """Return the chain by which the decision matched this worker; None if the worker left the fleet meanwhile."""
     schemes = [worker.load.scheme for worker in view.workers if worker.worker_id == worker_id]
     return next((chain for chain in prompt.chains if chain.scheme_id in schemes), None)

@@ -19,7 +19,7 @@ class TokenCapability:
 
 
 def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability | None:
-    """The capability by the facts of the worker's server; None if the worker may be given no token ids.
+    """Return the capability by the facts of the worker's server; None if the worker may be given no token ids.
 
     identity_key: names the tokenizer and the template that the worker brought.
     """

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.degraded")
 
-BOUND = 1.25  # no worker gets more requests in flight than the mean times this factor
+BOUND = 1.25  # most requests in flight at a worker, as a multiple of the mean
 FAILURES_TO_OPEN = 2
-#: How long an emptied Redis needs: 5 s until a worker joins again, 1 s until its reading, 5 s for each of two probes.
+#: Time until an emptied Redis has routable workers: 5 s to join again, 1 s to be read, 5 s for each of two probes.
 LAST_KNOWN_S = 20.0
 LOOK_S = 1.0
 
@@ -75,7 +75,7 @@ class LastKnown:
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names that workers served at the last reading with a routable worker: a restart takes none away."""
+        """The names that workers served at the last reading with a routable worker; a restart must take none away."""
         return self._with_routable.names.counts
 
     @property
@@ -84,7 +84,7 @@ class LastKnown:
         return () if self._last is self._with_routable or self.workers is self._last.workers else self._lost()
 
     def _lost(self) -> Sequence[WorkerView]:
-        """The workers that vanished from the readings; a worker that said goodbye or is heard did not vanish."""
+        """Return the workers that vanished from the readings; a worker that said goodbye or is heard did not vanish."""
         here = {
             worker.worker_id for worker in self._last.workers if worker.state.alive or worker.heartbeat_age_s is None
         }
@@ -112,7 +112,7 @@ class LastKnown:
 
 
 class DegradedMode:
-    """Chooses workers while Redis cannot, by this replica's own requests; says whether asking Redis is worth a try."""
+    """Chooses workers by this replica's own requests while Redis cannot; says whether asking Redis is worth a try."""
 
     def __init__(self, retry_s: float, tag: str = "") -> None:
         """retry_s: seconds without a question to Redis after two failures in a row. tag: the pool's, for the log."""
@@ -137,7 +137,7 @@ class DegradedMode:
 
     @property
     def asks_redis(self) -> bool:
-        """False for ``retry_s`` after two failures in a row: a dead Redis must not cost every request a time-out."""
+        """Whether to ask Redis: not for ``retry_s`` after two failures in a row, as each time-out delays a request."""
         return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
     @property
@@ -164,7 +164,7 @@ class DegradedMode:
         logger.warning("%s: deciding without Redis: %s", self._tag, why)
 
     def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
-        """Rendezvous hashing with bounded load: equal keys go to the same worker while it keeps up with the others.
+        """Choose by rendezvous hashing with bounded load: equal keys share a worker while it keeps up with the others.
 
         Returns None if every routable worker is excluded.
         """
@@ -178,7 +178,7 @@ class DegradedMode:
 
 
 def unbooked(reservation: str, worker: WorkerView, prompt_tokens: int) -> Decision:
-    """The decision for a request that goes to ``worker`` without a reservation: Redis holds nothing of it."""
+    """Return the decision for a request that goes to ``worker`` without a reservation: Redis holds nothing of it."""
     return Decision(
         reservation=reservation,
         outcome="booked",

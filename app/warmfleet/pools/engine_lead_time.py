@@ -1,13 +1,13 @@
-"""How much prefill engines are given ahead: enough that they never idle, and that their steps are not too small.
+"""Sets how much prefill engines get before they have finished the last: enough never to idle or compute tiny steps.
 
 An engine idles if it has computed all its prompts while the next prompt is still on its way. The way is a decision,
-HTTP, and the engine's own work before it begins to compute. A request to an engine with nothing to do measures the
+HTTP, and the engine's own work before it begins to compute. So a request to an engine with nothing to do measures the
 way: the time until its first byte, less the time of its prefill at the engine's speed. The median of the last samples
 counts, because steps of running answers and a busy machine delay some of them.
 
 An engine computes all waiting prompts in one step, and each step has a least duration however little it computes. With
-one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration.
-The more work waits, the more of it may be in a step: a request that waits long loses little by waiting in the engine.
+one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration. The
+more work waits, the more may be in a step, because a request that waits long loses little if it waits in the engine.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.engine_lead_time")
 
-SAMPLES = 32  # of the way, from the last requests
-LOOK_EACH = 8  # requests between two looks at the samples
-LONGEST_PREFILL_S = 0.2  # a longer prefill is no sample: an error of the speed would outweigh the way
-WAYS = 2  # work ahead lasts two ways: a request on its way, and another in the engine meanwhile
-STEPS = 16  # work ahead lasts so many least durations of a step, so that these are a small share
-MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: this part of it, at most so many least durations
-MARGIN_S = 0.01  # from a request's turn in the queue until its replica asks for the decision
-STEP_S = 0.01  # the limit changes in steps of this size, so that it does not follow every sample
-MOST_S = 0.5  # longest lead: a longer way means an engine in trouble, and more work ahead would undo the queue's order
+SAMPLES = 32  # number of last measurements of the way that are kept
+LOOK_EACH = 8  # number of requests between two looks at the samples
+LONGEST_PREFILL_S = 0.2  # longest prefill of a sample: in a longer one an error of the speed outweighs the way
+WAYS = 2  # work ahead, in ways: while a request is on its way, another is in the engine
+STEPS = 16  # work ahead, in least durations of a step, so that these are a small share of the time
+MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: work ahead is this share of it, up to 64 least durations
+MARGIN_S = 0.01  # time from a request's turn in the queue until its replica asks for the decision
+STEP_S = 0.01  # unit in which the limit changes, so that it does not follow every sample
+MOST_S = 0.5  # most work ahead: a longer way means an engine in trouble; more would undo the queue's order
 
 
 class EngineLeadTime:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
 
-MAX_SCHEMES = 4  # a decision (lua/decide.lua) takes the chains of no more schemes
+MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/decide.lua) takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ class View:
         return steps[len(steps) // 2] / 1e6 if steps else 0.0
 
     def token_s_of(self, worker_id: str) -> float:
-        """Seconds of prefill of one token at this worker; of the median speed if its own is not known."""
+        """Return the seconds of prefill of one token at this worker; of the median speed if its own is not known."""
         speed_tps = self.speeds.get(worker_id, 0)
         return 1 / speed_tps if speed_tps > 0 else self.token_s
 
     def unlabelled(self, wanted: frozenset[str]) -> tuple[str, ...]:
-        """The workers that lack one of these labels."""
+        """Return the workers that lack one of these labels."""
         return tuple(worker for worker in self.ids if not wanted <= self.labels.get(worker, NO_LABELS))
 
     def label_prices(self, preferences: Mapping[str, float]) -> dict[int, float]:
-        """The seconds that workers without preferred labels cost more, by slot. preferences: seconds by label."""
+        """Return the seconds that workers without preferred labels cost more, by slot. preferences: by label."""
         prices = {}
         for worker in self.workers:
             labels = self.labels.get(worker.worker_id, NO_LABELS)
@@ -91,7 +91,8 @@ class View:
         return {slot: seconds for slot, seconds in prices.items() if seconds}
 
     def barred(self, model: str, tokens: int) -> tuple[str, ...]:
-        """The workers that cannot serve a request of ``tokens`` for ``model``: no such name, or too short a context.
+        """Return the workers that cannot serve a request of ``tokens`` for ``model``: no such name, or too short a
+        context.
 
         If the context of every worker with the name is too short, no worker is barred for that: the chosen worker
         refuses the request, which informs the client.
@@ -105,7 +106,7 @@ class View:
         return (*lacking, *short) if len(short) < len(able) else lacking
 
     def remembering(self, before: View) -> View:
-        """This view; if it has no routable worker, it identifies prompts as the view ``before`` does.
+        """Return this view; if it has no routable worker, it identifies prompts as the view ``before`` does.
 
         A decision may find a worker routable that its replica's last reading did not: Redis came back empty and the
         worker proved itself since, or with an old dump, when decisions take no worker for dead (lua/tick.lua). Without
@@ -133,7 +134,7 @@ def view_of(
     identity_keys: Mapping[str, str] = MappingProxyType({}),
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
 ) -> View:
-    """A View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
+    """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
     plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
@@ -165,7 +166,7 @@ def view_of(
 
 
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:
-    """Whether a request to this server must name a rank; a server with a single core may refuse a request that does.
+    """Return whether requests to this server must name a rank; a server with one core may refuse such a request.
 
     known: how many of its cores are in the fleet; more may still join, so the server's announced number counts, too.
     """

@@ -1,10 +1,11 @@
 """Finds the home pools of a prompt among the pools of a model: a key of the prompt, and rendezvous hashing by the key.
 
-The key is the block hash at a depth at which few conversations are alike. A beginning that many conversations share,
-such as a system prompt, is no key: it would send them all to the same two pools. So a replica counts how many of the
-latest conversations had each beginning. Where that is more than HOT of one pool's share of them all, the key is a
-block a quarter deeper, and so on, until the prompt ends. A conversation that grows keeps its key: the key does not
-depend on the prompt's length, once the prompt is longer than the depth. All turns count as one conversation.
+The key is the block hash at a depth (tokens from the start) at which few conversations are alike. A beginning (the
+blocks up to a depth) that many share, such as a system prompt, is no key, because it would send them all to the same
+two pools. So a replica counts how many of the latest conversations had each beginning. Where that is more than HOT of
+one pool's share of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
+grows keeps its key: the key does not depend on the prompt's length, once the prompt is longer than the depth. All turns
+count as one conversation.
 
 A prompt belongs to a known conversation if it has all known beginnings of it; it may be longer than they are.
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain
 
-HOME_PREFIX_TOKENS = 1_024  # the first depth: a system prompt is shorter most often, and a conversation soon longer
-DIGEST_BYTES = 8  # of a digest by which pools are ordered
+HOME_PREFIX_TOKENS = 1_024  # first depth: most system prompts are shorter, and conversations soon longer
+DIGEST_BYTES = 8  # length of a digest by which pools are ordered
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 
 
 def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
-    """The tags of pools, the home pools of this key first. weights: by tag, above 0."""
+    """Return the tags of pools, the home pools of this key first. weights: by tag, above 0."""
 
     def late(tag: str) -> float:
         digest = hashlib.sha256(key + tag.encode()).digest()[:DIGEST_BYTES]
@@ -40,14 +41,14 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
     return sorted(weights, key=late)
 
 
-HASH_BYTES = 8  # of a block hash in a chain
-HOT = 0.5  # part of a pool's share of all conversations from which a beginning is hot: two pools bear so much
-DEEPER = 4  # the next depth is deeper by this part of it; twice the depth would be behind the end of many prompts
-COOL = 0.5  # part of the hot count below which a hot beginning is a key again
-LEAST = 8.0  # fewer conversations make no beginning hot
-WINDOW = 512  # prompts after which all counts are halved, which also bounds the number of counts
-FORGOTTEN = 0.5  # a halved count that is no larger is dropped
-MAX_DEPTHS = 24  # depths at which a prompt is looked at: the last is 200 times the first
+HASH_BYTES = 8  # length of a block hash in a chain
+HOT = 0.5  # share of a pool's conversations above which a beginning is hot, as two pools can bear that
+DEEPER = 4  # the next depth is a quarter deeper; twice the depth would be behind the end of many prompts
+COOL = 0.5  # share of the hot count below which a hot beginning serves as a key again
+LEAST = 8.0  # fewest conversations that make a beginning hot
+WINDOW = 512  # number of prompts after which all counts are halved, which also bounds their number
+FORGOTTEN = 0.5  # largest halved count that is dropped
+MAX_DEPTHS = 24  # most depths at which a prompt is looked at; the last is 200 times the first
 
 
 class Beginnings:
@@ -64,7 +65,7 @@ class Beginnings:
         return len(self._counts)
 
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
-        """Count a prompt, and return its key among so many pools; empty if no block hash of the prompt is known.
+        """Count a prompt; return its key, given the number of pools; empty if no block hash of the prompt is known.
 
         depth_tokens: where a key is looked for first. counted: False for a prompt that is only explained.
         """
@@ -111,7 +112,7 @@ class Beginnings:
 
 
 def _beginnings(chain: Chain, depth_tokens: int) -> list[bytes]:
-    """The block hashes of a prompt at each depth that it reaches."""
+    """Return the block hashes of a prompt at each depth that it reaches."""
     found: list[bytes] = []
     depth, blocks = max(1, depth_tokens // chain.block_tokens), len(chain.hashes) // HASH_BYTES
     while depth <= blocks and len(found) < MAX_DEPTHS:

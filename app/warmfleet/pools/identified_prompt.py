@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identified_prompt")
 
-BEGINNING_BLOCKS = 16  # requests that share these blocks go to the same worker while Redis is away
+BEGINNING_BLOCKS = 16  # number of first blocks; requests that share them go to one worker while Redis is away
 
 
 @dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
@@ -89,7 +89,7 @@ def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: s
 
 
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
-    """The prompt for the workers of another pool's view; None if they may make other token ids or blocks of it.
+    """Return the prompt for the workers of another pool's view; None if they may make other token ids or blocks of it.
 
     view: the view by which the prompt was identified.
     """
@@ -103,7 +103,7 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
 
 
 def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedPrompt:
-    """The prompt with the workers that cannot serve it by this view: names change while a request waits."""
+    """Return the prompt with the workers that cannot serve it by this view, as names change while a request waits."""
     barred = _barred(request, view, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 
@@ -119,7 +119,7 @@ def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt
 def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
-    """The workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
+    """Return the workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
     if request.labels:
         unlabelled = view.unlabelled(request.labels)
         return tuple(dict.fromkeys((*unlabelled, *_unable(request, view, prompts, count, prompt_tokens))))
@@ -129,7 +129,7 @@ def _barred(
 def _unable(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
-    """The workers that serve no such name, or have too short a context."""
+    """Return the workers that serve no such name, or have too short a context."""
     if not (view.limits or view.names.differ):
         return ()
     if len(prompts) == 1:
@@ -140,7 +140,7 @@ def _unable(
 
 
 async def _reproduced(request: Request, view: View) -> _Found:
-    """The prompt as the engines will tokenize it. Raises NotReproducible with the reason."""
+    """Tokenize the prompt as the engines will. Raises NotReproducible with the reason."""
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
     if requests.too_long(request, view.max_model_len):
@@ -172,7 +172,7 @@ async def _reproduced(request: Request, view: View) -> _Found:
 
 
 async def _in_part(request: Request, view: View, reason: str) -> _Found:
-    """The tokens that a chat with images certainly begins with, if there are any; the chat's length is estimated."""
+    """Find the tokens with which a chat with images certainly begins, if any; the chat's length is estimated."""
     tokens = requests.estimated_tokens(request)
     chains: tuple[Chain, ...] = ()
     if reason == "parts" and view.identity is not None and request.endpoint == "chat":
@@ -198,6 +198,6 @@ def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
 
 
 def _lora(view: View, request: Request) -> Lora:
-    """Name and path of the adapter that the request names: both are part of each of its block hashes."""
+    """Return name and path of the request's adapter, because both are part of each of its block hashes."""
     path = view.names.paths.get(request.model)
     return None if path is None else (request.model, path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identities")
 
-MAX_UNUSED = 2  # unused identities that are kept, as a fleet may change back; a tokenizer takes 100 to 240 MB
+MAX_UNUSED = 2  # most unused identities kept, as a fleet may change back; a tokenizer takes 100 to 240 MB
 
 
 class Identities:
@@ -32,7 +32,7 @@ class Identities:
         self._built: dict[str, Identity] = {}
 
     def known(self, key: str) -> Identity | None:
-        """The identity with this key, or None if it is not built."""
+        """Return the identity with this key, or None if it is not built."""
         return self._built.get(key)
 
     def keep(self, used: Collection[str]) -> None:
@@ -66,7 +66,7 @@ class Identities:
         return identity
 
     async def load(self, name: str) -> Identity:
-        """The identity of a path or hub name of the settings. Raises ValueError if transformers cannot read it."""
+        """Load the identity of a path or hub name of the settings. Raises ValueError if transformers cannot read it."""
         key = f"override {name}"
         known = self.known(key)
         if known is not None:

@@ -1,4 +1,4 @@
-"""Whether a pool is idle in this replica: no request has come for a while, and workers tell only that they live.
+"""Tells whether a pool is idle: no request has come to this replica for a while, and workers sent only heartbeats.
 
 Heartbeats to an idle pool need not be applied at once, so a replica of many models wakes a few times a second for all.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-AFTER_S = 10.0  # of nothing but heartbeats; joins, probes and a request's last events are over by then
+AFTER_S = 10.0  # time of nothing but heartbeats; joins, probes and a request's last events are over by then
 
 
 class Idle:
@@ -23,7 +23,7 @@ class Idle:
         self._waiting: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
-        """End idleness, and a ``wait`` under way: a request came, or a worker sent more than a heartbeat."""
+        """End idleness, and a ``wait`` under way, as a request came, or a worker sent more than a heartbeat."""
         self._woken = True
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -36,7 +36,7 @@ class Idle:
         return time.monotonic() - self._since >= self._after_s
 
     async def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when something wakes the pool."""
+        """Return after ``seconds``, or when something wakes the pool."""
         loop = asyncio.get_running_loop()
         waiting = self._waiting = loop.create_future()
         timer = loop.call_later(seconds, _end_wait, waiting)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer", bound="asyncio.Future[Any]")
 
 LATE_S = 0.05  # longest wait once another pool has answered; a decision takes a hundredth of it
-GRACE_S = 0.005  # further wait for answers that came while this replica itself stood still
+GRACE_S = 0.005  # further wait, for answers that came while this replica itself was stuck
 
 
 class LatePool(FleetUnavailable):

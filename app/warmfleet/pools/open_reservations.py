@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Renewal
     from warmfleet.fleet.bookings import Outcome
 
-MAX_OUTCOMES = 10_000  # kept at most; the leases of further outcomes expire by themselves
-KEPT_S = 30.0  # how long an outcome is kept: a lease that old has expired, so nothing is left to give back
+MAX_OUTCOMES = 10_000  # most outcomes kept; the leases of further ones expire by themselves
+KEPT_S = 30.0  # time for which an outcome is kept: older leases have expired, so nothing is left to give back
 
 
 class OpenReservations:
@@ -47,11 +47,11 @@ class OpenReservations:
         self._open.pop(reservation, None)
 
     def renewals(self) -> list[Renewal]:
-        """The renewals of all reservations that are open now."""
+        """Return the renewals of all reservations that are open now."""
         return list(self._open.values())
 
     def renewal(self, reservation: str) -> Renewal | None:
-        """How to renew this reservation; None if it is not open any more."""
+        """Return how to renew this reservation; None if it is not open any more."""
         return self._open.get(reservation)
 
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:

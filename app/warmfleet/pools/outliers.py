@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
-WINDOW_S = 30.0  # after which counts are halved
-FAILURES = 3  # at least, for a verdict: one bad moment must not be enough
-SHARE = 0.1  # of the worker's requests here that must have failed, too
-MAX_WORKERS = 1_024  # counted at a time
+WINDOW_S = 30.0  # time after which counts are halved
+FAILURES = 3  # fewest failures for a verdict, as one bad moment must not be enough
+SHARE = 0.1  # least share of the worker's requests here that must have failed, too
+MAX_WORKERS = 1_024  # most workers counted at a time
 
 
 class Judged(NamedTuple):

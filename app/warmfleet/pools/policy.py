@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
     from warmfleet.prompt.request import Request
 
-POINTS = 256  # of each worker on the ring; this and PREFIX_CHARACTERS are KubeAI's defaults
+POINTS = 256  # points of each worker on the ring; this and PREFIX_CHARACTERS are KubeAI's defaults
 PREFIX_CHARACTERS = 100
-HOMES = 8  # workers of a session's ring order that a decision gets: at least one of them should be routable
+HOMES = 8  # most workers of a session's ring order in a decision, as at least one should be routable
 
 
 class PolicyChoice:
@@ -43,7 +43,7 @@ class PolicyChoice:
         return before != self.name
 
     def order(self, view: View, request: Request, session: bytes) -> tuple[str, ...]:
-        """The workers that a hash ring names for this request, best first; empty if the policy looks at no ring."""
+        """Return the workers by a hash ring for this request, best first; empty if the policy looks at no ring."""
         if self.name == "chwbl":
             return self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
@@ -52,7 +52,7 @@ class PolicyChoice:
         return ()
 
     def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
-        """The ``order`` under each policy that looks at a ring, by the policy's name, for the decision log."""
+        """Return the ``order`` under each policy that looks at a ring, by the policy's name, for the decision log."""
         session = session or request.cache_key.encode("utf-8", "surrogatepass")
         found = {"chwbl": self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))}
         homes = self.ring.order(session, view.ids, HOMES) if session else ()
@@ -60,7 +60,7 @@ class PolicyChoice:
 
 
 class Ring:
-    """A consistent-hash ring of workers. A change of the workers makes a new ring."""
+    """A consistent-hash ring of workers. When the workers change, a new ring is made."""
 
     def __init__(self) -> None:
         self._points: dict[str, list[int]] = {}
@@ -68,7 +68,7 @@ class Ring:
         self._names: Sequence[str] = ()
 
     def order(self, key: bytes, workers: Sequence[str], limit: int) -> tuple[str, ...]:
-        """The first ``limit`` different workers that the ring names from the hash of ``key`` on."""
+        """Return the first ``limit`` different workers that the ring names from the hash of ``key`` on."""
         if workers != self._names:
             self._build(workers)
         ring, names, found = self._ring, self._names, dict[str, None]()
@@ -89,7 +89,7 @@ class Ring:
 
 
 def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object]) -> bytes:
-    """The bytes that ``chwbl`` hashes: the adapter's name and the first characters of the prompt.
+    """Return the bytes that ``chwbl`` hashes: the adapter's name and the first characters of the prompt.
 
     For a chat, the text of its first user message stands for the prompt. Token ids are written as digits.
     """

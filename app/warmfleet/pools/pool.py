@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
 
-AVOID_S = 3.0  # how long a worker is avoided after a request failed there; the fleet needs a TTL to see a death
-REFUSED_S = 6.0  # until a name is tried again at the worker that refused it, which has announced its names by then
-UNREAD_S = 3.0  # Redis counts as away when the last reading of the fleet is older
-MAX_AVOIDED = 64  # workers at a time, and refused names
+AVOID_S = 3.0  # time for which a worker is avoided after a failure; the fleet needs a TTL to see a death
+REFUSED_S = 6.0  # time until a name is tried again at a worker that refused it: its names were announced by then
+UNREAD_S = 3.0  # age of the last reading of the fleet above which Redis counts as away
+MAX_AVOIDED = 64  # most avoided workers at a time, and most refused names
 
 
 class Pool:
@@ -40,7 +40,7 @@ class Pool:
 
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
     replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``lead_time`` how much prefill engines get ahead, ``uses`` the prefixes that its
+    clients' times to first token, ``lead_time`` how much prefill engines get in advance, ``uses`` the prefixes that its
     prompts share, and ``recent`` its last decisions. ``idle`` says whether no request came lately. ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """
@@ -127,7 +127,7 @@ class Pool:
             until[worker_id] = max(until.get(worker_id, 0.0), time.monotonic() + seconds)
 
     def avoided(self) -> tuple[str, ...]:
-        """Ids of the workers that decisions avoid at this moment."""
+        """Return the ids of the workers that decisions avoid at this moment."""
         if not self._avoided_until:
             return ()
         now = time.monotonic()
@@ -147,7 +147,7 @@ class Pool:
         return counts
 
     def _without_refused(self, view: View) -> View:
-        """The view without the names that workers have refused since they announced them."""
+        """Return the view without the names that workers have refused since they announced them."""
         if not self._refused:
             return view
         now = time.monotonic()
@@ -162,5 +162,5 @@ class Pool:
         return view if names is view.names else replace(view, names=names)
 
     def servers_of(self, model: str) -> int:
-        """How many workers serve this name; the workers that were known last, if none does now."""
+        """Return how many workers serve this name; the workers that were known last, if none does now."""
         return self.view.names.counts.get(model) or self.last_known.names.get(model, 0)

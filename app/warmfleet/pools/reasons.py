@@ -1,4 +1,4 @@
-"""Why a decision chose its worker, in words for an operator: the scripts answer one word (lua/parts/decide)."""
+"""Explains to operators why a decision chose its worker, from the one word of the scripts (lua/parts/decide)."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ FALLBACK = {
     "no_worker": "Redis knows no worker that takes requests",
 }
 REFUSED = "Redis refused the decision ({}; the log tells more)"
-MATTERS_S = 0.0005  # a smaller difference would be shown as 0 ms
+MATTERS_S = 0.0005  # least difference in seconds that is told, as a smaller one would be shown as 0 ms
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
 
 def reason_of(policy: str, why: str) -> str:
-    """The rule that decided, in words; the scripts' word itself if it is a new one."""
+    """Return the rule that decided, in words; the scripts' word itself if it is a new one."""
     return LOWEST_LOAD if why == "lowest" and policy != "cost" else REASONS.get(why, why)
 
 
 def in_words(policy: str, why: str, seen: Seen) -> str:
-    """Why the worker was chosen, as the end of a sentence: ``tie within 5 ms of 3 engines: it holds more of ...``."""
+    """Tell why a worker was chosen, as a sentence's end: ``tie within 5 ms of 3 engines: it holds more of ...``."""
     reason = reason_of(policy, why)
     if policy != "cost" or why not in OF_A_TIE:
         return reason
@@ -68,7 +68,7 @@ def in_words(policy: str, why: str, seen: Seen) -> str:
 
 
 def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
-    """Why the worker that holds most of the prompt was not chosen; "" if the chosen worker holds about as much."""
+    """Tell why the worker that holds most of the prompt was not chosen; "" if the chosen one holds about as much."""
     rows = {row.worker_id: row for row in seen.candidates}
     if policy != "cost" or chosen not in rows:
         return ""
@@ -86,12 +86,12 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
 
 
 def fallback_in_words(fallback: str) -> str:
-    """Why Redis did not choose the worker, and how it was chosen instead."""
+    """Tell why Redis did not choose the worker, and how it was chosen instead."""
     return f"{FALLBACK.get(fallback, REFUSED.format(fallback))}: by a hash of the prompt among the workers known last"
 
 
 def queue_in_words(line: Line) -> dict[str, Any]:
-    """The fleet's queue in words: its length, and why its first request waits."""
+    """Put the fleet's queue in words: its length, and why its first request waits."""
     told: dict[str, Any] = {"waiting": line.waiting, "work_s": line.work_s, "next": None}
     if (first := line.next) is not None:
         told["next"] = {name: value for name, value in asdict(first).items() if name != "reservation"}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
-KEPT = 50  # as many as a page shows; with all candidates of a fleet of 64 workers they take about a megabyte
-TOLD = 10  # decisions with all candidates: in a busy replica the last KEPT would have none of them
+KEPT = 50  # decisions kept, as many as a page shows; with all candidates of 64 workers they take about a megabyte
+TOLD = 10  # decisions with all candidates that are kept besides, as the last KEPT may include none
 
 
 class Recent(NamedTuple):
@@ -69,6 +69,6 @@ class RecentDecisions:
             self._told.append(recent)
 
     def newest(self) -> list[Recent]:
-        """The kept decisions, the newest first: at most KEPT + TOLD."""
+        """Return the kept decisions, the newest first: at most KEPT + TOLD."""
         since = self._last[0].number if self._last else 0
         return [*reversed(self._last), *(told for told in reversed(self._told) if told.number < since)]

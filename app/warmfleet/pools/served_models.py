@@ -29,9 +29,9 @@ NOT_READ = (
     "The fleet was not read yet: Redis is away or slow. Ask again; for the operator, the replica's log and "
     "`warmfleet doctor` say what is wrong."
 )
-NAMED_MODELS = 16  # models that an error names at most; /v1/models lists all
-NAMED_CHARACTERS = 80  # of each name that an error shows
-RANDOM_BYTES = 8  # a random key places a prompt whose beginning is not known
+NAMED_MODELS = 16  # most models that an error names; /v1/models lists all
+NAMED_CHARACTERS = 80  # most characters of each name that an error shows
+RANDOM_BYTES = 8  # length of the random key that places a prompt whose first blocks are not known
 
 
 class ServedModel:
@@ -69,7 +69,7 @@ class ServedModel:
 
     @property
     def missing(self) -> list[str]:
-        """The tags of the pools that a new replica waits for: they get new requests, and are not usable yet.
+        """The tags of the pools that a new replica waits for, as they get new requests but are not usable yet.
 
         A pool that was read and has no worker at all may be new, and counts as missing only if no other pool is usable.
         """
@@ -94,11 +94,11 @@ class ServedModel:
         return {name for pool in self.pools for name in pool.view.names.routable}
 
     def servers_of(self, model: str) -> int:
-        """How many workers of all pools serve this name."""
+        """Return how many workers of all pools serve this name."""
         return sum(pool.servers_of(model) for pool in self.pools)
 
     def order_for(self, prompt: IdentifiedPrompt, model: str, *, counted: bool = True) -> tuple[Pool, ...]:
-        """The pools in which a request looks for a worker, its two home pools first; draining pools last.
+        """Return the pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
         counted: whether the prompt counts as a use of its beginning.
@@ -150,18 +150,18 @@ class Pools:
         self.all = (*(pool for model in self.served.values() for pool in model.pools), *self.leaving)
 
     def named(self, name: str) -> list[Pool]:
-        """All pools of this model, leaving or not."""
+        """Return all pools of this model, leaving or not."""
         return [pool for pool in self.all if pool.name == name]
 
     def state_of(self, pool: Pool) -> str:
-        """As ``warmfleet pools`` calls it: serving, draining or moving; removed, if it is leaving."""
+        """Return the state as ``warmfleet pools`` shows it: serving, draining or moving; removed, if it is leaving."""
         model = self.served[pool.name]
         if pool not in model.pools:
             return "removed"
         return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
 
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
-        """The pool in which each of these workers is heard, if that is another pool: worker_id -> tag.
+        """Return the pool in which each of these workers is heard, if that is another pool: worker_id -> tag.
 
         An engine known by its URL may be heard in a pool of another model. Any other worker there is a namesake.
         """
@@ -176,11 +176,11 @@ class Pools:
         }
 
     def tagged(self, tag: str) -> Pool | None:
-        """The pool with this tag, leaving or not; None if there is none."""
+        """Return the pool with this tag, leaving or not; None if there is none."""
         return next((pool for pool in self.all if pool.tag == tag), None)
 
     def unready(self) -> str:
-        """Why this new replica should get no requests yet; "" once it is ready.
+        """Return why this new replica should get no requests yet; "" once it is ready.
 
         The replica is ready when no pool is ``missing``. After a worker's TTL it is ready in any case: workers that are
         missing then are missing in the fleet, too.
@@ -195,7 +195,7 @@ class Pools:
         return f"no worker is routable yet, or its tokenizer is not loaded: {', '.join(missing)}"
 
     def names(self) -> dict[str, Pool]:
-        """Every name that a routable worker serves, with a pool; a model without workers by its own name."""
+        """Return every name that a routable worker serves, with a pool; a model without workers by its own name."""
         found: dict[str, Pool] = {}
         for model in self.served.values():
             for pool in model.pools:
@@ -206,7 +206,7 @@ class Pools:
         return found
 
     def not_found(self, model: str, allowed: frozenset[str] | None = None) -> ModelNotFound:
-        """The error for a model that does not exist, with the names of those that do.
+        """Return the error for a model that does not exist, with the names of those that do.
 
         allowed: the names that the client may know; None: all.
         """
@@ -219,7 +219,7 @@ class Pools:
         return ModelNotFound(f"The model `{model[:200]}` does not exist here. {told}", "model")
 
     def _misnamed(self, model: str) -> str:
-        """Why a worker with this name gets no request: its pool has another name; empty without such a worker."""
+        """Tell why a worker with this name gets no request (its pool has another name); empty without such a worker."""
         for pool in self.all:
             for worker in pool.view.workers:
                 if worker.misnamed and model in worker.names:
@@ -227,7 +227,7 @@ class Pools:
         return ""
 
     async def find(self, model: str, allowed: frozenset[str] | None = None) -> Pool:
-        """A pool that serves ``model``; of several pools the ``reference``.
+        """Find a pool that serves ``model``; of several pools the ``reference``.
 
         Waits for the first reading of the fleet if there was none yet.
 

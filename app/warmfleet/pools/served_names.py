@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-SHOWN_NAMES = 4  # names of a worker that a sentence shows
-SHOWN_CHARACTERS = 80  # of each shown name
+SHOWN_NAMES = 4  # most names of a worker that a sentence shows
+SHOWN_CHARACTERS = 80  # most characters of each shown name
 
 
 class _Group(NamedTuple):
@@ -29,7 +29,7 @@ class _Group(NamedTuple):
     ids: list[str]
 
     def serves(self, name: str, path: str | None) -> bool:
-        """Whether the group serves the name. path: the adapter's, which must agree, as block hashes contain it."""
+        """Return whether the group serves the name. path: the adapter's; must agree, as block hashes contain it."""
         return name in self.models or (path is not None and self.loras.get(name) == path)
 
 
@@ -45,7 +45,7 @@ class ServedNames:
         groups: dict[tuple[frozenset[str], frozenset[tuple[str, str]], bool, bool], _Group] = {}
         routable: dict[str, None] = {}
         for worker in workers:
-            # A worker that proved nothing adds no name: it could draw the requests of another model.
+            # A worker whose identity was not verified adds no name: it could draw another model's requests.
             proved = worker.routable or worker.load.flags & (Flag.URL | Flag.MISNAMED) == Flag.URL
             loras = worker.loras
             key = frozenset(worker.models), frozenset(loras.items()), proved, worker.routable
@@ -69,7 +69,7 @@ class ServedNames:
         return counts
 
     def lacking(self, name: str) -> tuple[str, ...]:
-        """Ids of the workers that do not serve this name though others do; empty for a name that nobody serves."""
+        """Return the ids of workers that lack this name though others serve it; empty for a name that nobody serves."""
         if not self.differ or name not in self.counts:
             return ()
         if name not in self._lacking:
@@ -80,23 +80,23 @@ class ServedNames:
         return self._lacking[name]
 
     def others(self, name: str, worker_id: str) -> bool:
-        """Whether a worker other than this one serves the name."""
+        """Return whether a worker other than this one serves the name."""
         path, lacking = self.paths.get(name), {worker_id, *self.lacking(name)}
         serving = [group.ids for group in self._groups if group.proved and group.serves(name, path)]
         return any(worker not in lacking for ids in serving for worker in ids)
 
     def told(self, worker_id: str) -> object:
-        """The names that the worker announced, as a value to compare; None for a worker that is not known."""
+        """Return the names that the worker announced, as a value to compare; None for a worker that is not known."""
         return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:
-        """These names as those of an earlier reading: none of them has a routable worker now."""
+        """Return these names as those of an earlier reading, when no worker is routable now."""
         changed = copy.copy(self)
         changed.routable = ()
         return changed
 
     def without(self, worker_id: str, name: str) -> ServedNames:
-        """These names, less a name that this worker refused because its names have changed since the reading."""
+        """Return these names, less a name that this worker refused because its names have changed since the reading."""
         lacking = self.lacking(name)
         if worker_id in lacking:
             return self
@@ -114,7 +114,7 @@ def _paths(groups: Sequence[_Group]) -> dict[str, str]:
 
 
 def misnamed(worker: WorkerView, model: str) -> str:
-    """Why a worker whose names lack its pool's takes no requests, and the remedy. model: the pool's name."""
+    """Return why a worker whose names lack its pool's takes no requests, and the remedy. model: the pool's name."""
     names = worker.names
     shown = ", ".join(name[:SHOWN_CHARACTERS] for name in names[:SHOWN_NAMES]) or "nothing"
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""

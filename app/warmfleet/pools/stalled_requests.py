@@ -1,6 +1,6 @@
-"""Ends requests that wait for an engine that fell silent: a frozen process or vanished machine never answers them.
+"""Ends requests that wait for a silent engine, because a frozen process or a vanished machine never answers them.
 
-No request has a timer: all requests are looked at in rounds. A request is ended on three grounds.
+No request has a timer; instead all requests are looked at in rounds. A request is ended on three grounds.
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
 been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
-GAP_S = WORKER_TTL_SECONDS / 2  # a shorter outage is no gap: heartbeats come every third of a TTL
-STILL_S = 30.0  # a long prompt may keep an engine without chunked prefill from its running streams for seconds
+GAP_S = WORKER_TTL_SECONDS / 2  # shortest outage of Redis that counts as a gap; heartbeats come every third of a TTL
+STILL_S = 30.0  # silence after which an engine stands still; a long prefill without chunks takes seconds
 
 
 class Try:
@@ -51,7 +51,7 @@ class Try:
         self._bytes_at = 0.0
 
     def quiet_s(self, now: float) -> float:
-        """Seconds without a byte from the engine, counted from the first call. 0 while the client is slow to read."""
+        """Return the seconds without a byte from the engine since the first call, 0 while the client reads slowly."""
         response = self.response
         if response.received != self._bytes or not response.waiting:
             self._bytes, self._bytes_at = response.received, now
@@ -96,7 +96,7 @@ class Tries:
         return self._give_up([request for request in self._open.values() if request.worker_id in lost], now)
 
     def expire(self, now: float, idle_s: float, total_s: float) -> Counter[str]:
-        """End the requests that are over a limit in seconds, 0: none. Returns how many, by the limit's name."""
+        """End the requests that are over a limit in seconds (0: no limit); return how many, by the limit's name."""
         ended = Counter[str]()
         for request in self._open.values():
             quiet_s, age_s = request.quiet_s(now), now - request.received_at
@@ -110,16 +110,16 @@ class Tries:
         return ended
 
     def keep_waiting(self, now: float, seconds: float) -> set[str]:
-        """The workers that keep a request waiting for its first byte for at least so many seconds."""
+        """Return the workers that keep a request waiting for its first byte for at least ``seconds``."""
         waiting = [request for request in self._open.values() if not request.response.began]
         return {request.worker_id for request in waiting if request.quiet_s(now) >= seconds}
 
     def sends(self, worker_id: str, now: float, seconds: float) -> bool:
-        """Whether this worker sent a byte to some request, or got a request, within so many seconds."""
+        """Return whether this worker sent a byte to some request, or got a request, within ``seconds``."""
         return any(request.worker_id == worker_id and request.quiet_s(now) < seconds for request in self._open.values())
 
     def standing_still(self, now: float) -> set[str]:
-        """The workers that sent nothing for STILL_S, though they had begun to answer a request that waits for more."""
+        """Return the workers that sent nothing for STILL_S, though a request whose answer had begun waits for more."""
         quiet_s = [(request.worker_id, request.response.began, request.quiet_s(now)) for request in self._open.values()]
         sending = {worker_id for worker_id, _, seconds in quiet_s if seconds < STILL_S}
         return {worker_id for worker_id, began, _ in quiet_s if began} - sending
@@ -139,7 +139,7 @@ class Tries:
 
 
 def _expired(worker: WorkerView) -> bool:
-    """Whether the worker's last heartbeat is older than the TTL. A worker that said goodbye has no heartbeat."""
+    """Return whether the worker's last heartbeat is older than the TTL. A worker that said goodbye has no heartbeat."""
     return worker.heartbeat_age_s is not None and not worker.heard
 
 

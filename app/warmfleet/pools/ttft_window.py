@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 WINDOW_S = 60.0
 SLICES = 12
 LEAST_S = 1e-4  # shortest wait in seconds; a shorter one counts as this long
-PER_OCTAVE = 8  # buckets between a wait and twice as long a one
-BUCKETS = 24 * PER_OCTAVE  # the last bucket ends at 1,677 s
+PER_OCTAVE = 8  # number of buckets between a wait and the double of it
+BUCKETS = 24 * PER_OCTAVE  # number of buckets; the last one ends at 1,677 s
 MET = 0.9  # the quantile of the waits that must meet the objective (app/docs/decisions/013)
-FOLLOWED = 0.5  # this quantile of the waits is the upper limit of the objective in force
-ENOUGH = 50  # waits in the window: a quantile of fewer is chance, so there is no objective then
+FOLLOWED = 0.5  # quantile of the waits that the objective in force may not exceed
+ENOUGH = 50  # fewest waits in the window for an objective: a quantile of fewer is chance
 SHOWN = (0.5, 0.9, 0.99)
 _SCALE = PER_OCTAVE / math.log(2)
 _OFFSET = math.log(LEAST_S) * _SCALE
@@ -50,12 +50,12 @@ class TtftWindow:
         self.count += 1
 
     def quantile(self, share: float) -> float:
-        """Seconds that the fraction ``share`` of the waits did not exceed, at most 4.5 % wrong; 0 without waits."""
+        """Return the seconds that the fraction ``share`` of the waits did not exceed, to 4.5 %; 0 without waits."""
         self._turn()
         return _quantile(enumerate(self._total), self.count, share)
 
     def counts(self) -> dict[int, int]:
-        """How many waits are in which bucket; buckets without any are left out."""
+        """Return how many waits are in which bucket; buckets without any are left out."""
         self._turn()
         return {bucket: count for bucket, count in enumerate(self._total) if count}
 
@@ -75,7 +75,7 @@ class TtftWindow:
         return self._in_force_s
 
     def figures(self) -> dict[str, float]:
-        """The number of waits, and in seconds P50, P90, P99, the objective, and the objective in force."""
+        """Return the number of waits, and in seconds P50, P90, P99, the objective, and the objective in force."""
         shares = {f"p{round(100 * share)}_s": self.quantile(share) for share in SHOWN}
         return {"requests": self.count, **shares, "objective_s": self.objective_s, "in_force_s": self.in_force_s}
 
@@ -95,7 +95,7 @@ class TtftWindow:
 
 
 def quantiles(counts: Iterable[Mapping[int, int]]) -> dict[str, float]:
-    """P50, P90 and P99 in seconds over several windows' ``counts``, by the names of ``figures``; 0 without waits."""
+    """Return P50, P90 and P99 in seconds over several windows' ``counts``, named as in ``figures``; 0 without waits."""
     total = Counter[int]()
     for window in counts:
         total.update(window)

@@ -1,7 +1,7 @@
 """Admits a request to a worker at once, lets it wait in the queue for the worker that suits it, or refuses it.
 
 The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/tickets.lua). The bodies wait in
-this replica, which takes as many bytes as BODIES of the largest have.
+this replica, which has room for BODIES bodies of the largest size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
-BODIES = 2  # bodies of the largest size fit into a replica: a tenant gets half, so any body may wait
+BODIES = 2  # number of largest bodies that fit into a replica: a tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
@@ -60,7 +60,7 @@ class AdmissionQueue:
         Raises Overloaded, QueueTimeout, and what the chooser raises.
         """
         flow, size = job.call.flow, len(job.body)
-        # Taken before the decision: a ticket for a request whose body finds no room would take another request's place.
+        # Taken before the decision, because a ticket for a body that finds no room could displace another request.
         may_wait = self._take_room(flow, size)
         try:
             answer = await self._chooser.choose(job, attempt, may_wait=may_wait)
@@ -87,7 +87,7 @@ class AdmissionQueue:
                     displaced = standing is Standing.DISPLACED
                     self._check_ticket(attempt, answer, may_wait=may_wait, displaced=displaced)
                     if isinstance(answer, Queued) and attempt.chosen.avoided:
-                        await asyncio.sleep(POLL_S)  # the turn is kept: only workers that this attempt avoids have room
+                        await asyncio.sleep(POLL_S)  # the turn is kept, but only avoided workers have room
         finally:
             self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer
@@ -95,7 +95,7 @@ class AdmissionQueue:
     def _check_ticket(
         self, attempt: Attempt, answer: Decision | Queued, *, may_wait: bool, displaced: bool = False
     ) -> None:
-        """Raises Overloaded if the request must wait but got no ticket. displaced: it had one."""
+        """Raise Overloaded if the request must wait but got no ticket. displaced: it had a ticket before."""
         if isinstance(answer, Queued) and answer.outcome != "queued":
             reason = "displaced" if displaced else answer.outcome
             raise self._refusal(attempt.chosen.pool, reason if may_wait else "bytes", answer.work_s)
@@ -103,8 +103,8 @@ class AdmissionQueue:
     def _take_room(self, flow: bytes, size: int) -> bool:
         """Take room for a body of ``size`` bytes; False if there is not enough.
 
-        A tenant that holds as many bytes as are free gets no more, so room is left for other tenants. So the
-        requests of one tenant together get about half of it, also while no other tenant asks for any.
+        A tenant that holds as many bytes as are free gets no more, so that room is left for other tenants. One tenant
+        therefore gets about half of the room, even while no other tenant asks for any.
         """
         held = self._tenant_bytes.get(flow, 0)
         if held + size > self._max_bytes - self._bytes:
@@ -115,14 +115,14 @@ class AdmissionQueue:
 
     def _give_room_back(self, flow: bytes, size: int) -> None:
         self._bytes -= size
-        held = self._tenant_bytes.get(flow, 0) - size  # several requests without a body hold nothing
+        held = self._tenant_bytes.get(flow, 0) - size  # 0 also while requests without a body remain
         if held:
             self._tenant_bytes[flow] = held
         else:
             self._tenant_bytes.pop(flow, None)
 
     async def _turn(self, pool: Pool, attempt: Attempt, deadline: float) -> Standing | None:
-        """Return the standing of its ticket when a request should ask for a decision again, or None at the deadline.
+        """Wait until a request should ask for a decision again; return its ticket's state, or None at the deadline.
 
         deadline: by the event loop's clock.
         """
@@ -133,7 +133,7 @@ class AdmissionQueue:
             return None
 
     async def _last_look(self, pool: Pool, job: Job, attempt: Attempt) -> Decision:
-        """Any worker with room, now that the request may wait no longer for the one that suits it.
+        """Return any worker with room, as the request may wait no longer for the worker that suits it.
 
         Raises QueueTimeout if there is none.
         """
@@ -143,7 +143,7 @@ class AdmissionQueue:
         return answer
 
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
-        """reason: ``full``, ``displaced``, ``bytes`` or ``deadline``. work_s: seconds of prefill in the queue."""
+        """Return the error for a reason: full, displaced, bytes or deadline. work_s: prefill in the queue."""
         self._metrics.queue_rejections.labels(reason, pool.tag).inc()
         logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError

@@ -28,20 +28,20 @@ class Comparison(Protocol):
     """Compares the answers of several pools to the decisions of one attempt."""
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
-        """See ``Chooser``."""
+        """Choose a worker, or take a ticket, as ``Chooser`` describes."""
 
 
 class Attempt:
     """An engine's chance to serve a job, from before a worker is chosen until everything is given back.
 
-    ``bookings``: what it holds, in each pool that was asked. ``chosen``: the booking that serves; before a pool was
-    chosen, the one in the pool by which the prompt was identified. ``record``: of this try. ``on_first_byte`` is called
+    ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves; before a pool was chosen, the
+    one in the pool by which the prompt was identified. ``record``: the record of this try. ``on_first_byte`` is called
     before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
-    client with limits only. ``tail``: the end of an approximate worker's answer, and ``shortfall`` how much
-    of the prompt the worker lacked by that. ``comparison``, ``counted``: None where the model has one pool; of several
+    client with limits only. ``tail``: the end of an approximate worker's answer; ``shortfall``: how much of the prompt
+    its cache lacked, as that end tells. ``comparison``, ``counted``: None where the model has one pool; of several
     pools the choice so far, and the request as one of them counts it for a client with limits.
 
-    A field that was not set has the value of its class, which costs nothing.
+    A field that was not set is read from the class, which saves setting it.
     """
 
     on_first_byte: Callable[[Attempt], None] | None = None
@@ -61,7 +61,7 @@ class Attempt:
         avoids_failing: bool = True,
         key: bytes = b"",
     ) -> None:
-        """The caller must ``release`` it in every case.
+        """Begin an attempt, which the caller must ``release`` in every case.
 
         failed_workers: workers that failed earlier attempts at this job. avoids_failing: see ``Booking.excluded``.
         key: see ``new_reservation``.
@@ -77,7 +77,7 @@ class Attempt:
         self.record = job.call.record.begin_try(self.reservation)
 
     def book(self, pool: Pool, prompt: IdentifiedPrompt) -> Booking:
-        """Begin a booking in this pool. prompt: as the workers of the pool have it."""
+        """Begin a booking in this pool. prompt: the prompt with that pool's token ids."""
         never, failed = prompt.unable_workers, self.failed_workers
         booking = Booking(
             self._settlements,
@@ -91,7 +91,7 @@ class Attempt:
         return booking
 
     def choose(self, booking: Booking) -> None:
-        """Let this booking serve the job. The others are given back: their engines never get the request."""
+        """Let this booking serve the job. The others are given back, as their engines never got the request."""
         for other in self.bookings:
             if other is not booking:
                 other.release("unsent")
@@ -104,7 +104,7 @@ class Attempt:
         return any(booking.avoided for booking in self.bookings)
 
     def hand_over(self) -> str | None:
-        """Leave the lease to a gateway; returns the reservation for it. None, and nothing is held, without a lease."""
+        """Leave the lease to a gateway; return its reservation. Without a lease return None, and hold nothing."""
         if not self.chosen.hand_over():
             self.release("cancelled")
             return None

@@ -45,22 +45,22 @@ class BookingState(Enum):
     RELEASED = auto()
 
 
-#: To look a member up at its class costs 0.1 us, and a request needs sixteen.
+#: The members as names of this module, because a request needs sixteen, and a look-up at the class takes 0.1 us.
 NEW, ASKED, QUEUED, BOOKED, RELEASED = BookingState
-UNSERVED = frozenset({"failed", "unsent"})  # outcomes for which a client with limits does not pay the prompt
+UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt does not count for a client with limits
 
 
 class Booking:
-    """A request's place in one pool, from before a worker is chosen there until everything is given back.
+    """A request's lease, ticket and load in one pool, from before a worker is chosen until everything is given back.
 
-    ``prompt``: as the workers of this pool have it. ``never``: workers that must not be chosen at all; ``avoided``:
-    other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``: when the last
-    decision was asked for (``time.perf_counter``), ``question``: what was asked, ``answer`` and ``error``: what came of
-    it. ``decision``: None until a worker is chosen. ``explanation``: of the decision as JSON; empty if the client asked
-    for none. ``rings``: the order of the hash ring by policy, and ``log_line``: of the decision, for the decision log;
-    None if it is not logged.
+    ``prompt``: the prompt with this pool's token ids and blocks. ``never``: workers that must not be chosen at all;
+    ``avoided``: other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``:
+    when the last decision was asked for (``time.perf_counter``); ``question``: what was asked; ``answer`` and
+    ``error``: its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
+    JSON; empty if the client asked for none. ``rings``: the order of the hash ring by policy, and ``log_line``: the
+    line for the decision log; None if the decision is not logged.
 
-    A field that was not set has the value of its class, which costs nothing.
+    A field that was not set is read from the class, which saves setting it.
     """
 
     state = _before = NEW
@@ -107,7 +107,7 @@ class Booking:
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
-        """Note that a decision is asked for: until Redis answers, the request may be booked or have a ticket."""
+        """Note that a decision is asked for, so until Redis answers the request may be booked or have a ticket."""
         self._before, self.state = self.state, ASKED
         self.asked_at = time.perf_counter()
 
@@ -118,8 +118,8 @@ class Booking:
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the request goes on waiting if Redis is not asked at this moment: it has a ticket, and Redis has not
-        been silent for long.
+        """Whether the request goes on waiting without an answer of Redis, as it has a ticket, and Redis has not been
+        silent for long.
         """
         return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
@@ -138,7 +138,7 @@ class Booking:
         self.state = QUEUED
 
     def unanswered(self) -> None:
-        """Redis gave no answer. The reservation is cancelled, because Redis may have booked it or may book it late."""
+        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or may yet."""
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 
@@ -173,16 +173,16 @@ class Booking:
         return self.decision.outcome if self.decision and self.state is BOOKED else "fallback"
 
     def sent(self, worker_id: str, response: EngineResponse, received_at: float) -> None:
-        """The request is sent to the worker: watch for the worker falling silent. received_at: see ``Call``."""
+        """Note that the request is sent, and watch whether its worker falls silent. received_at: see ``Call``."""
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Count the prefill as done after so many seconds, if the attempt lasts: its first token is not reported."""
+        """Count the prefill as done after ``seconds``, if the attempt lasts, as its first token is not reported."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 
     def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
-        """The first token came: give the booked prefill back, once. No byte waits for that."""
+        """Give the booked prefill back, once, as the first token came. No byte waits for that."""
         if self.pool.reservations.prefill_done(self.reservation):
             self._settlements.settle_later(self.pool, self.reservation, word)
 
@@ -217,7 +217,7 @@ class Booking:
         """Give back everything that is held in this pool; returns whether Redis may have booked it.
 
         It never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end before
-        another attempt is decided. tokens: of the answer, for a client with limits.
+        another attempt is decided. tokens: number in the answer, for a client with limits.
         """
         state, self.state = self.state, RELEASED
         decision = self.decision

@@ -53,13 +53,12 @@ NO_HINTS = Hints()
 class Call(NamedTuple):
     """A request as it was read from its connection.
 
-    record: of what happens to the request. headers: the lines of the headers that the engine gets. tenant: the
-    value of the tenant header, empty unless tenants are kept apart. flow: 8 bytes made of the tenant header's
-    value; the queue takes turns by them. patience_s: the longest wait in the queue that the client accepts.
-    received_at: when the body was complete, by ``time.perf_counter``. target: path and query, as the engine gets them.
-    models: the names that the client may use, None for all. limits: of the client's key, None if it has none.
-    content_type: of the body. named: the client gave the request's id in a header, which counts before one in the
-    body.
+    record: the record of the request, for logs. headers: the header lines that the engine gets. tenant: the value of
+    the tenant header, empty unless tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue
+    takes turns by them. patience_s: the longest wait in the queue that the client accepts. received_at: when the body
+    was complete, by ``time.perf_counter``. target: path and query, as the engine gets them. models: the names that the
+    client may use, None for all. limits: the limits of the client's key, None if it has none. content_type: the type of
+    the body. named: the client gave the request's id in a header, which counts before one in the body.
     """
 
     path: EnginePath
@@ -79,18 +78,18 @@ class Call(NamedTuple):
     named: bool = True
 
     def id_at_engine(self, owner: str) -> str:
-        """The X-Request-Id that an engine gets. owner: the reservation, by which the worker plugin reports on it."""
+        """Return the X-Request-Id for an engine. owner: the reservation, by which the worker plugin reports on it."""
         return f"{owner}.{ENDED_MARK if self.hints.ended else ''}{self.record.request_id}"
 
 
 class Job(NamedTuple):
     """A call that was parsed and identified: everything that all attempts at it share.
 
-    body: as an engine gets it, with the tenant's salt. pool: by whose workers the prompt was identified. pools: in
-    which a worker is looked for, the home pools first. several: the model has more than one pool. limits: of the call's
-    client, which the decisions of an only pool check; of several pools one counts for the client (``client_limits``).
-    priority: a lower one goes first in the queue. logged: whether its decisions belong into the decision log.
-    continuable: how its stream goes on at another worker; None: not at all.
+    body: the body for an engine, with the tenant's salt. pool: the pool by whose workers the prompt was identified.
+    pools: those in which a worker is looked for, the home pools first. several: the model has more than one pool.
+    limits: the client's limits, if the only pool checks them; of several pools one counts for the client
+    (``client_limits``). priority: a lower one goes first in the queue. logged: whether its decisions belong into the
+    decision log. continuable: how its stream goes on at another worker; None: not at all.
     """
 
     call: Call
@@ -114,7 +113,7 @@ class Job(NamedTuple):
         return count
 
     def engine_priority(self, pool: Pool, decision: Decision) -> int | None:
-        """The request's priority for the engine of the chosen worker; None if that does not go by priorities."""
+        """Return the request's priority for the engine of the chosen worker; None if that does not go by priorities."""
         speed_tps = pool.view.sorting.get(decision.worker_id)
         if speed_tps is None:
             return None
@@ -122,12 +121,12 @@ class Job(NamedTuple):
         return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
 
     def as_of_now(self) -> Job:
-        """The job with the workers that cannot serve it by the last reading; itself if these are the same."""
+        """Return the job with its unable workers renewed by the last reading; itself if they are the same."""
         prompt = as_of(self.prompt, self.request, self.pool.view)
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 
     def admitted_in(self, booking: Booking) -> Job:
-        """The job for another attempt, as the workers of this booking's pool have it.
+        """Return the job for another attempt, as the workers of this booking's pool have it.
 
         The limits of its client have let it in, and do not refuse it half-way.
         """

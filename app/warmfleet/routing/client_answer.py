@@ -33,7 +33,7 @@ def _date_line(second: int) -> bytes:
 
 
 def first_lines(status: int) -> bytes:
-    """The first lines of every answer's head: its status and its date."""
+    """Return the first lines of every answer's head: its status and its date."""
     return STATUS_LINES[status] + _date_line(int(time.time()))
 
 
@@ -54,13 +54,13 @@ class Connection(Protocol):
         """Send these bytes as a chunk. Returns False if the client must accept what waits before more is sent."""
 
     def keeps_open(self) -> bool:
-        """Whether the connection may take another request after this one."""
+        """Return whether the connection may take another request after this one."""
 
     def answered(self, *, keep: bool) -> None:
-        """The answer is complete. keep: its head did not tell the client that the connection will be closed."""
+        """Note that the answer is complete. keep: its head did not announce that the connection will be closed."""
 
     def peer(self) -> str:
-        """The address at the other end, which may be a proxy's."""
+        """Return the address at the other end, which may be a proxy's."""
 
 
 class ClientAnswer:
@@ -99,7 +99,7 @@ class ClientAnswer:
         return self._connection.lost
 
     def peer(self) -> str:
-        """The address that the answer goes to, which may be a proxy's."""
+        """Return the address that the answer goes to, which may be a proxy's."""
         return self._connection.peer()
 
     async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -147,10 +147,10 @@ class ClientAnswer:
 
     @property
     def pass_on(self) -> Callable[[bytes], bool]:
-        """A function that sends a piece of the body between the first and the last.
+        """Return a function that sends a piece of the body between the first and the last.
 
-        It returns False if the client must accept what waits for it before more is sent: the next ``body`` waits for
-        that. For a chunked body it is the connection's own, because each call between the two would cost every chunk.
+        It returns False if the client must accept the waiting bytes before more is sent; the next ``body`` waits for
+        that. For a chunked body it is the connection's own method, as a further call would cost time at every chunk.
         """
         return self._connection.write_chunk if self._chunked else self._pass_on_bare
 
@@ -165,7 +165,7 @@ class ClientAnswer:
         self._finish(self._first(body, more=False))
 
     def _first(self, data: bytes, *, more: bool) -> bytes:
-        """The head with the first piece. The piece decides how the head marks the end of the body."""
+        """Return the head with the first piece. The piece decides how the head marks the end of the body."""
         head, self._head = self._head, b""
         if self._has_length:
             self._chunked = False

@@ -3,7 +3,7 @@
 The counting pool is the first by rendezvous hashing of the client among the pools that are not away, so all replicas
 name the same pool without asking anybody. A request is counted there while its home pools are asked, so no answer waits
 for another one, and the home pools count nothing. Only for a client that was refused a moment ago the limits are
-checked first: else each of its refused requests would cost two decisions, and book load for a moment.
+checked first, because otherwise each of its refused requests would cost two decisions and book load for a moment.
 
 Where that pool does not answer, the next one is asked; a request passes unchecked if that does not answer in time,
 either. When the pool changes (a pool comes or goes, or is away), requests that run count in the new one within a
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.client_limits")
 
-REFUSED_S = 1.0  # so long after a refusal a client's request is checked before pools are asked
-MAX_REFUSED = 1_024  # clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # ends that are kept for a pool that does not answer; further requests count until they expire
+REFUSED_S = 1.0  # time after a refusal in which a client's requests are checked before pools are asked
+MAX_REFUSED = 1_024  # most clients whose refusal is remembered
+MAX_NOT_TAKEN = 4_096  # most ends of requests kept for a pool that is silent; the rest count until they expire
 
 
 class Counting:
@@ -68,7 +68,7 @@ class Counting:
         return counted
 
     def pool_of(self, model: str, tag: str, but: Collection[Pool] = ()) -> Pool | None:
-        """The pool that counts for the client with this tag; None if all pools of the model are away.
+        """Return the pool that counts for the client with this tag; None if all pools of the model are away.
 
         but: pools that have just failed.
         """
@@ -105,7 +105,7 @@ class Counting:
         failures: of this renewal, by pool; a failure of this pool is put in.
         """
         for start in range(0, len(requests), KEEP_AT_ONCE):
-            # Requests that ended meanwhile are left out: nobody would end them again.
+            # Requests that ended meanwhile are left out, because their counts would never be ended.
             batch = [counted for counted in requests[start : start + KEEP_AT_ONCE] if counted.name in self.open]
             if not batch:
                 continue
@@ -122,7 +122,7 @@ class Counting:
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request count on, in the first pool that answers. Never raises: the reservation is kept.
+        """Let a gateway's request count on, in the first pool that answers. Never raises, as only the count is lost.
 
         name: the reservation as the gateway has it.
         """
@@ -138,12 +138,12 @@ class Counting:
         logger.warning("%s: a gateway's request of a client with limits counts only until it expires", model)
 
     def failed(self, pool: Pool, error: WarmfleetError) -> None:
-        """A pool did not count: after two failures in a row it is away, for decisions as well."""
+        """Note that a pool did not count: after two failures in a row it is away, for decisions as well."""
         if isinstance(error, FleetUnavailable):
             pool.degraded.failed(f"limits of clients: {error}")
 
     def end_one(self, model: str, name: str, tokens: int) -> None:
-        """A gateway's request counts no longer. tokens: that it has used besides its prompt."""
+        """End the count of a gateway's request. tokens: the number used besides the prompt."""
         pool = self.pool_of(model, name[RESERVATION_LENGTH:])
         if pool is not None:
             self.end_in(pool, name, tokens)
@@ -183,7 +183,7 @@ class Counting:
         self._metrics.client_limits.labels(counted.limits.name, error.type).inc()
 
     def unchecked(self, counted: Counted) -> None:
-        """No pool counts the request: it passes."""
+        """Let a request pass that no pool could count, and count that."""
         self._metrics.client_limits.labels(counted.limits.name, "unchecked").inc()
         logger.warning("%s: the limits of %s were not checked: no answer", counted.model, counted.limits.name)
 
@@ -192,7 +192,7 @@ class Counted:
     """A request of a client with limits, from the moment at which it is asked about until it ends.
 
     ``name``: its reservation with the client's tag behind it. ``first``: await ``check_first`` before pools are asked.
-    ``use``: of the limits, with this request; None while it is not known.
+    ``use``: how much of the limits is used, with this request; None while it is not known.
     """
 
     __slots__ = (
@@ -214,7 +214,7 @@ class Counted:
         self.use: ClientUse | None = None
 
     def ask(self) -> None:
-        """Have the first pool count the request that was not asked yet; what another one counted of it is given back.
+        """Ask the first pool that was not asked yet to count the request, and give back what other pools counted.
 
         Without such a pool there is no answer.
         """
@@ -235,7 +235,7 @@ class Counted:
             self._counting.end_in(pool, self.name, -charged)
 
     def _admit_answered(self, pool: Pool, answer: Any, error: WarmfleetError | None) -> None:
-        """The answer of a pool, perhaps a late one."""
+        """Take the answer of a pool, perhaps a late one."""
         if pool not in self._charged:  # the pool already got the end of the request
             return
         if error is not None:
@@ -295,7 +295,7 @@ class Counted:
         self._charged.setdefault(pool, 0)
 
     def end(self, tokens: int | None) -> None:
-        """The request is over. tokens: of its answer; None: it was not served, so its prompt costs nothing, either."""
+        """End the count. tokens: of the answer; None: the request was not served, so its prompt costs nothing."""
         for pool, charged in self._leave().items():
             self._counting.end_in(pool, self.name, -charged if tokens is None else tokens)
 

@@ -44,7 +44,7 @@ OTHER_NAMES = (
     "{} at this moment: ask again. For the operator: an engine is misnamed, {}. `warmfleet workers` tells the state of "
     "each."
 )
-#: A request that waits keeps its ticket over a short silence of Redis: it asks again, and learns if it was booked.
+#: The answer for a waiting request while Redis is silent for a moment: it keeps its ticket and asks again later.
 STILL_QUEUED = Queued("queued", 0, 0.0)
 NO_WORKER = "no_worker"  # the reason for a choice without Redis although Redis answers
 
@@ -112,7 +112,7 @@ class Decider:
             self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
 
     def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
-        """The question under the policy and the TTFT objective in force, and whether the answer is to explain itself.
+        """Make the question under the policy and TTFT objective in force; return it, and whether it asks why.
 
         From now on the booking is in doubt.
         """
@@ -145,7 +145,7 @@ class Decider:
         return question, explain
 
     def _answered(self, job: Job, booking: Booking, answer: Decision | Queued) -> None:
-        """Redis has answered: the booking has a worker or a ticket, and what the answer explains."""
+        """Put the answer of Redis into the booking: a worker or a ticket, and the explanation."""
         pool, question = booking.pool, booking.question
         pool.degraded.succeeded()
         if isinstance(answer, Queued):
@@ -173,7 +173,7 @@ class Decider:
             if job.limits is not None:
                 self._metrics.client_limits.labels(job.limits.name, error.type).inc()
             return False
-        # Redis is away or slow, or a script refuses: no reason to fail a request.
+        # Redis is away or slow, or a script refuses; the request is served without it.
         pool.degraded.failed(f"{error.code}: {error}")
         if booking.waits and isinstance(error, FleetUnavailable) and not pool.degraded.silent:
             return True
@@ -226,14 +226,14 @@ class Decider:
 
 
 def reason_of(error: WarmfleetError) -> str:
-    """Why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
+    """Return why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
     if isinstance(error, NoWorker):
         return NO_WORKER
     return "away" if isinstance(error, FleetUnavailable) else error.code
 
 
 def nobody(pools: Iterable[Pool], model: str, labels: frozenset[str] = NO_LABELS, *, tells_names: bool = True) -> str:
-    """Why no worker of any of these pools of a model can be chosen, and what to do about it.
+    """Tell why no worker of any of these pools of a model can be chosen, and what to do about it.
 
     labels: that the worker must have. tells_names: the reader may know names besides this one. Only operators
     learn which workers exist.

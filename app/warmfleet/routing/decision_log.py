@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
 MAX_BYTES = 64 * 2**20  # the largest size of the file; a full file is renamed to FILE.1, and replaces the one before
-MOST_PER_S = 20  # decisions that are logged: an explained decision costs Redis more, and a sample is enough
-MAX_WAITING = 1_000  # records; while so many wait for the disk, new ones are dropped and counted
+MOST_PER_S = 20  # most decisions logged in a second, as an explained decision costs Redis more; a sample is enough
+MAX_WAITING = 1_000  # most records that wait for the disk; further ones are dropped and counted
 
 
 def record(
     model: str, question: Question, constants: Constants, decision: Decision, rings: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """A line of the log: the arguments with which lua/replay.lua makes the decision again, and the decision itself.
+    """Make a line of the log: the arguments with which lua/replay.lua repeats the decision, and the decision.
 
     ``costs`` is for people: the chosen worker and the cheapest others, each with the terms of its cost in seconds.
     rings: the order of the hash ring, by policy. Raises ValueError if the decision was not asked for its explanation.
@@ -90,7 +90,7 @@ class DecisionLog:
             raise BadArgument(f"WARMFLEET_DECISION_LOG={str(self._path)!r}: {error.strerror}") from error
 
     def wants(self) -> bool:
-        """Whether the next decision is logged."""
+        """Return whether the next decision is logged."""
         if self._path is None:
             return False
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Token ids that only an engine can tell: chats whose template cannot run here, models without a tokenizer here.
+"""Asks engines for token ids that replicas cannot make: where a chat template or the tokenizer is missing here.
 
 An engine tells the ids by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a
 round trip and time of the engine's API server before the decision. So an engine is asked only about prompts of
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
-MIN_TOKENS = 512  # a prompt of fewer (estimated) tokens is computed faster than an engine is asked
+MIN_TOKENS = 512  # least (estimated) tokens of a prompt; asking would take longer than a shorter prefill
 MAX_BYTES = 524_288  # the longest request that is asked about: some 130,000 tokens
-S_PER_BYTE = 5e-6  # a prompt has at most one token for each of its bytes, and an engine needs 4 us for a token
-ANSWER_BYTES_PER_BYTE = 12  # a token id takes at most so many bytes of the answer
+S_PER_BYTE = 5e-6  # time for a byte: a byte makes one token at most, for which an engine needs 4 us
+ANSWER_BYTES_PER_BYTE = 12  # most bytes of an answer for each byte of text: a token id in digits
 MAX_IN_FLIGHT = 32
-REST_S = 10.0  # an engine that did not answer is left alone for so long
-#: The path that answers with the token ids of a chat that was written in the words of this API.
+REST_S = 10.0  # time for which an engine that did not answer is not asked
+#: By the API that a chat is written for: the engine's path that answers with the chat's token ids.
 RENDERS: dict[Dialect, str] = {
     "chat": "/v1/chat/completions/render",
     "messages": "/v1/messages/render",
@@ -59,7 +59,7 @@ class EngineTokenizer:
     """Asks engines for token ids. Remembers only which engines did not answer within the last REST_S."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, timeout_s: float) -> None:
-        """timeout_s: for an answer, plus S_PER_BYTE for each byte of the request's body."""
+        """timeout_s: longest wait for an answer, plus S_PER_BYTE for each byte of the request's body."""
         self._client = client
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -69,7 +69,7 @@ class EngineTokenizer:
     async def token_ids(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> list[int]:
-        """The token ids of the request as an engine of its model makes them; empty if no engine tells them."""
+        """Ask for the token ids of the request as an engine of its model makes them; empty if no engine tells them."""
         route = self._route(pool, request, prompt)
         if route is None or len(body) > MAX_BYTES:
             return []
@@ -83,7 +83,7 @@ class EngineTokenizer:
             self._in_flight -= 1
 
     def _route(self, pool: Pool, request: Request, prompt: IdentifiedPrompt) -> _Route | None:
-        """A random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
+        """Return a random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
         asking.
 
         It is not worth asking about a short prompt, or while only one worker could get the request.
@@ -101,7 +101,7 @@ class EngineTokenizer:
         return random.choice(routes) if routes and len(routable) > 1 else None
 
     async def _ask(self, route: _Route, body: bytes, headers: bytes) -> list[int]:
-        """The ids; empty if the engine does not tell them, for any reason.
+        """Ask for the ids; empty if the engine does not tell them, for any reason.
 
         An engine that did not answer, or answered 501 or more, is not asked for REST_S. After any other failure the
         engine is asked again at once, because the request itself may have caused the failure.
@@ -138,7 +138,7 @@ def _facts(worker: WorkerView) -> dict[str, Any]:
 
 
 def _way(renders: Any, request: Request) -> tuple[str, str] | None:
-    """The path to ask, and the field of the answer with the ids; None if the worker has no path for this request."""
+    """Return the path to ask, and the field of the answer with the ids; None without a path for this request."""
     if not isinstance(renders, dict):
         return None
     if request.endpoint == "completions":

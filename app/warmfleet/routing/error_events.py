@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.tracing.request_record import RequestRecord
 
-_NUMBER = b'"sequence_number"'  # in a text of the answer, \" is not "
+_NUMBER = b'"sequence_number"'  # does not occur in a text of the answer, where quotes are escaped
 _NUMBERED = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
-_KEPT = 40  # bytes of a piece that are searched again with the next piece: a number and its name fit
+_KEPT = 40  # last bytes of a piece that are searched again with the next: a number and its name fit
 
 
 class ErrorEvents:
-    """The errors of one stream. form: of its path."""
+    """Makes the error event that ends one stream. form: the API's form, by the stream's path."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -41,7 +41,7 @@ class ErrorEvents:
         self._tail = seen[-_KEPT:]
 
     def watching(self, client: Sink) -> Sink:
-        """``client``; where events have numbers, ``see`` gets each piece of it first."""
+        """Return ``client``, wrapped so that ``see`` gets each piece first where events have numbers."""
         return WatchedClient(self.see, client) if self._form == "responses" else client
 
     async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:
@@ -52,7 +52,7 @@ class ErrorEvents:
         await answer.body(self.event(error), more=False)
 
     def event(self, error: WarmfleetError) -> bytes:
-        """The last event of the stream.
+        """Return the last event of the stream.
 
         An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
         """

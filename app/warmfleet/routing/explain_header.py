@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Candidate, Decision, Question, Weights
     from warmfleet.routing.attempt import Attempt
 
-EXPLAINED = 16  # the cheapest candidates: balancers accept 8 kB of headers in all
+EXPLAINED = 16  # most candidates in the header, as load balancers accept 8 kB of headers in all
 
 
 def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer. which: ``all``, or ``request_id`` for the request id alone.
+    """Return the headers of an answer. which: ``all``, or ``request_id`` for the request id alone.
 
     The explanation is added in either case if the client asked for one.
     """
@@ -64,16 +64,16 @@ def explanation(question: Question, weights: Weights, decision: Decision) -> byt
 
 
 def cheapest(decision: Decision) -> list[Candidate]:
-    """The chosen worker, then the others by cost, EXPLAINED at most; none if the decision has no explanation."""
+    """Return the chosen worker, then the others by cost, EXPLAINED at most; none if the decision has no explanation."""
     seen = decision.seen.candidates if decision.seen is not None else []
     return sorted(seen, key=lambda row: (row.worker_id != decision.worker_id, row.cost_s))[:EXPLAINED]
 
 
 def terms_of(row: Candidate) -> dict[str, float]:
-    """The terms of a cost that are not 0, by name."""
+    """Return the terms of a cost that are not 0, by name."""
     return {name.removesuffix("_s"): seconds for name, seconds in asdict(row.terms).items() if seconds}
 
 
 def with_pools(explained: bytes, pool: str, answers: Iterable[dict[str, object]]) -> bytes:
-    """The explanation, and first the chosen pool and what each pool that was asked has answered."""
+    """Return the explanation, and first the chosen pool and what each pool that was asked has answered."""
     return orjson.dumps({"pool": pool, "pools": list(answers)})[:-1] + b"," + explained[1:]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
 
-FIND_S = 0.25  # for all pools to say whether they have a reservation; later answers are ignored
+FIND_S = 0.25  # time for pools to tell whether they have a reservation; later answers are ignored
 
 
 class Handover(NamedTuple):
@@ -36,9 +36,11 @@ class Handover(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a gateway's call ended. status: of the engine's answer, None if none came or the gateway does not say.
+    """How a gateway's call ended. status: the status of the engine's answer, None if none came or the gateway does not
+    say.
 
-    failed_workers: workers that had failed this call before another one served it. output_tokens: of the answer.
+    failed_workers: workers that had failed this call before another one served it. output_tokens: their number in the
+    answer.
     """
 
     outcome: Outcome
@@ -48,7 +50,7 @@ class Ending(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens that the client's limit counts besides the prompt: a failure costs nothing."""
+        """The tokens that the client's limit counts besides the prompt; none after a failure."""
         return 0 if self.outcome == "failed" else self.output_tokens
 
     @property
@@ -57,15 +59,15 @@ class Ending(NamedTuple):
 
     @property
     def broke_off(self) -> bool:
-        """A good answer had begun, so what ended it is the worker's own fault, whatever the call was."""
+        """Whether a good answer broke off, which is the worker's own fault, whatever the call was."""
         return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
 
 
 class Placement(NamedTuple):
     """Where a gateway is to send its call.
 
-    reservation: None if Redis booked nothing. model: by which it is settled. url: of the worker, without a path.
-    headers: must go with the call. cache_salt: must be set in the body; None: the body stays as it is. expires_in_s:
+    reservation: None if Redis booked nothing. model: the name to settle it by. url: the worker's, without a path.
+    headers: must go with the call. cache_salt: to be set in the body; None: the body stays as it is. expires_in_s:
     the life of the reservation, counted from now, unless it is renewed.
     """
 
@@ -121,7 +123,7 @@ class Gateway:
             self._placing.discard(key)
 
     async def _where_booked(self, job: Job, reservation: str) -> Job:
-        """The job with that pool first in which this reservation was booked before, if one was and answers.
+        """Return the job with that pool first in which this reservation was booked before, if one was and answers.
 
         The home pools of a prompt change with the pools of its model, and a pool may have been full or away before.
         """
@@ -178,7 +180,7 @@ class Gateway:
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
-        # Without a worker nothing is booked anew: what has expired or was settled stays so.
+        # An empty worker id books nothing anew, so what has expired or was settled stays so.
         renewed, _, _ = await pool.fleet.bookings.renew([Renewal(booked, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")
@@ -187,7 +189,7 @@ class Gateway:
         return pool.fleet.constants.spans.lease_ms / 1_000
 
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
-        """The pool that has a reservation, and the id under which it has it.
+        """Find the pool that has a reservation, and the id under which it has it.
 
         Several pools have it without the tag of its client (``client_limits``), unless it was booked when there was
         one. Raises as ``_pool_of``.
@@ -199,7 +201,7 @@ class Gateway:
         return await self._pool_of(model, reservation), reservation
 
     async def _pool_of(self, model: str, reservation: str) -> Pool:
-        """The pool with this tag; of a model's name, which may be a pool's tag, too, the pool that has the reservation.
+        """Find the pool with this tag, or, for a model's name (which may also be a tag), the pool of the reservation.
 
         Raises ModelNotFound, BadRequest, FleetUnavailable.
         """
@@ -210,7 +212,7 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """The pool, of several, in which this reservation is booked, else a pool that knows of its end.
+        """Find the pool, of several, in which this reservation is booked, else a pool that knows of its end.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
         FleetUnavailable if none of those that answer has it, and one does not answer.

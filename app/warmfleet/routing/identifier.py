@@ -33,7 +33,7 @@ class Identifier:
         self._logged: set[tuple[str, str]] = set()
 
     async def identify(self, pool: Pool, request: Request, body: bytes, headers: bytes) -> IdentifiedPrompt:
-        """The request's prompt, as far as this replica or an engine can tell it. Never fails.
+        """Identify the request's prompt, as far as this replica or an engine can tell it. Never fails.
 
         body and headers: the request as an engine gets it when it is asked for the token ids.
         """
@@ -46,7 +46,7 @@ class Identifier:
     async def _from_elsewhere(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> IdentifiedPrompt:
-        """``prompt``, or a better one with token ids that the client gave or an engine told."""
+        """Return ``prompt``, or a better one with token ids that the client gave or an engine told."""
         given = [ids for ids in request.prompts if isinstance(ids, list)]
         if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
             return identify_ids(request, pool.view, given, "exact")

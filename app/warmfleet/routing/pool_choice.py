@@ -11,10 +11,10 @@ The price of a request in each pool that has answered is in seconds. While no po
 predicted time to first token. Inside a pool decide charges a session that moves for what it leaves behind (the price
 ``stay``). Between pools nobody sees both sides but the router, so it charges here.
 
-If a pool lets the request wait for the worker that holds its beginning, the price is what is to compute, how long its
-engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its engines are
-(lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for that: it
-waits because that worker is cheaper, busy as it is, than the free ones are. While it waits, its other home pool is
+If a pool lets the request wait for the worker that holds its first blocks, the price is the prefill still to compute,
+the time by which that engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its
+engines are (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for
+that, because the worker with the wait is cheaper than the free ones. While the request waits, its other home pool is
 asked again now and then.
 """
 
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.pool_choice")
 
-HOMES = 2  # pools that are asked at once
-MOST_ASKED = 3  # pools that may be full before the request is refused
-LONG_S = 1.0  # a turn that costs so much more than the whole prompt sends the request to a pool that is away
-ENOUGH = 4  # requests of this replica at each worker of a pool that is away, or as many as workers of full pools have
-TIE_S = 0.005  # costs that differ by less count as equal, as inside a pool (lua/parts/decide/cost_rule.lua)
+HOMES = 2  # number of home pools, which are asked at once
+MOST_ASKED = 3  # most pools that are asked: if all of them are full, the request is refused
+LONG_S = 1.0  # most that waiting may cost beyond the whole prefill; above it a pool that is away is tried
+ENOUGH = 4  # this replica's requests per worker up to which a pool that is away gets more, or as full pools have
+TIE_S = 0.005  # least difference of two costs that counts, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
-    """A pool's answer. cost_s: of its best worker, with the wait for it; None if the request would wait for its turn.
+    """A pool's answer. cost_s: cost of its best worker, wait included; None if the request would wait for its turn.
 
-    turn_s: price of the worker that it gets or waits for, see ``turn_s``. matched_tokens: that this worker holds.
-    token_s: seconds of prefill of one token there.
+    turn_s: price of the worker that the request gets or waits for (the function ``turn_s``). matched_tokens: that
+    this worker holds. token_s: seconds of prefill of one token there.
     """
 
     cost_s: float | None
@@ -70,12 +70,12 @@ class Offer(NamedTuple):
 
 
 def turn_s(wait_s: float, compute_s: float) -> float:
-    """The price of a turn. wait_s: until the worker begins. compute_s: that it needs."""
+    """Return the price of a turn. wait_s: time until the worker begins. compute_s: time of its prefill."""
     return WAIT_PRICE * wait_s + compute_s
 
 
 def prices(offers: Sequence[Offer], stay: float) -> list[float]:
-    """The price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
+    """Return the price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
     most = max(offer.matched_tokens for offer in offers)
     found: list[float] = []
     for offer in offers:
@@ -86,7 +86,7 @@ def prices(offers: Sequence[Offer], stay: float) -> list[float]:
 
 
 def best(offers: Sequence[Offer], stay: float) -> int:
-    """The number of the cheapest; of those that cost the same one that holds more of the prompt, then one with room."""
+    """Return the index of the cheapest; of equal costs the one that holds more of the prompt, then one with room."""
     priced = prices(offers, stay)
     lowest = min(priced)
     tied = [number for number, price in enumerate(priced) if price <= lowest + TIE_S]
@@ -124,7 +124,7 @@ class _Comparison:
         self._job = job
         self._attempt = attempt
         self._must = must
-        #: Tag -> why. A pool that failed this attempt is asked by no other round: it may refuse this reservation, which
+        #: Tag -> why. A pool that failed this attempt is not asked again, because it may refuse this reservation, which
         #: was cancelled there.
         self._failed: dict[str, str] = {}
         self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
@@ -158,9 +158,9 @@ class _Comparison:
         return await self._without_redis(asked)
 
     async def _all_full(self, asked: Sequence[Booking], *, may_wait: bool) -> Decision | Queued:
-        """A worker of a pool that is away, or a place that another request leaves to this one, or else a refusal.
+        """Take a worker of a pool that is away, or the place of another request in the queue, or else refuse.
 
-        Only now may the request displace another: before, a pool may have had a worker or a place for it.
+        Only now may the request displace another, because before a pool may have had a worker or a place for it.
         """
         full = [(booking, booking.answer) for booking in asked if isinstance(booking.answer, Queued)]
         refusing, refusal = full[0]
@@ -173,7 +173,7 @@ class _Comparison:
             _raise_refusal([booking])
             if _offer(booking) is not None:
                 return self._take(booking, asked)
-        self._attempt.choose(refusing)  # so the log and the metrics name the pool that refuses the request
+        self._attempt.choose(refusing)  # so that the log and the metrics name the pool that refuses the request
         return refusal
 
     async def _counted(self) -> Counted | None:
@@ -215,7 +215,7 @@ class _Comparison:
         return await self._worker_of_pool_away(own.pool, line) or line
 
     def _candidates(self) -> list[Pool]:
-        """The pools that can be asked, in order; those with workers as of the last reading, if there are any."""
+        """Return the pools that can be asked, in order; those with workers as of the last reading, if there are any."""
         reachable = [pool for pool in self._job.pools if pool.tag not in self._failed]
         reachable = [pool for pool in reachable if pool.degraded.asks_redis or self._note(pool, "away")]
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
@@ -236,7 +236,7 @@ class _Comparison:
         self._note(pool, reason)
 
     async def _ask(self, pools: Sequence[Pool], *, may_wait: bool) -> list[Booking]:
-        """Ask these pools at once. In a full queue the request takes nobody's place: others may have room for it."""
+        """Ask these pools at once. In a full queue it displaces no other request, as another pool may have room."""
         asked = [self._attempt.book(pool, await self._prompt_in(pool)) for pool in pools]
         if len(asked) == 1:
             await self._choice.decider.ask(self._job, asked[0], may_wait=may_wait)
@@ -251,7 +251,7 @@ class _Comparison:
                 self._pass_over(booking.pool, booking.error)
 
     async def _at_once(self, asked: Sequence[Booking], *, may_wait: bool) -> None:
-        """Ask them together. Once one has answered, the others may be late."""
+        """Ask these pools together. Once a pool has answered, the others may be late."""
         ask = self._choice.decider.ask
         tasks = {asyncio.create_task(ask(self._job, booking, may_wait=may_wait)): booking for booking in asked}
         waiting = set(tasks)
@@ -267,10 +267,10 @@ class _Comparison:
                 booking.error = LatePool()
                 booking.pool.degraded.failed(str(booking.error))
             else:
-                task.result()  # raises a bug of ours
+                task.result()  # raises if there is a bug, as expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
-        """The prompt as the workers of this pool have it. The request is identified once, however long it waits."""
+        """Identify the prompt as the workers of this pool have it, once, however long the request waits."""
         prompt, job = self._prompts.get(pool), self._job
         if prompt is None:
             prompt = same_in(job.prompt, job.request, job.pool.view, pool.view)
@@ -280,7 +280,7 @@ class _Comparison:
         return prompt
 
     def _cheapest(self, asked: Sequence[Booking]) -> Booking | None:
-        """The best offer, or the offer of the pool that has the reservation already; None without any offer."""
+        """Return the best offer, or the offer of the pool that has the reservation already; None without any offer."""
         offers = {booking: offer for booking in asked if (offer := _offer(booking)) is not None}
         for booking in offers:
             if isinstance(booking.answer, Decision) and booking.answer.outcome == "known":
@@ -328,7 +328,7 @@ class _Comparison:
         raise failure or NoWorker(f"`{self._job.pool.name}` has no pool.")
 
     async def _known_last(self, pool: Pool) -> Decision | WarmfleetError:
-        """A worker of the last reading of this pool, else why there is none."""
+        """Choose a worker of the last reading of this pool; return the error if there is none."""
         booking, reason = self._attempt.book(pool, await self._prompt_in(pool)), self._failed.get(pool.tag, "open")
         try:
             decision = await self._choice.decider.without_redis(self._job, self._attempt, booking, reason)
@@ -337,7 +337,7 @@ class _Comparison:
         return self._served(decision)
 
     async def _worker_of_pool_away(self, busy: Pool, line: Queued | None) -> Decision | None:
-        """A worker of a pool that is away, for a request that would be refused or wait for long; None if there is none.
+        """Find a worker of a pool that is away, for a request that would be refused or wait for long, else None.
 
         busy: a pool that is full. line: where the request would wait, None if it is refused.
         """
@@ -357,7 +357,7 @@ class _Comparison:
 
 
 def at_once(pools: Sequence[Pool]) -> int:
-    """How many of these, which can be asked, are asked first: a draining one only if no other can serve."""
+    """Return how many of these pools are asked first: a draining pool only if no other can serve."""
     return 1 if pools[-1 if len(pools) < HOMES else HOMES - 1].draining else HOMES
 
 
@@ -376,12 +376,12 @@ def _raise_refusal(asked: Sequence[Booking]) -> None:
 
 
 def _line(booking: Booking) -> Queued | None:
-    """The line in which the request has a ticket."""
+    """Return the queue in which the request has a ticket, None without a ticket."""
     return booking.answer if isinstance(booking.answer, Queued) and booking.answer.outcome == "queued" else None
 
 
 def _offer(booking: Booking) -> Offer | None:
-    """The request's costs there; None if it got neither a worker nor a ticket."""
+    """Return the request's costs there; None if it got neither a worker nor a ticket."""
     answer, view = booking.answer, booking.pool.view
     if isinstance(answer, Decision):
         token_s = view.token_s_of(answer.worker_id)
@@ -392,7 +392,7 @@ def _offer(booking: Booking) -> Offer | None:
 
 
 def _in_words(booking: Booking) -> dict[str, object]:
-    """A pool's answer in words, for logs and explanations."""
+    """Return a pool's answer in words, for logs and explanations."""
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):

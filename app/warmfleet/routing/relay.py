@@ -44,15 +44,15 @@ PASSED_BACK = frozenset(
         *(b"retry-after", b"www-authenticate", b"allow"),
     }
 )
-#: nginx and balancers of its kind then pass each piece on as it comes.
+#: The header by which nginx and balancers of its kind pass each piece on as it comes.
 UNBUFFERED = (b"x-accel-buffering", b"no")
-#: So much of an answer in JSON is read before its headers go to the client. If the engine dies while that is read, the
-#: client gets a 502 in place of a broken answer.
+#: Most bytes of an answer in JSON that are read before its headers go to the client. If the engine dies before that,
+#: the client gets a 502 in place of a broken answer.
 BUFFER_MAX_BYTES = 1_048_576
-#: A stream that begins with a comment, a ping or half an event waits for its first event, which may be an error, but no
-#: more seconds and pieces than these. A comment tells the client to go on waiting, so it must come in time.
+#: Most seconds and pieces for which a stream that begins with a comment, a ping or half an event waits for its first
+#: event, which may be an error. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
-UNKNOWN_TOKEN_S = 1e-4  # prefill of a token where no worker's speed is known, as in lua/parts/shared/alive_workers.lua
+UNKNOWN_TOKEN_S = 1e-4  # time of a token's prefill if no worker's speed is known; lua/parts/shared/alive_workers.lua
 NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
@@ -109,7 +109,7 @@ class Relay:
             raise
         finally:
             attempt.record.came(response)
-            response.close()  # gives up what has not come: the engine stops its work at once
+            response.close()  # drops what has not come, so that the engine stops its work at once
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
@@ -217,7 +217,9 @@ class Relay:
             await _stream(response, _watched(attempt, continued), piece)
         except UpstreamError as error:
             attempt.record.failed(error)
-            if isinstance(error, UpstreamGone) and not error.answered:  # a refusal of what it was sent is not its fault
+            if (
+                isinstance(error, UpstreamGone) and not error.answered
+            ):  # a refusal of the continuation is no fault of the worker
                 attempt.chosen.pool.outliers.failed(decision)
             raise
         finally:
@@ -228,7 +230,7 @@ class Relay:
     def _first_byte(
         self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, whole: bytes | None
     ) -> None:
-        """The first byte of an answer came. whole: the answer; None if more will come, so that the prefill is done."""
+        """Note the first byte of an answer. whole: the answer; None if more will come, so that the prefill is done."""
         status, streams = response.status, response.content_type == EVENTS and response.status < 400
         if decision.approximate and status == 200:
             attempt.tail = AnswerTail(whole or b"")
@@ -264,7 +266,7 @@ async def _head(response: EngineResponse) -> None:
 
 
 def _must_be_whole(job: Job, response: EngineResponse) -> bool:
-    """Whether the client gets an answer only once all of it is here: JSON that nobody reads piece by piece."""
+    """Return whether the client gets the answer only once it is whole, as JSON that nobody reads in pieces."""
     if response.content_type != JSON:
         return False
     length = _length(response)
@@ -272,7 +274,7 @@ def _must_be_whole(job: Job, response: EngineResponse) -> bool:
 
 
 def _length(response: EngineResponse) -> int:
-    """The length of the body by its head; -1 if the head has none."""
+    """Return the length of the body by its head; -1 if the head has none."""
     for name, value in response.headers:
         if name == b"content-length":
             return int(value)
@@ -280,7 +282,7 @@ def _length(response: EngineResponse) -> int:
 
 
 def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, bytes]]:
-    """The engine's headers that the client gets. whole: the body is complete, so its length is set anew."""
+    """Return the engine's headers that the client gets. whole: the body is complete, so its length is set anew."""
     headers, hop = [], b""
     for field in response.headers:
         if field[0] in PASSED_BACK:
@@ -313,7 +315,7 @@ def _check_name(job: Job, pool: Pool, worker_id: str, answer: bytes) -> None:
 
 
 def _names_model(answer: bytes, model: str) -> bool:
-    """Whether an engine's answer of 404 is about the model, and not about a path or an object."""
+    """Return whether an engine's answer of 404 is about the model, and not about a path or an object."""
     try:
         whole = orjson.loads(answer)
         error = whole.get("error") or whole
@@ -348,7 +350,7 @@ def _check(
 
 
 async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) -> bytes:
-    """The beginning of a stream of events, with its first event if that comes soon.
+    """Read the beginning of a stream of events, with its first event if that comes soon.
 
     Raises UpstreamGone if that is an error of the engine, as where its core has died under a request, and as
     ``_first_piece``. An error that is the client's goes to the client.
@@ -372,7 +374,7 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
 
 
 async def _first_piece(response: EngineResponse) -> bytes:
-    """The first piece of the body. The headers wait for it, so until then another worker can serve the request."""
+    """Read the first piece of the body. The headers wait for it, so until then another worker can take over."""
     try:
         return await response.read_any()
     except (UpstreamGone, EngineTimeout):
@@ -382,7 +384,7 @@ async def _first_piece(response: EngineResponse) -> bytes:
 
 
 async def _seen_piece(response: EngineResponse) -> bytes:
-    """The first piece of the body, which is left for the next reader."""
+    """Wait for the first piece of the body, and leave it for the next reader; return it."""
     piece = await _first_piece(response)
     if piece:
         response.pieces.insert(0, piece)
@@ -391,7 +393,7 @@ async def _seen_piece(response: EngineResponse) -> bytes:
 
 
 async def _read(response: EngineResponse) -> tuple[bytes, bool]:
-    """The body, and whether it is complete: reading stops with the piece by which it reaches BUFFER_MAX_BYTES."""
+    """Read the body up to BUFFER_MAX_BYTES and the end of that piece; return it, and whether it is complete."""
     try:
         piece = await response.read_any()
         if response.at_eof:
@@ -407,7 +409,7 @@ async def _read(response: EngineResponse) -> tuple[bytes, bool]:
 
 
 def _watched(attempt: Attempt, client: Sink) -> Sink:
-    """``client``, wrapped so that each reader of the answer sees its pieces first. Most answers have no reader."""
+    """Wrap ``client`` so that each reader of the answer sees its pieces first. Most answers have no reader."""
     if attempt.output is not None:
         client = WatchedClient(attempt.output.add, client)
     return client if attempt.tail is None else WatchedClient(attempt.tail.add, client)

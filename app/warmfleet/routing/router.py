@@ -102,7 +102,7 @@ class Router:
                     raise
                 if error.warns_others:
                     attempt.chosen.worker_failed()
-                retries.worker_failed(attempt.chosen.pool, decision, error)  # raises it if no other worker may be tried
+                retries.worker_failed(attempt.chosen.pool, decision, error)  # raises if no other worker may be tried
                 self._metrics.retries.labels("another").inc()
                 call.record.event("retry", **{"warmfleet.worker": decision.worker_id, "error.type": error.code})
                 job = job.admitted_in(attempt.chosen).as_of_now()
@@ -152,7 +152,7 @@ class Router:
             raise self.pools.not_found(named, allowed)
 
     def waits_in(self, pool: Pool) -> bool:
-        """Whether a request waits in the queue of this pool."""
+        """Return whether a request waits in the queue of this pool."""
         return self.settlements.tickets.any(pool)
 
     async def drained(self) -> None:

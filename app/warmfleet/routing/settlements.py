@@ -23,7 +23,7 @@ logger = logging.getLogger("warmfleet.routing.settlements")
 class Settlements:
     """The outcomes that are on their way to Redis.
 
-    ``tickets``: of this replica; an end gives up its ticket, and lets others ask for the room. ``settled``: the
+    ``tickets``: the replica's tickets; an end gives up its ticket, and lets others ask for the room. ``settled``: the
     counters of attempts that have ended, by outcome.
     """
 

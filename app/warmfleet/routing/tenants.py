@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 FLOW_BYTES = 8
-SALT_BYTES = 16  # 128 bits, of ids too: no tenant can guess another's, and no two tenants get the same one by chance
+SALT_BYTES = 16  # length of a salt and of an id: with 128 bits none is guessed, and no two tenants get the same
 
 
 class Tenancy:
@@ -35,7 +35,7 @@ class Tenancy:
         self._no_flow = self.flow_of(b"")
 
     def of(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> tuple[bytes, bytes]:
-        """The tenant of a request, b"" if tenants are not kept apart, and the flow by which the queue takes turns.
+        """Return a request's tenant, b"" if tenants are not kept apart, and the flow by which the queue takes turns.
 
         client: the name of the request's key, if any. The tenant is made of all values of the tenant header, so a
         client cannot become another tenant by a second header. Where that header is Authorization, the tenant of a
@@ -62,7 +62,7 @@ class Tenancy:
         return b"\0".join([b"Bearer " + value for name, value in headers if name == b"x-api-key"])
 
     def flow_of(self, values: bytes) -> bytes:
-        """The flow of the tenant header's values."""
+        """Return the flow of the tenant header's values."""
         return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
@@ -91,11 +91,11 @@ class Tenancy:
             raise BadRequest(f"{field} {text} gateway would send it unchanged.", field)
 
     def salt(self, tenant: bytes, own: str | None) -> str | None:
-        """The salt of a tenant's request. own: the salt that the client asked for; it divides the tenant further."""
+        """Return the salt of a tenant's request. own: the client's own salt, which divides the tenant further."""
         return self._derived(b"", tenant, own or "") if self._key else own
 
     def media_id(self, tenant: bytes, own: str) -> str:
-        """The id by which engines know the image, audio or video that the tenant calls ``own``."""
+        """Return the id by which engines know the image, audio or video that the tenant calls ``own``."""
         return self._derived(b"media:", tenant, own)
 
     def _derived(self, use: bytes, tenant: bytes, own: str) -> str:
@@ -105,7 +105,7 @@ class Tenancy:
 
 
 def _may_name_media(request: Request) -> bool:
-    """A completion has no content parts, nor has a chat whose messages are texts: their bytes need no search."""
+    """Return whether the body may name media; a completion, or a chat whose messages are texts, cannot."""
     if request.endpoint == "unread" or request.dialect != "chat":
         return True
     return any(isinstance(message.get("content"), list) for message in request.messages)

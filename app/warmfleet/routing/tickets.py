@@ -1,4 +1,4 @@
-"""Asks Redis whose turn it is, for the requests that wait in this replica, and ends each wait when its turn came.
+"""Asks Redis which waiting requests of this replica have their turn, and ends their waits.
 
 Redis keeps the order of the tickets (lua/parts/shared/tickets.lua).
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Line
     from warmfleet.pools.pool import Pool
 
-POLL_S = 0.02  # between two polls at most: a turn that no poll foretold comes so late; a ticket lives for 1 s after it
+POLL_S = 0.02  # longest pause between two polls, by which a turn that no poll foretold is late; a ticket lives for 1 s
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
-REVIEW_S = 0.25  # between two decisions for a ticket; a decision costs Redis as much as some polls
+REVIEW_S = 0.25  # time between two decisions for a ticket, as a decision costs Redis as much as some polls
 REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
-NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets in a poll, which costs Redis 3 µs for each: after 9 polls all were named
-PAUSES = 4  # a pause lasts at least so many times as long as the poll took: a long queue must not keep Redis busy
+NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # least number and share (1/8) of tickets named in a poll, 3 µs of Redis each
+PAUSES = 4  # least pause in durations of the last poll, so that a long queue does not keep Redis busy
 
 
 class Tickets:
@@ -48,12 +48,12 @@ class Tickets:
         return await self._of(pool).wait(ticket, elsewhere=elsewhere)
 
     def work_s(self, pool: Pool) -> float:
-        """Seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
+        """Return the seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
         polls = self._polls.get(pool.tag)
         return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
     def any(self, pool: Pool) -> bool:
-        """Whether this pool has a waiting request or a ticket to give up."""
+        """Return whether this pool has a waiting request or a ticket to give up."""
         polls = self._polls.get(pool.tag)
         return polls is not None and polls.task is not None
 
@@ -62,14 +62,14 @@ class Tickets:
         self._of(pool).leave(ticket)
 
     def room_freed(self, pool: Pool) -> None:
-        """Poll soon: a request of this replica ended, so a worker has more room."""
+        """Poll soon, as a request of this replica ended, so that a worker has more room."""
         if polls := self._polls.get(pool.tag):
             polls.ask_soon()
 
     def _of(self, pool: Pool) -> TicketPolls:
         polls = self._polls.get(pool.tag)
         if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
-            # Pools come and go: of those without a ticket nothing is kept.
+            # Nothing is kept of pools without a ticket, because pools come and go.
             self._polls = {tag: kept for tag, kept in self._polls.items() if kept.task is not None}
             polls = self._polls[pool.tag] = TicketPolls(pool)
         return polls
@@ -100,7 +100,7 @@ class TicketPolls:
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.
 
-        elsewhere: as of ``Tickets.wait``.
+        elsewhere: as for ``Tickets.wait``.
         """
         future: asyncio.Future[Standing]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class TicketPolls:
             self._review()
 
     def _named(self) -> list[str]:
-        """The tickets that the next poll names: those that were named longest ago."""
+        """Return the tickets that the next poll names: those that were named longest ago."""
         named = list(islice(self._to_name, max(NAMED_AT_LEAST, len(self._to_name) // NAMED_SHARE)))
         for ticket in named:
             self._to_name[ticket] = self._to_name.pop(ticket)  # to the end

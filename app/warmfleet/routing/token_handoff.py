@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
-#: Statuses by which an engine may refuse the ids: it is then sent the text, and the answer to the text goes to the
-#: client.
+#: Statuses by which an engine may refuse the ids. It is then sent the text, and the client gets the answer to the
+#: text.
 REFUSALS = (400, 413, 422)
-PAUSE_S = 300.0  # a worker that refused ids and took the text gets no ids for so long
-CHECK_EVERY = 12  # one request in so many goes as text: the engine's own count of its tokens shows a changed tokenizer
-MAX_VIEW_AGE_S = 5.0  # after an older reading the worker may be another process with another tokenizer
+PAUSE_S = 300.0  # time for which a worker that refused ids, but took the text, gets no ids
+CHECK_EVERY = 12  # requests of which one goes as text, so that the engine's count of tokens shows a new tokenizer
+MAX_VIEW_AGE_S = 5.0  # oldest reading that is trusted: by now the worker may be a process with another tokenizer
 MAX_WORKERS = 4_096
 
 
@@ -43,7 +43,7 @@ class Handoff:
         self._paused_until: dict[str, float] = {}
 
     def body(self, request: Request, prompt: IdentifiedPrompt, raw: bytes, view: View, worker_id: str) -> bytes | None:
-        """``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
+        """Return ``raw`` with the token ids in it; None if this worker should get ``raw`` unchanged."""
         if not self._enabled:
             return None
         reason, made = self._against(request, prompt, view, worker_id), None
@@ -64,7 +64,7 @@ class Handoff:
         logger.warning(text, worker_id, status, PAUSE_S)
 
     def _against(self, request: Request, prompt: IdentifiedPrompt, view: View, worker_id: str) -> str:
-        """Why this worker gets no ids; empty if it does."""
+        """Return why this worker gets no ids; empty if it gets them."""
         if request.text_only:
             return "text"
         if list in map(type, request.prompts):
@@ -85,7 +85,7 @@ class Handoff:
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
         if longest >= able.limit_tokens:
-            return "length"  # too long: the engine's refusal names what it was given, and the client sent text
+            return "length"  # too long: the engine's refusal would name ids, but the client sent text
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()
         count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1

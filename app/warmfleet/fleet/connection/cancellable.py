@@ -55,7 +55,7 @@ class CancellableUnix(Cancellable, UnixDomainSocketConnection):
 
 
 def connection_options(url: str) -> dict[str, Any]:
-    """The options of a connection pool for ``url`` (redis://, rediss:// or unix://), with the class of connection."""
+    """Return the options of a connection pool for a redis://, rediss:// or unix:// URL, with the connection's class."""
     options: dict[str, Any] = dict(parse_url(url))
     classes = {SSLConnection: CancellableTLS, UnixDomainSocketConnection: CancellableUnix}
     options["connection_class"] = classes.get(options.get("connection_class"), CancellableTCP)  # type: ignore[arg-type]  # None: TCP

@@ -47,7 +47,7 @@ class Locator:
         self._asking = asyncio.Lock()
 
     async def discover_master(self, tag: str, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
-        """The address of the master for keys with this hash tag, by an answer that is not older than ``max_age_s``.
+        """Find the master's address for keys with this hash tag, by an answer not older than ``max_age_s``.
 
         Each silent node delays it by twice ``node_timeout_s``. While no node names a master, the one that was named
         last stays valid. Raises ConnectionError if none was ever named.
@@ -91,7 +91,7 @@ class Locator:
         raise RedisConnectionError(f"no node says where the Redis master is; {why}")
 
     async def survey(self) -> list[tuple[HostPort, Any]]:
-        """Every node with its raw answer to the question for the master, or with the error by which it failed."""
+        """Ask every node for the master; return each node with its raw answer, or the error by which it failed."""
         found: list[tuple[HostPort, Any]] = []
         for node, client in list(self._nodes):
             try:
@@ -107,7 +107,7 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """A pool that drops its idle connections after a call has failed: a frozen master keeps its connections open.
+    """A pool that drops its idle connections after a call has failed, as a frozen master keeps its connections open.
 
     It also asks a node for the master once a second, while calls go on; connections to a former master then end.
     """
@@ -135,7 +135,7 @@ class MasterPool(SentinelConnectionPool):
             await self.get_master_address(LOOK_SECONDS / 2)  # another pool may have asked just now
 
     async def get_master_address(self, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
-        """The address of the master, as ``Locator`` says; idle connections to a former master end."""
+        """Find the address of the master, as ``Locator`` says; idle connections to a former master end."""
         address: HostPort = await self.sentinel_manager.discover_master(self.service_name, max_age_s)
         if address != self.master_address:
             self.master_address = address

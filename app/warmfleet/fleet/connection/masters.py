@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.connection.masters")
 
-DOUBT_SECONDS = 0.1  # between two questions at least while a master does not answer
+DOUBT_SECONDS = 0.1  # least time between two questions while a master does not answer
 
 
 class MasterLine(Multiplexed):
@@ -164,7 +164,7 @@ class Masters:
         self._closed = False
 
     def follow(self, tag: str) -> int:
-        """Know the owner of this tag's slot from now on, until ``leave`` was called as often; returns the slot."""
+        """Keep looking up the owner of this tag's slot, until ``leave`` was called as often; return the slot."""
         self._followers[tag] += 1
         self._slots[tag] = slot = slot_of(tag)
         return slot
@@ -195,7 +195,7 @@ class Masters:
             self._looking = asyncio.ensure_future(self._look(0.0))
 
     def line(self, slot: int) -> MasterLine:
-        """The line to the owner of this slot, which is known."""
+        """Return the line to the owner of this slot, which is known."""
         owner = self._owners[slot]
         line = self._lines.get(owner) or self._open(owner)
         self.look(LOOK_SECONDS if line.open else DOUBT_SECONDS)
@@ -206,7 +206,7 @@ class Masters:
         return made
 
     def moved(self, rest: str, asked: str) -> MasterLine:
-        """The line to the master that a reply MOVED names. rest: of the reply, ``SLOT HOST:PORT``."""
+        """Return the line to the master that a reply MOVED names. rest: of the reply, ``SLOT HOST:PORT``."""
         slot, _, place = rest.partition(" ")
         host, _, port = place.rpartition(":")
         self._owners[int(slot)] = (host if host not in ("", "?") else asked, int(port))
@@ -222,13 +222,13 @@ class Masters:
         self._looking = asyncio.ensure_future(self._look(every_s / 2))
 
     def doubt(self) -> None:
-        """A master has not answered, or has refused: look again soon."""
+        """Look for the owners again soon, as a master has not answered, or has refused."""
         self.look(DOUBT_SECONDS)
 
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            # A pool may have come while the nodes were asked, or may have left: then its slot is not looked up.
+            # A pool may have come while the nodes were asked; the slot of one that has left is not looked up.
             while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 
-MOST_WAITING = 8_192  # calls; 5,000 streams that end together fit, and so does a second of all that a replica asks
-MOST_BYTES = 33_554_432  # all waiting calls together; a decision about the longest prompt has 70 kB
-MOST_S = 1.0  # the most by which a time limit grows while the event loop is late
-PATIENCE_S = 0.002  # a patient call waits so long for others to go with: one read and one write for Redis and for us
-STEP_S = 0.02  # between two looks for calls whose time is up, while calls wait
-BLOCKED_STEP_S = 1.0  # STEP_S of calls that block: no request waits for them
-SILENT_S = 1.0  # without a byte while calls wait: a frozen server keeps its connections open
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between attempts to open a connection
+MOST_WAITING = 8_192  # most waiting calls; those of 5,000 streams that end together fit, and a second of all calls
+MOST_BYTES = 33_554_432  # most bytes of all waiting calls together; a decision about the longest prompt has 70 kB
+MOST_S = 1.0  # most by which a time limit grows while the event loop is late
+PATIENCE_S = 0.002  # longest wait of a patient call for others, which saves reads and writes at both ends
+STEP_S = 0.02  # time between two looks for calls whose time is up, while calls wait
+BLOCKED_STEP_S = 1.0  # as STEP_S, for calls that block, as no request waits for them
+SILENT_S = 1.0  # silence while calls wait that ends a connection, as a frozen server keeps it open
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # first and longest pause between attempts to open a connection
 NEVER = float("inf")
 #: The first words of error replies by a server that is not the master, or that cannot serve.
 NO_MASTER = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
@@ -53,9 +53,9 @@ INCOMPLETE = object()  # hiredis' answer while a reply has not fully come
 
 
 class Call:
-    """A call that waits. ``on_answer`` is None once its time was up: its answer is dropped when it comes.
+    """A call that waits. ``on_answer`` is None once its time was up; then its answer is dropped when it comes.
 
-    due: when its time is up, by the clock of ``Multiplexed``; last: the same by the monotonic clock, MOST_S later.
+    due: the time when it is given up, by the clock of ``Multiplexed``; last: MOST_S later, by the monotonic clock.
     moved: it was sent once more, to the master that a reply MOVED named.
     """
 
@@ -257,7 +257,7 @@ class Multiplexed:
     # ------------------------------------------------ time
 
     def _begin_to_wait(self, channel: Channel | None) -> Channel | None:
-        """The first call begins to wait. Returns the connection for it; None if it has to be opened."""
+        """Start the timer for the first call that waits. Return the connection for it; None if it has to be opened."""
         self._silent_s = 0.0
         if channel is not None:
             channel.heard = False
@@ -288,7 +288,7 @@ class Multiplexed:
             self._set_timer()
 
     def _is_over(self, channel: Channel) -> str:
-        """Why the connection should be replaced, else an empty string."""
+        """Return why the connection should be replaced, else an empty string."""
         if self._silent_s >= self._most_silent_s:
             return f"not a byte for {self._most_silent_s:g} s while calls wait"
         if isinstance(self._pool, MasterPool):

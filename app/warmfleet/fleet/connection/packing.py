@@ -12,7 +12,7 @@ Argument = bytes | str | int | float
 
 
 def pack(value: Argument) -> bytes:
-    """An argument in the protocol of Redis. Numbers are written as redis-py writes them."""
+    """Return an argument in the protocol of Redis. Numbers are written as redis-py writes them."""
     if isinstance(value, str):
         return pack_text(value)
     return pack_bytes(value if isinstance(value, bytes) else repr(value).encode())
@@ -27,23 +27,23 @@ def pack_text(value: str) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
-SMALL = 16_384  # integers below it are packed beforehand: most counts of tokens; about 1 MB
+SMALL = 16_384  # number of integers from 0 on that are packed beforehand, as for most token counts; 1 MB
 PACKED = tuple(map(pack, range(SMALL)))
 NOTHING = pack("")
 
 
 def pack_int(value: int) -> bytes:
-    """``pack`` for an integer, from a table if it is small."""
+    """Pack an integer, from a table if it is small."""
     return PACKED[value] if 0 <= value < SMALL else pack(value)
 
 
 def pack_names(values: Iterable[str]) -> bytes:
-    """``pack`` for strings joined by commas, as the scripts take lists of names."""
+    """Pack strings joined by commas, as the scripts take lists of names."""
     return pack_text(",".join(values)) if values else NOTHING
 
 
 def pack_command(*words: Argument) -> bytes:
-    """A whole command of Redis itself."""
+    """Return a whole command of Redis itself."""
     return b"*%d\r\n" % len(words) + b"".join(map(pack, words))
 
 
@@ -61,12 +61,12 @@ class PackedScript:
         self._heads: dict[int, bytes] = {}
 
     def head(self, count: int) -> bytes:
-        """The beginning of a call with ``count`` arguments, up to the first of them."""
+        """Return the beginning of a call with ``count`` arguments, up to the first of them."""
         head = self._heads.get(count)
         if head is None:
             head = self._heads[count] = b"*%d\r\n%b" % (self._fixed + count, self._named)
         return head
 
     def call(self, args: Sequence[Argument]) -> bytes:
-        """A whole call with these arguments."""
+        """Return a whole call with these arguments."""
         return self.head(len(args)) + b"".join(map(pack, args))

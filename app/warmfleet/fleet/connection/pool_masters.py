@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-TAGS_TRIED = 1_000  # tags fall on masters at random: of so many, one falls nearly always on the wanted master
+TAGS_TRIED = 1_000  # most tags tried: they fall on masters at random, so nearly always one falls on the wanted one
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Crowded:
 
 
 def master_of(tag: str, ranges: Iterable[SlotRange]) -> HostPort | None:
-    """The master that has this pool's keys; None if no master owns their slot, or without a Cluster.
+    """Return the master that has this pool's keys; None if no master owns their slot, or without a Cluster.
 
     tag: as in WARMFLEET_MODELS. Raises WireError for another.
     """
@@ -39,7 +39,7 @@ def master_of(tag: str, ranges: Iterable[SlotRange]) -> HostPort | None:
 
 
 def by_master(tags: Iterable[str], ranges: Sequence[SlotRange]) -> dict[HostPort, list[str]]:
-    """The tags on every master that owns slots, by name; an empty list for a master without any."""
+    """Return the tags on every master that owns slots, by name; an empty list for a master without any."""
     found: dict[HostPort, list[str]] = {owner: [] for _, _, owner in ranges}
     for tag in sorted(tags):
         owner = master_of(tag, ranges)
@@ -49,7 +49,7 @@ def by_master(tags: Iterable[str], ranges: Sequence[SlotRange]) -> dict[HostPort
 
 
 def crowded(busy: Iterable[str], ranges: Sequence[SlotRange]) -> tuple[Crowded, ...]:
-    """The masters with several busy pools while another master has none; nothing if each has one.
+    """Return the masters with several busy pools while another master has none; nothing if each has one.
 
     busy: the tags of all pools with workers, of every served model.
     """
@@ -60,7 +60,7 @@ def crowded(busy: Iterable[str], ranges: Sequence[SlotRange]) -> tuple[Crowded, 
 
 
 def next_tag(name: str, existing: Collection[str], ranges: Sequence[SlotRange], others: Iterable[str] = ()) -> str:
-    """A tag ``name#N`` for a new pool of a served model, on a master that has the fewest pools.
+    """Return a tag ``name#N`` for a new pool of a served model, on a master that has the fewest pools.
 
     N is larger than that of every existing pool, so that no removed pool's keys come to life again. existing: the tags
     of the model's pools; others: those of other models. ranges: empty without a Cluster; N is then the next number.

@@ -26,8 +26,8 @@ from warmfleet.protocol.redis_address import RedisAddressError, all_nodes, parse
 if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-CONNECT_S = 1.0  # seconds; a request never waits that long: its script calls have shorter limits (Timeouts)
-UPKEEP_S = 2.0  # seconds after which a call that no request waits for is given up
+CONNECT_S = 1.0  # longest time to open a connection; a request waits less, by the limits of its calls (Timeouts)
+UPKEEP_S = 2.0  # longest time of a call that no request waits for
 
 
 class RouterRedis(aioredis.Redis):
@@ -88,7 +88,7 @@ class RedisConnections:
         self._line = Multiplexed(self._pool)
 
     def of(self, tag: str) -> RouterRedis:
-        """A client for keys with this hash tag. Closing it leaves what others share open."""
+        """Return a client for keys with this hash tag. Closing it leaves what others share open."""
         if self._masters is None:
             return RouterRedis(connection_pool=self._pool, line=self._line)
         client = RouterRedis(connection_pool=self._masters.nodes.master_pool(tag), line=SlotLine(self._masters, tag))
@@ -96,11 +96,11 @@ class RedisConnections:
         return client
 
     async def slot_ranges(self) -> tuple[SlotRange, ...]:
-        """The slots that each master of the Cluster owns, by the first node that answers; nothing without a Cluster."""
+        """Ask a node which slots each master of the Cluster owns; nothing without a Cluster."""
         return slot_ranges(*await self._cluster_slots())
 
     async def of_every_node(self, *command: str) -> dict[HostPort, Any]:
-        """The raw answer of each master and replica of the Cluster, or the error by which it failed.
+        """Collect the raw answer of each master and replica of the Cluster, or the error by which it failed.
 
         The nodes are those that the first node to answer names; nothing without a Cluster.
         """
@@ -112,7 +112,7 @@ class RedisConnections:
         return dict(zip(places, answers, strict=True))
 
     async def _cluster_slots(self) -> tuple[Any, str]:
-        """The raw answer to ``CLUSTER SLOTS`` of the first node that answers, and its host; else nothing."""
+        """Read the raw answer to ``CLUSTER SLOTS`` of the first node that answers, and its host; else nothing."""
         if self._masters is not None:
             for (host, _), answer in await self._masters.nodes.locator.survey():
                 if not isinstance(answer, Exception):
@@ -132,7 +132,7 @@ class RedisConnections:
 
 
 async def _answer(pool: ConnectionPool, command: tuple[str, ...]) -> Any:
-    """The raw answer to this command, or the error by which it failed."""
+    """Send this command; return the raw answer, or the error by which it failed."""
     client = aioredis.Redis.from_pool(pool)
     try:
         return await client.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py

@@ -30,7 +30,7 @@ class RefusedCall(FleetUnavailable):
 
 
 def refusal(reply: str) -> WarmfleetError:
-    """The error for an error reply of Redis: the class of the script's own code, else FleetUnavailable."""
+    """Return the error for an error reply of Redis: the class of the script's own code, else FleetUnavailable."""
     code, _, text = reply.partition(" ")
     if code in ERROR_CODES:
         return ERROR_CODES[code](text)
@@ -38,7 +38,7 @@ def refusal(reply: str) -> WarmfleetError:
 
 
 def failure(error: Exception) -> WarmfleetError:
-    """The error for what redis-py, the operating system or a time limit raises during a call."""
+    """Return the error for what redis-py, the operating system or a time limit raises during a call."""
     if isinstance(error, ResponseError):
         return refusal(str(error))
     if isinstance(error, AuthenticationError) or isinstance(error.__cause__, AuthenticationError):

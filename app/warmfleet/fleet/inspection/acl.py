@@ -32,13 +32,13 @@ ROUTER_COMMANDS = (
     *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "set", "smismember", "srem", "strlen", "unlink"),
     *("xread", "zcount", "zrange"),
 )
-#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four: it takes a place in
-#: a pool only if no other worker has taken one meanwhile.
+#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four let it
+#: take a place in a pool only if no other worker has taken one meanwhile.
 WORKER_COMMANDS = ("ping", "select", "time", "multi", "exec", "unwatch")
 #: In a Redis Cluster routers and workers ask which server has the slot of their keys.
 CLUSTER_COMMANDS = ("cluster|slots",)
-#: The rights that Redis itself needs where the user ``default`` is off: a replica at its master, and a Sentinel at the
-#: servers that it watches.
+#: The rights that Redis itself needs where the user ``default`` is off: those of a replica at its master, and of a
+#: Sentinel at the servers that it watches.
 REPLICA_RULES = ("+psync", "+replconf", "+ping")
 SENTINEL_RULES = (
     *("allchannels", "+multi", "+slaveof", "+ping", "+exec", "+subscribe", "+config|rewrite", "+role", "+publish"),
@@ -47,7 +47,7 @@ SENTINEL_RULES = (
 
 
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
-    """Every command that routers need, on every key of these models and on no other; the operator's keys read-only.
+    """Allow every command that routers need on the keys of these models alone; the operator's keys are read-only.
 
     models: without ``#`` with all their pools, also those to come; with ``#`` that pool, and the registry of pools.
     The operator's keys are those whose name begins with an ``o``: an ACL pattern can exclude a letter, but not a whole
@@ -63,7 +63,7 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """Rules of a server and its ``ranks`` cores: write its streams, read its commands, add artifacts, take a place.
+    """Let a server and its ``ranks`` cores write their streams, read commands, add artifacts, and take a pool's place.
 
     model: without ``#`` the worker may be in any of its pools. Ranks are listed one by one: in a pattern, ``w1.*``
     would also be the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
@@ -73,7 +73,7 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
 
 
 def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
-    """The rights of ``worker_rules`` for every worker of these models, whatever its name: for one user that they share.
+    """Return the rights of ``worker_rules`` for one user that all workers of these models share, whatever their names.
 
     A worker may then write as another worker, but may still read and overwrite nothing else. Raises WireError.
     """
@@ -81,7 +81,7 @@ def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list
 
 
 def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *, cluster: bool) -> list[str]:
-    """The rules of these workers of one server.
+    """Return the rules of these workers of one server.
 
     All servers share the hash ``placement``, so a worker can also write another server's place. That server then
     goes to another pool when it is started next.
@@ -101,7 +101,7 @@ def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *,
 
 
 def _in_pools(models: Iterable[str], names: Callable[[Keys], Iterable[str]]) -> list[str]:
-    """These keys of each model; of a model without ``#`` also a pattern of them in all its other pools."""
+    """Return these keys of each model; of a model without ``#`` also a pattern of them in all its other pools."""
     found: list[str] = []
     for model in models:
         keys = Keys(model)
@@ -113,7 +113,8 @@ def _in_pools(models: Iterable[str], names: Callable[[Keys], Iterable[str]]) -> 
 
 
 def user(name: str, passwords: Sequence[str], rules: Sequence[str]) -> str:
-    """``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a command.
+    """Return ``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a
+    command.
 
     passwords: each of them opens the user, so that there may be an old and a new one while passwords are changed.
     """

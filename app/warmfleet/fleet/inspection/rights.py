@@ -71,7 +71,7 @@ class Right:
 
 
 def router_rights(model: str, *, cluster: bool = False) -> list[Right]:
-    """The rights that a router needs for one model."""
+    """Return the rights that a router needs for one model."""
     keys = Keys(model)
     commands = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
     rights = [Right(command.replace("|", " ").upper(), _call(command, keys.alive)) for command in commands]
@@ -81,7 +81,7 @@ def router_rights(model: str, *, cluster: bool = False) -> list[Right]:
 
 
 def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[Right]:
-    """The rights that the plugin needs in both halves of a worker."""
+    """Return the rights that the plugin needs in both halves of a worker."""
     keys = Keys(model)
     workers = [worker_id_of(server_id, rank) for rank in range(ranks)]
     streams = [*map(keys.events, workers), keys.server(server_id), keys.hello]
@@ -94,7 +94,7 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
 
 
 def newer_worker_rights(model: str, server_id: str) -> list[Right]:
-    """The rights that only users made since 2026-11-23 have. The plugin works without them, so a lack is no fault."""
+    """Return the rights that only users made since 2026-11-23 have. The plugin works without, so a lack is no fault."""
     artifact, of_model = Keys(model).artifact(server_id, "*"), Keys(served_model(model))
     places = of_model.placement
     rights = [Right(f"EXPIRE of {artifact}", ("expire", artifact, "1"))]
@@ -104,7 +104,7 @@ def newer_worker_rights(model: str, server_id: str) -> list[Right]:
 
 
 def in_words(missing: Sequence[Right], most: int = 8) -> str:
-    """The names of the rights, the first few of many."""
+    """Return the names of the rights, the first few of many."""
     more = f" and {len(missing) - most} more" if len(missing) > most else ""
     return ", ".join(right.name for right in missing[:most]) + more
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.inspection.rights import Right
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
-MODEL_KEYS, SCANNED, SCAN_S = "wf:{*}:workers", 2_000, 1.0  # keys that a step of SCAN looks at, and for how long
-CLOCK_TRIES = 3  # the quickest of so many answers gives the best reading of the clock
+MODEL_KEYS, SCANNED, SCAN_S = "wf:{*}:workers", 2_000, 1.0  # SCAN: pattern, keys a step, longest time in all
+CLOCK_TRIES = 3  # number of readings of the clock, of which the one with the quickest answer counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Inspection:
         return ServerFacts.of(await self._scripts.ask("INFO"))
 
     async def clock_ahead_s(self, wall: Callable[[], float] = time.time) -> tuple[float, float]:
-        """Seconds by which this machine's clock is ahead of Redis', and by how much that may be wrong."""
+        """Measure the seconds by which this machine's clock is ahead of Redis', and by how much that may be wrong."""
         best = (0.0, float("inf"))
         for _ in range(CLOCK_TRIES):
             before = wall()
@@ -109,7 +109,7 @@ class Inspection:
         return best
 
     async def script_seconds(self, calls: int, limit_s: float) -> list[float]:
-        """How long each of ``calls`` calls of a short script took, one after another, for ``limit_s`` at most."""
+        """Time ``calls`` calls of a short script, one by one, for ``limit_s`` at most; return the seconds of each."""
         taken: list[float] = []
         end = time.monotonic() + limit_s
         await self.refused([])  # the first call may load the script
@@ -122,7 +122,7 @@ class Inspection:
     # ------------------------------------------------ rights
 
     async def refused(self, rights: Sequence[Right]) -> list[Right]:
-        """The calls among these that the user of this connection may not make."""
+        """Ask which of these calls the user of this connection may not make."""
         words: list[Argument] = []
         for right in rights:
             words += [len(right.words), *right.words]
@@ -130,12 +130,12 @@ class Inspection:
         return [rights[number - 1] for number in answer]
 
     async def refused_to(self, user: str, rights: Sequence[Right]) -> list[Right]:
-        """The calls among these that ``user`` may not make. Asking needs the right to ACL DRYRUN."""
+        """Ask which of these calls ``user`` may not make. Asking needs the right to ACL DRYRUN."""
         answers = await asyncio.gather(*[self._scripts.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
         return [right for right, answer in zip(rights, answers, strict=True) if answer != b"OK"]
 
     async def users(self) -> dict[str, str] | None:
-        """The rules of every Redis user by name; None if this user may not ask. The rules hold hashes of passwords."""
+        """Read the rules of every Redis user by name; None if this user may not. They contain hashes of passwords."""
         try:
             told = [line.decode("utf-8", "replace") for line in await self._scripts.ask("ACL", "LIST")]
         except RefusedCall:
@@ -145,7 +145,7 @@ class Inspection:
     # ------------------------------------------------ several servers
 
     async def nodes(self, where: RedisAddress) -> list[Node]:
-        """Every Sentinel or Cluster node of the URL; none for a single server."""
+        """Ask every Sentinel or Cluster node of the URL; none for a single server."""
         locator = getattr(self.redis.connection_pool, "sentinel_manager", None)
         if not isinstance(locator, Locator):
             return []
@@ -154,7 +154,7 @@ class Inspection:
     # ------------------------------------------------ models
 
     async def models(self, limit_s: float = SCAN_S) -> list[str]:
-        """The names of models that have workers in this Redis, as far as ``limit_s`` lets them be found.
+        """Find the names of models that have workers in this Redis, as far as ``limit_s`` lets them be found.
 
         None is found where this user may not SCAN, which no router needs; in a Cluster only those on the same server.
         """
@@ -170,7 +170,7 @@ class Inspection:
     # ------------------------------------------------ streams
 
     async def streams(self) -> Streams:
-        """The halves of workers that Redis knows, and whether any router works on the streams of this model."""
+        """Read which halves of workers Redis knows, and whether any router works on the streams of this model."""
         keys = self.keys
         try:
             tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(

@@ -61,17 +61,17 @@ def _object_of(check: Check) -> Check:
 
 
 def _fields(**checks: Check) -> Check:
-    """An object in which each of these fields passes its check or is missing. Other fields are not looked at."""
+    """Make the check of an object in which each of these fields passes its check or is missing; ignore others."""
     return lambda value: isinstance(value, dict) and not _wrong(value, checks)
 
 
 def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
-    """The name of the first field that fails its check; empty if none does."""
+    """Return the name of the first field that fails its check; empty if none does."""
     return next((name for name, check in checks.items() if name in record and not check(record[name])), "")
 
 
 def _deep(value: Any) -> bool:
-    """Whether the nesting is deeper than JSON writers and our loops can go; the scripts take 500 brackets at most."""
+    """Return whether the nesting is too deep for JSON writers and our loops; the scripts take 500 brackets at most."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -160,7 +160,7 @@ class Records:
     def read(
         self, workers: Iterable[tuple[bytes, bytes]], servers: Iterable[tuple[bytes, bytes]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """The readable records of one reading, by name: of the workers, and of their API servers."""
+        """Return the readable records of one reading, by name: of the workers, and of their API servers."""
         before, self._servers, self._wrong_now = self._servers, {}, set()
         last, self._workers = self._workers, {}
         found: dict[str, dict[str, Any]] = {}
@@ -185,7 +185,7 @@ class Records:
         return records, found
 
     def _parsed(self, kind: str, name: bytes, raw: bytes, checks: Mapping[str, Check]) -> dict[str, Any] | None:
-        """The record, or None if it is unreadable.
+        """Return the record, or None if it is unreadable.
 
         orjson reads strict JSON: no NaN, no number beyond a double, no half of a surrogate pair.
         """

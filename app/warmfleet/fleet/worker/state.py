@@ -1,11 +1,12 @@
 """The states of a worker, and how its state is read from Redis.
 
-A worker's state has two layers. Its *standing* says what is known of its identity: unproved, proved, or found wrong. A
-*hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears it, its API server is
-missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the operator drains it. While
-a hold lasts, the standing underneath stays, and may change; when the last hold ends, the worker is where its standing
-says. One hold does not keep requests away: a worker whose heartbeats are missing while its engine answers over HTTP is
-``unheard``, and routable. ``app/docs/worker-life.md`` draws what moves a worker from one state to the next.
+A worker's state has two layers. Its *standing* says whether its model and block hashes are as claimed: unproved,
+proved, or found wrong. A *hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears
+it, its API server is missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the
+operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last hold ends, the
+worker is where its standing says. One hold does not keep requests away: a worker whose heartbeats are missing while its
+engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws what moves a worker from one
+state to the next.
 
 Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
 of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class WorkerState(StrEnum):
-    """The value is the word that ``/workers`` and ``warmfleet workers`` show."""
+    """A state of a worker; the value is the word that ``/workers`` and ``warmfleet workers`` show."""
 
     # Standings
     GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
     PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
-    PROVEN = "proven"  # its identity is right: its blocks may be matched
+    PROVEN = "proven"  # its identity was verified, so its blocks may be matched
     SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
     LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
@@ -39,7 +40,7 @@ class WorkerState(StrEnum):
     # Holds
     LEFT = "left"  # its engine core or its API server said goodbye, and neither has joined since
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
-    JOINING = "joining"  # one half only: its API server has not been heard, or not for a TTL
+    JOINING = "joining"  # only its engine core is heard: its API server has sent nothing yet, or nothing for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
     DRAINING = "draining"  # the operator lets it finish what it has
@@ -90,12 +91,12 @@ UNROUTABLE = "unroutable"
 
 
 def heard(heartbeat_age_s: float | None) -> bool:
-    """A heartbeat came within the TTL. heartbeat_age_s: None if the worker said goodbye or was never heard."""
+    """Return whether a heartbeat came within the TTL. heartbeat_age_s: None after a goodbye, or if none ever came."""
     return heartbeat_age_s is not None and heartbeat_age_s <= WORKER_TTL_SECONDS
 
 
 def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
-    """The state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
+    """Return the state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
 
     A hold hides the standing, and the hold that is checked first hides the others.
     Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
@@ -134,7 +135,8 @@ def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> Wo
 
 
 def proof_of(record: Mapping[str, Any], now: float) -> str:
-    """The result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or ``warming``.
+    """Return the result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or
+    ``warming``.
 
     A warming whose lease is over counts as ``pending``: the replica that had it is gone.
     """

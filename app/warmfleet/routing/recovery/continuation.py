@@ -4,9 +4,9 @@ The prompt and the tokens that were produced are the other worker's prompt, so m
 is given token ids, never text: a text may have other ids than those that were produced. Only workers that announced the
 tokenizer of the first one get them.
 
-A greedy request (``temperature`` 0) then gets the text that it would have got. One that samples gets a text that the
-model may have said, and only if its client asks for that: vLLM begins anew with its random numbers, also with a
-``seed``.
+A greedy request (``temperature`` 0) then gets the text that it would have got. A request that samples is
+continued only if its client asks for that: vLLM begins anew with its random numbers, even with a ``seed``, so the text
+is another one that the model may have said.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.recovery.continuation")
 
-IDENTIFIED = ("exact", "engine")  # kinds of prompts that are token ids and nothing else, such as an image
+IDENTIFIED = ("exact", "engine")  # kinds of prompts that consist of token ids alone, without images
 COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none
 #: Fields with which a request may be continued. With any other the rest of an answer may depend on more than its ids.
 CONTINUABLE = frozenset(
@@ -56,7 +56,7 @@ CONTINUABLE = frozenset(
     }
 )
 #: Values of other fields that change nothing. ``stop`` is not among CONTINUABLE because an engine holds back text that
-#: may become a stop string: that text would be lost.
+#: may become a stop string, and that text would be lost.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -93,7 +93,7 @@ class Continuation:
         self._kept = KeptIds()
 
     def prepared(self, job: Job) -> Job:
-        """The job, and how it may be continued, if the operator or the client asked for that.
+        """Return the job, and how it may be continued, if the operator or the client asked for that.
 
         Its body then asks the engine for token ids. Only the body of such a stream is read here.
         """
@@ -137,7 +137,7 @@ class Continuation:
             await errors.end(answer, error, record)
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
-        """``continued``, or the word for the metrics why not. Raises WarmfleetError."""
+        """Try one other worker; return ``continued``, or the reason why not, for the metrics. Raises WarmfleetError."""
         age_s = time.perf_counter() - job.call.received_at
         rest = _rest(job, followed)
         if rest is None or 0 < self._request_max_s <= age_s:
@@ -162,12 +162,12 @@ class Continuation:
 
 
 def continuable(data: dict[str, Any]) -> bool:
-    """Whether the ids of an answer's beginning, and these fields of the request, decide how the answer goes on."""
+    """Return whether an answer's first ids, and these fields of the request, decide how the answer goes on."""
     return all(name in CONTINUABLE or value is None or value in NEUTRAL.get(name, ()) for name, value in data.items())
 
 
 def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> bool:
-    """Whether this worker takes the ids of the stream so far, and means the same tokens by them."""
+    """Return whether this worker takes the ids of the stream so far, and means the same tokens by them."""
     able = view.handoff.get(worker_id)
     if able is None or able.identity_key != followed.identity_key:
         return False
@@ -175,9 +175,9 @@ def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> boo
 
 
 def _rest(job: Job, followed: FollowedStream) -> Job | None:
-    """The job of another worker: the prompt is what was computed so far. None if that is not known.
+    """Return the job for another worker, whose prompt is what was computed so far. None if that is not known.
 
-    The body is the client's, with the last value of each key that is put in: it counts.
+    The body is the client's with further keys at its end: of a key that occurs twice, the last value counts.
     """
     wanted, request = job.continuable, job.request
     if wanted is None or not followed.known or followed.finished or not followed.prompt:

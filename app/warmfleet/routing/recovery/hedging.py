@@ -1,7 +1,7 @@
 """Hedging: a stream that waits too long for its first byte is asked of a second worker, too. The first byte wins.
 
 It is off unless the operator sets a delay. The second worker computes the whole prompt again, which a fleet that places
-requests by what workers hold avoids everywhere else: it helps where single engines are late at random. It costs a try
+requests by what workers hold avoids everywhere else. So it helps only where engines are late at random. It costs a try
 of the retry budget. Only streams are hedged, since the first byte of a plain answer comes with its last token; and no
 long prompts, which are late because they are long. The delay is a fixed time: under overload every stream would be
 beyond a quantile of a calm minute, and would be computed twice just then.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.relay import Relay
     from warmfleet.routing.settlements import Settlements
 
-MAX_PROMPT_TOKENS = 8_192  # to compute a longer prompt twice costs more than a late answer
+MAX_PROMPT_TOKENS = 8_192  # longest prompt that is hedged: to compute a longer one twice costs more than a late answer
 FAILURES = frozenset({429, 500, 502, 503, 504})  # statuses of the second worker that the client does not get
 
 
@@ -52,7 +52,7 @@ class Race:
         return task
 
     def _first_byte(self, attempt: Attempt) -> None:
-        """The first byte of this attempt's answer came. Raises CancelledError if the other one's came before."""
+        """Let this attempt win with its first byte. Raises CancelledError if the other one's came before."""
         if self.winner is not None and self.winner is not attempt:
             raise asyncio.CancelledError
         self.winner = attempt
@@ -137,7 +137,7 @@ class Hedging:
         return "failed" if failed else "cancelled"
 
     async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
-        """Raises WarmfleetError if there is no second worker with room, or if it fails."""
+        """Serve the job at a second worker. Raises WarmfleetError if none has room, or if it fails."""
         outcome: Outcome = "failed"
         try:
             decision = await self._choice.choose(job, attempt, may_wait=False, must=False)
@@ -161,8 +161,8 @@ def _release(attempt: Attempt, _task: object) -> None:
 
 
 def hedgeable(job: Job) -> bool:
-    """Whether the first byte of this request's answer may be late by chance, and a second prefill costs little."""
+    """Return whether the answer's first byte may be late by chance, and a second prefill costs little."""
     request, prompt = job.request, job.prompt
     small = prompt.prompt_tokens <= MAX_PROMPT_TOKENS and prompt.prompt_count == request.samples == 1
-    counts_once = job.call.limits is None  # both attempts would count for the client
+    counts_once = job.call.limits is None  # a client with limits would pay for both attempts
     return small and counts_once and request.stream and job.call.path.generates and job.worker_count > 1

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
 
-MAX_ATTEMPTS = 4  # at different workers that take the request, before the first byte of an answer
-MAX_GONE = 16  # dead workers that a request may meet: half of a large fleet may die at once
-MAX_DEATHS = 2  # deaths of workers that had read the request, which may have killed them
-#: If workers are left after MAX_DEATHS, a third one gets the request, but only after a moment: engines that die of a
-#: common cause have died by then, and hardly any request meets three of them. A fourth gets no request that kills.
+MAX_ATTEMPTS = 4  # most attempts, at different workers that take the request, before an answer's first byte
+MAX_GONE = 16  # most dead workers that a request may meet, as half of a large fleet may die at once
+MAX_DEATHS = 2  # most deaths of workers that had read the request, which may have killed them
+#: Fewest workers of a model with which a third one gets the request after MAX_DEATHS, and the wait before that: engines
+#: that die of a common cause have died by then. A third death blames the request, so no fourth worker gets it.
 LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # the worker began to work on the request, which may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
-BUDGET_SHARE = 0.2  # further tries that a replica's requests may have on average, each
-BUDGET_MOST = 128.0  # tries saved up: as many requests as may be under way at a worker that dies
+BUDGET_SHARE = 0.2  # further tries per request that a replica's requests may have on average
+BUDGET_MOST = 128.0  # most tries saved up: as many as requests may be under way at a worker that dies
 
 
 class RetryBudget:
@@ -39,11 +39,11 @@ class RetryBudget:
         self.empty, self.full = False, True
 
     def earn(self) -> None:
-        """A request came. Needs no call while the budget is full."""
+        """Add a request's share of a try. Needs no call while the budget is full."""
         self._add(BUDGET_SHARE)
 
     def spend(self) -> None:
-        """A request is tried again."""
+        """Take one try, as a request is tried again."""
         self._add(-1.0)
 
     def _add(self, tries: float) -> None:
@@ -76,7 +76,7 @@ class Retries:
 
     @property
     def tried_elsewhere(self) -> frozenset[int]:
-        """The statuses of an answer that the client does not get: another worker is tried instead."""
+        """The statuses of an answer that the client does not get, because another worker is tried instead."""
         if self._attempts_left == 1 or self._budget.empty or self._job.worker_count <= 1:
             return NO_STATUS
         return BUSY if self._deaths + 1 >= MAX_DEATHS else NO_ANSWER
