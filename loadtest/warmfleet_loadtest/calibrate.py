@@ -65,7 +65,7 @@ class Measurements:
         return [FIRST_TOKEN + int(self._random.random() * TOKENS) for _ in range(count)]
 
     async def alone(self, cached: int, new: int) -> float:
-        """The TTFT in seconds of ``new`` tokens after a cached prefix, on an otherwise idle engine."""
+        """Return the TTFT in seconds of ``new`` tokens after a cached prefix, on an otherwise idle engine."""
         prefix = self.tokens(cached)
         if cached:
             await self._send([*prefix, *self.tokens(1)], 1)
@@ -97,12 +97,12 @@ class Measurements:
 
 
 def quartile(seconds: Sequence[float]) -> float:
-    """The lower quartile, because a disturbed measurement is always too long."""
+    """Return the lower quartile, because a disturbed measurement is always too long."""
     return quantile(sorted(seconds), 0.25)
 
 
 async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
-    """The samples for ``fit``."""
+    """Return the samples for ``fit``."""
     async with Client(model) as client:
         measurements = Measurements(client, url, seed)
         await measurements.alone(0, 2_016)  # warm up
@@ -135,7 +135,7 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
 
 
 def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
-    """How often each coefficient counts in the TTFT of one prompt."""
+    """Return how often each coefficient counts in the TTFT of one prompt."""
     work = dict.fromkeys(NAMES, 0.0)
     work["request_s"], work["request_token_s"] = 1.0, float(tokens)
     done = held
@@ -170,7 +170,7 @@ def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
 
 
 async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
-    """A line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
+    """Return a line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
 
     Raises StackError if the real engine or the simulator answers no request.
     """

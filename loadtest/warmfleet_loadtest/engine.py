@@ -68,7 +68,7 @@ class EngineConfig:
     ttft_target: str = ""
 
     def scheduler(self, listener: Tracker | None = None, clock: Callable[[], float] = time.monotonic) -> Scheduler:
-        """A scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
+        """Return a scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
         tail = self._tail_pool(listener, clock) if self.ttft_target else None
         pool = tail or BlockPool(self.blocks, listener)
         if self.mode == "fcfs":
@@ -185,7 +185,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The settings of the command line. Raises ValueError if no engine can have them."""
+    """Return the settings of the command line. Raises ValueError if no engine can have them."""
     scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)

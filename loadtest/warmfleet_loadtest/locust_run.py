@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(fleet: str, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
-    """The run of a fleet, from the start of its processes to their end. Raises StackError."""
+    """Return the run of a fleet, from the start of its processes to their end. Raises StackError."""
     chosen = [event for event in events if fleet == WARMFLEET or event.kind == "engine"]
     with (
         tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
@@ -170,7 +170,7 @@ def _sent(target: Path) -> bool:
 
 
 def _read(target: Path) -> dict[str, Any]:
-    """The summary that Locust wrote. Raises StackError."""
+    """Return the summary that Locust wrote. Raises StackError."""
     try:
         return dict(orjson.loads(target.read_bytes()))
     except (OSError, ValueError) as error:
@@ -227,7 +227,7 @@ def _web(options: argparse.Namespace) -> int:
 
 
 def events_of(text: str) -> list[Event]:
-    """The events of ``20:add engine,35:kill replica``; none for ``none``. Raises ValueError."""
+    """Return the events of ``20:add engine,35:kill replica``; none for ``none``. Raises ValueError."""
     events = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if part == "none":

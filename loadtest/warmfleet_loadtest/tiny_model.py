@@ -42,7 +42,7 @@ class Shape:
 
 
 def train_tokenizer(vocabulary: int) -> Any:
-    """A byte-level BPE, trained on the modules of the standard library. Takes about 4 s."""
+    """Return a byte-level BPE, trained on the modules of the standard library. Takes about 4 s."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -23,12 +23,12 @@ METADATA = frozenset(
 
 
 def gives_credentials(address: str) -> bool:
-    """Whether this literal address is one of METADATA. Raises ValueError for a name."""
+    """Return whether this literal address is one of METADATA. Raises ValueError for a name."""
     return _plain(address) in METADATA
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address; an address of IPv4 that is written as IPv6 becomes IPv4 again. Raises ValueError."""
+    """Return the address; an address of IPv4 that is written as IPv6 becomes IPv4 again. Raises ValueError."""
     parsed = ipaddress.ip_address(address)
     return (parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None) or parsed
 
@@ -45,7 +45,7 @@ class Addresses:
         self._named = {(urlsplit(url).hostname or "").lower() for url in urls}
 
     def named(self, host: str) -> bool:
-        """Whether the operator named this host."""
+        """Return whether the operator named this host."""
         return host.lower() in self._named
 
     def allows(self, host: str) -> bool:
@@ -73,7 +73,7 @@ class Addresses:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
-        """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
+        """Return the allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
 
         Naming a host does not allow METADATA addresses that DNS gives for it: each needs its own range or name.
         """

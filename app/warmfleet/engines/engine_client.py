@@ -59,13 +59,13 @@ class EngineClient:
         )
 
     async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of an answer; a body is cut off behind MAX_PAGE_BYTES. Raises UpstreamError."""
+        """Return status and body of an answer; a body is cut off behind MAX_PAGE_BYTES. Raises UpstreamError."""
         with _engine_errors():
             async with asyncio.timeout(timeout_s):
                 return await self._call("GET", _joined(base, path), b"", headers, MAX_PAGE_BYTES)
 
     async def healthy(self, base: str, timeout_s: float) -> bool:
-        """Whether the engine answers /health within the limit, and with no status of 500 or above.
+        """Return whether the engine answers /health within the limit, and with no status of 500 or above.
 
         An engine other than vLLM may not know /health, but it answers.
         """
@@ -78,7 +78,7 @@ class EngineClient:
     async def post(
         self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
     ) -> tuple[int, bytes]:
-        """Status and body of an answer; a body is cut off behind ``limit_bytes``. Raises UpstreamError.
+        """Return status and body of an answer; a body is cut off behind ``limit_bytes``. Raises UpstreamError.
 
         The caller sets the time limit, because one limit may cover several requests.
         """
@@ -86,7 +86,7 @@ class EngineClient:
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
 
     async def place(self, base: str) -> Place | None:
-        """Where connections to this engine end; None if its host cannot be resolved, or is several machines."""
+        """Return where connections to this engine end; None if its host cannot be resolved, or is several machines."""
         try:
             url = httpx.URL(base)
             host, port = _host_and_port(url)

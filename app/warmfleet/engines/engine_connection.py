@@ -96,7 +96,7 @@ class EngineResponse:
             await self._arrival()
 
     async def read_any(self) -> bytes:
-        """All bytes of the body that came since the last call, at least one; empty at its end.
+        """Return all bytes of the body that came since the last call, at least one; empty at its end.
 
         Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read; but
         first returns all bytes that came before the error.
@@ -230,7 +230,7 @@ class KeptConnections:
         self._closed = False
 
     def take(self) -> Connection | None:
-        """The youngest connection; None if there is none that is young enough."""
+        """Return the youngest connection; None if there is none that is young enough."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable(self._loop.time() - KEEPALIVE_S):
@@ -295,7 +295,7 @@ class Connection(asyncio.Protocol):
         self._transport.writelines(answer.request)
 
     def usable(self, idle_since: float) -> bool:
-        """Whether the connection is open and became idle after ``idle_since``.
+        """Return whether the connection is open and became idle after ``idle_since``.
 
         The kernel is asked, because the event loop may not have seen the end yet. If the kernel knows of the engine's
         end before a request is sent, the engine has not died of that request, and counts as one that refused it.

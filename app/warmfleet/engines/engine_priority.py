@@ -18,7 +18,7 @@ UNKNOWN_TPS = 10_000  # prefill tokens a second of an engine whose speed is not 
 
 
 def priority(client_priority: object, came_at_s: float, uncached_tokens: int, speed_tps: int) -> int:
-    """The number for the engine; the lowest goes first.
+    """Return the number for the engine; the lowest goes first.
 
     client_priority: anything but a whole number counts as 0 here, and the engine refuses it. came_at_s: when the
     request came, in seconds since 1970.

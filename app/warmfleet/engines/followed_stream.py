@@ -81,7 +81,7 @@ class EventReader:
         await self.client.body(events, more=more)
 
     def _events(self, data: bytes) -> bytes:
-        """The whole events that ``data`` completes, as the client gets them."""
+        """Return the whole events that ``data`` completes, as the client gets them."""
         *events, self._unended = (self._unended + data).split(b"\n\n")
         if len(self._unended) > MAX_EVENT_BYTES:
             self.cut = UpstreamError("The worker sent an event that is too long.")
@@ -233,7 +233,7 @@ class ContinuedStream(EventReader):
         return bool(new) or ends or not (began or text)
 
     def _new(self, text: str) -> str:
-        """The part of ``text`` that the client does not have yet."""
+        """Return the part of ``text`` that the client does not have yet."""
         again = self._again
         if again.startswith(text):
             self._again = again[len(text) :]
@@ -258,7 +258,7 @@ class ContinuedStream(EventReader):
 
 
 def text_of(choice: dict[str, Any]) -> tuple[str, bool]:
-    """The text of an event, and whether it has nothing besides: no tool call, no reasoning, no logprobs."""
+    """Return the text of an event, and whether it has nothing besides: no tool call, no reasoning, no logprobs."""
     plain = choice.get("logprobs") is None
     delta = choice.get("delta")
     if delta is None:
@@ -268,7 +268,7 @@ def text_of(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _take_ids(fields: dict[str, Any], name: str) -> Sequence[int] | None:
-    """The ids under this name. Null takes their place, as in an event whose client did not ask for ids."""
+    """Return the ids under this name. Null takes their place, as in an event whose client did not ask for ids."""
     ids: Sequence[int] | None = fields.get(name)
     if ids is not None:
         fields[name] = None

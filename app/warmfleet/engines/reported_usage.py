@@ -29,7 +29,7 @@ class AnswerTail:
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
 
     def usage(self) -> Usage | None:
-        """The last usage in the tail; None if it has none, as in a stream whose client did not ask for usage."""
+        """Return the last usage in the tail; None if it has none, as in a stream whose client did not ask for usage."""
         prompts, cached = _PROMPT.findall(self._tail), _CACHED.findall(self._tail)
         if not prompts or not int(prompts[-1]):
             return None

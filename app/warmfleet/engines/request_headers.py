@@ -17,7 +17,7 @@ _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
 
 def safe_request_id(client_id: bytes) -> str:
-    """A client's id for its request without unsafe characters and not too long; a new id if nothing is left."""
+    """Return a client's id for its request without unsafe characters and not too long; a new id if nothing is left."""
     kept = _UNSAFE_ID.sub(b"", client_id)[:MAX_REQUEST_ID].decode() if client_id else ""
     return kept or os.urandom(12).hex()
 
@@ -32,13 +32,13 @@ def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def header_fields(lines: bytes, *names: str) -> dict[str, str]:
-    """The headers of these names among ``header_lines``, for an HTTP client that takes names and values."""
+    """Return the headers of these names among ``header_lines``, for an HTTP client that takes names and values."""
     found = (line.partition(": ") for line in lines.decode("latin-1").split("\r\n"))
     return {name: value for name, _, value in found if name in names}
 
 
 def header_value(text: str) -> bytes:
-    """A value as it is sent: a client's value was read as latin-1, so these are the bytes that the client sent.
+    """Return a value as it is sent: a client's value was read as latin-1, so these are the bytes that the client sent.
 
     A value of the settings that latin-1 cannot hold is sent in UTF-8.
     """

@@ -31,7 +31,7 @@ class Resolver:
         return self._addresses.allowed_of(host, await self.addresses(host, port))
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """All addresses of ``host``, allowed or not: callers must not connect to them. Raises OSError."""
+        """Return all addresses of ``host``, allowed or not: callers must not connect to them. Raises OSError."""
         if _is_literal(host):
             return [host]
         until, task = self._known.get((host, port), (0.0, None))

@@ -123,7 +123,7 @@ class Upstream:
             connection.send(answer)
 
     async def _connection(self, engine: Engine) -> Connection:
-        """A new connection to the first address of the engine that accepts. Raises OSError, TimeoutError."""
+        """Return a new connection to the first address of the engine that accepts. Raises OSError, TimeoutError."""
         *others, last = await self._resolver.resolve(engine.host, engine.port)
         for address in others:
             try:
@@ -133,7 +133,7 @@ class Upstream:
         return await self._connected(engine, last)
 
     async def _connected(self, engine: Engine, address: str) -> Connection:
-        """A connection to this address; TLS asks for a certificate of the name in the URL."""
+        """Return a connection to this address; TLS asks for a certificate of the name in the URL."""
         tls, name = (self._tls, engine.host) if engine.tls else (None, None)
         async with asyncio.timeout(self._connect_timeout_s):
             _, made = await self._loop.create_connection(
@@ -168,7 +168,7 @@ class Engine:
         self._authorization = _basic(user) if user else b""
 
     def head(self, method: str, path: str, headers: bytes, length: int) -> bytes:
-        """The request line and all headers. Raises UpstreamError."""
+        """Return the request line and all headers. Raises UpstreamError."""
         if not _sendable(path) or not method.isalpha():
             raise UpstreamError("The method or the path cannot be sent to a worker.")
         if self._authorization:
@@ -186,12 +186,12 @@ class Engine:
 
 
 def _sendable(path: str) -> bool:
-    """Whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
+    """Return whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
     return path.isascii() and path.isprintable() and " " not in path
 
 
 def _ascii_name(host: str) -> str:
-    """The host as resolvers and certificates know it. Raises ValueError."""
+    """Return the host as resolvers and certificates know it. Raises ValueError."""
     return host if host.isascii() else host.encode("idna").decode()
 
 

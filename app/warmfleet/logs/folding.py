@@ -69,7 +69,7 @@ class Folding(logging.Filter):
             return True
 
     def ended(self) -> list[logging.LogRecord]:
-        """A record for each kind whose window is over and of which lines were folded."""
+        """Return a record for each kind whose window is over and of which lines were folded."""
         return self._ended(self._clock() - WINDOW_S)
 
     def close(self) -> list[logging.LogRecord]:

@@ -45,7 +45,7 @@ def _request_of_task() -> tuple[str, str]:
 
 
 def prepared(record: logging.LogRecord) -> logging.LogRecord:
-    """The record for another thread: its text is made, and it holds no argument of the line any more."""
+    """Return the record for another thread: its text is made, and it holds no argument of the line any more."""
     record.msg, record.args = record.getMessage(), None
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)

@@ -54,7 +54,7 @@ class Hasher:
         self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
-        """The chain of a whole prompt. lora: name and path of its adapter."""
+        """Return the chain of a whole prompt. lora: name and path of its adapter."""
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
@@ -63,7 +63,7 @@ class Hasher:
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """The chain without a block of the prompt's last token: engines always compute that token."""
+        """Return the chain without a block of the prompt's last token: engines always compute that token."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
@@ -114,12 +114,12 @@ class Hasher:
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:
-    """The hash function of one of vLLM's algorithm names: SHA-256 or XXH3-128."""
+    """Return the hash function of one of vLLM's algorithm names: SHA-256 or XXH3-128."""
     return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def text_chain(text: bytes) -> Chain:
-    """The chain of a text whose tokenizer is not known: 64 bytes make a block that counts as 16 tokens."""
+    """Return the chain of a text whose tokenizer is not known: 64 bytes make a block that counts as 16 tokens."""
     previous, packed = TEXT_SCHEME.none_hash, []
     count = min((len(text) - 1) // TEXT_BLOCK_BYTES, MAX_BLOCKS) if text else 0
     for start in range(0, count * TEXT_BLOCK_BYTES, TEXT_BLOCK_BYTES):
@@ -129,17 +129,17 @@ def text_chain(text: bytes) -> Chain:
 
 
 def text_tokens(length: int) -> int:
-    """The number of tokens that ``length`` bytes of text count as, at least 1."""
+    """Return the number of tokens that ``length`` bytes of text count as, at least 1."""
     return max(1, length * TEXT_BLOCK_TOKENS // TEXT_BLOCK_BYTES)
 
 
 def text_block_tokens(length: int, tokens: int) -> int:
-    """The tokens that a text block counts as, in a prompt of ``length`` bytes and ``tokens`` tokens."""
+    """Return the tokens that a text block counts as, in a prompt of ``length`` bytes and ``tokens`` tokens."""
     return max(1, min(TEXT_BLOCK_TOKENS, tokens * TEXT_BLOCK_BYTES // max(1, length)))
 
 
 def cbor_array_head(length: int) -> bytes:
-    """The bytes that begin a CBOR array of ``length`` items."""
+    """Return the bytes that begin a CBOR array of ``length`` items."""
     return cbor.encode((0,) * length)[: -length or None]
 
 

@@ -129,7 +129,7 @@ class ChatTemplate:
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
+        """Return the prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
 
         Raises NotReproducible if the template refuses the messages: the engine then tells the client why.
         """
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 def knows_developer(source: str) -> bool:
-    """The template names the role ``developer``, by the test that vLLM makes."""
+    """Return whether the template names the role ``developer``, by the test that vLLM makes."""
     return '"developer"' in source or "'developer'" in source
 
 
@@ -215,7 +215,7 @@ def _is_slice(node: nodes.Node | None) -> bool:
 
 
 def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
-    """The node ``x`` of ``x[key]`` or ``x.key``; None for any other node."""
+    """Return the node ``x`` of ``x[key]`` or ``x.key``; None for any other node."""
     if isinstance(node, nodes.Getitem):
         return node.node if isinstance(node.arg, nodes.Const) and node.arg.value == key else None
     return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None

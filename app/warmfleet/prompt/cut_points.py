@@ -66,7 +66,7 @@ class Cuts:
         return None
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces, first to last."""
+        """Yield the text in pieces, first to last."""
         start = 0
         while (cut := self.next(text, start)) is not None:
             yield text[start : cut[0]]
@@ -88,7 +88,7 @@ class Facts:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Facts:
-        """The facts of a tokenizer of the ``tokenizers`` library."""
+        """Return the facts of a tokenizer of the ``tokenizers`` library."""
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
         plain = tokenizer.normalizer is None
         hard = tuple(
@@ -99,7 +99,7 @@ class Facts:
         return cls(hard, _spaces_are_safe(tokenizer, added), tuple(token.content for token in added))
 
     def cuts(self, template: str, encode: Callable[[str], Sequence[int]]) -> Cuts:
-        """The rules that this tokenizer passes. Takes some 20 ms.
+        """Return the rules that this tokenizer passes. Takes some 20 ms.
 
         template: the source of the chat template. encode: text → ids without the special tokens around it.
         """
@@ -118,7 +118,7 @@ class Facts:
 
 
 def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> bool:
-    """The pieces of ``text`` give the ids of the whole."""
+    """Return whether the pieces of ``text`` give the ids of the whole."""
     return list(encode(text)) == list(itertools.chain.from_iterable(map(encode, cuts.pieces(text))))
 
 
@@ -143,7 +143,7 @@ def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
 
 
 def _flat(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer as its file describes them. Sequences are taken apart."""
+    """Yield the parts of a normalizer or pre-tokenizer as its file describes them. Sequences are taken apart."""
     if part is None:
         return
     described = part if isinstance(part, dict) else json.loads(part.__getstate__())
@@ -169,7 +169,7 @@ def _left_to_right(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _samples(separators: Sequence[str], added: Sequence[str]) -> Iterator[str]:
-    """Texts full of places where a rule would cut, with difficult characters beside them."""
+    """Yield texts full of places where a rule would cut, with difficult characters beside them."""
     rng = random.Random(7)
     words = ["a", "The", "end", "I", "x2", "don't", "we'LL", "def"]
     words += ["caf\u00e9", "e\u0301", "na\u00efve", "\u00df", "\ufb01x"]

@@ -134,7 +134,7 @@ class EnginePaths:
         self._above = tuple(text[:-1] for text in texts if text.endswith("/*"))
 
     def find(self, path: str) -> EnginePath | None:
-        """The entry of a request's decoded path; None if the path does not go to engines."""
+        """Return the entry of a request's decoded path; None if the path does not go to engines."""
         known = KNOWN.get(path)
         if known is not None:
             return known
@@ -145,12 +145,12 @@ class EnginePaths:
         return _other(path)
 
     def all(self) -> list[EnginePath]:
-        """All paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
+        """Return all paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
         return [*_KNOWN, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
 
 
 def _other(path: str) -> EnginePath:
-    """A path that only a pattern of the operator covers."""
+    """Return a path that only a pattern of the operator covers."""
     return EnginePath(
         path, "other", generates=True, takes_salt=False, methods=("GET", "POST"), answer="any", takes_all_types=True
     )

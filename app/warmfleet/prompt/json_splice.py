@@ -56,7 +56,7 @@ def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], char
 
 
 def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | None:
-    """Begin and end of the value of ``key`` in a JSON object; of the last value if the key comes twice.
+    """Return begin and end of the value of ``key`` in a JSON object; of the last value if the key comes twice.
 
     None if the object has no such key, or more than MAX_MARKS strings and brackets. characters: the length of the
     value if it is a string; the search then jumps to its end.
@@ -104,7 +104,7 @@ class _Text:
         return end
 
     def string_end(self, start: int) -> int:
-        """The position behind the string that begins at ``start``."""
+        """Return the position behind the string that begins at ``start``."""
         text, at = self.raw, start
         while self._looks:
             at = text.index(b'"', at + 1)

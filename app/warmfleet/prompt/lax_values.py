@@ -13,7 +13,7 @@ MAX_DIGITS = 4_300  # of a number that is written as text; Python converts no mo
 
 
 def whole(value: Any) -> int | None:
-    """The value as a whole number; None if it is not one.
+    """Return the value as a whole number; None if it is not one.
 
     A number beyond 64 bits may arrive as a float: orjson reads it so, though vLLM takes it.
     """
@@ -28,7 +28,7 @@ def whole(value: Any) -> int | None:
 
 
 def flag(value: Any) -> bool | None:
-    """The value as true or false; None if it is neither."""
+    """Return the value as true or false; None if it is neither."""
     if isinstance(value, str):
         return _FLAGS.get(value.lower())
     if isinstance(value, int | float) and value in (0, 1):

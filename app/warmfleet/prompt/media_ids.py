@@ -31,7 +31,7 @@ PARTS = ("content", "output")
 
 
 def _spelled(name: str) -> bytes:
-    """A pattern of the string ``name``, any character of which may be written as an escape."""
+    """Return a pattern of the string ``name``, any character of which may be written as an escape."""
     return b"".join([b"(?:%b|\\\\u(?i:%04x))" % (re.escape(letter.encode()), ord(letter)) for letter in name])
 
 
@@ -73,7 +73,7 @@ def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
 
 
 def places(body: bytes) -> list[Place]:
-    """The places of all ids, in their order. body: as ``request.decoded`` takes it, or a form, which has none.
+    """Return the places of all ids, in their order. body: as ``request.decoded`` takes it, or a form, which has none.
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
@@ -102,7 +102,7 @@ def places(body: bytes) -> list[Place]:
 
 
 def _ids_in(body: bytes, place: Place) -> list[Place]:
-    """The place itself if it holds one id, or the places of all ids in its lists."""
+    """Return the place itself if it holds one id, or the places of all ids in its lists."""
     if place.field == "uuid":
         return [place]
     strings = _STRINGS.finditer(body, place.start, place.end)
@@ -110,7 +110,7 @@ def _ids_in(body: bytes, place: Place) -> list[Place]:
 
 
 def _numbers(data: Json) -> Iterator[int]:
-    """The numbers that stand in the places of ids. Raises BadRequest for an id whose type no engine takes."""
+    """Yield the numbers that stand in the places of ids. Raises BadRequest for an id whose type no engine takes."""
     for part in _parts(data):
         if (number := _number(part, "uuid")) is not None:
             yield number
@@ -128,7 +128,7 @@ def _number(value: Json, field: str) -> int | None:
 
 
 def _parts(data: Json) -> Iterator[Json]:
-    """Every content part of a body."""
+    """Yield every content part of a body."""
     waiting: list[Any] = [data.get(name) for name in HOLDERS]
     waiting.append({"content": data.get("content_parts")})
     while waiting:

@@ -39,7 +39,7 @@ UNSAFE_TOKENS = 8  # given up before a part: an engine's processor may change th
 
 
 def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:
-    """The requests to render for ``agreed``, each with a change to make to the messages that the template gets.
+    """Return the requests to render for ``agreed``, each with a change to make to the messages that the template gets.
 
     placeholders: the model's own text for each modality, for templates that take text only. Raises NotReproducible if
     the place of the parts cannot be known.
@@ -74,7 +74,7 @@ def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[i
 
 
 def common(left: Line, right: Line) -> Line:
-    """The longest common beginning, found by bisection: slices are compared fast."""
+    """Return the longest common beginning, found by bisection: slices are compared fast."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -129,7 +129,7 @@ def _without(request: Request) -> Request:
 
 
 def _as_engine(messages: list[Message], placeholders: Mapping[str, Any]) -> list[Message]:
-    """The messages with each stand-in replaced as the engine replaces the part."""
+    """Return the messages with each stand-in replaced as the engine replaces the part."""
     return [message | {"content": _content(message["content"], placeholders)} for message in messages]
 
 

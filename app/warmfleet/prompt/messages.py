@@ -45,7 +45,7 @@ def checked_list(value: Any, reason: str = "content") -> list[Any]:
 
 
 def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
-    """The messages as the template gets them. Raises NotReproducible if a part is not text."""
+    """Return the messages as the template gets them. Raises NotReproducible if a part is not text."""
     if content_format != "string":
         return [_message(message, content_format) for message in messages]
     return [
@@ -108,7 +108,7 @@ def _text(part: Any) -> str | None:
 
 
 def is_text(part: Any) -> bool:
-    """The part is text, or a text part without any."""
+    """Return whether the part is text, or a text part without any."""
     if isinstance(part, str):
         return True
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
@@ -127,7 +127,7 @@ def _without_billing_header(part: Any) -> Any:
 
 
 def _tool_call(call: Any) -> Message:
-    """A tool call with its keys in the engine's order, and its arguments as an object."""
+    """Return a tool call with its keys in the engine's order, and its arguments as an object."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise NotReproducible("tool_calls")
     function = call["function"]
@@ -145,7 +145,7 @@ def _tool_call(call: Any) -> Message:
 
 
 def _developer_tools(tools: Any) -> list[Message] | None:
-    """The tools of a developer message, unchanged but for the order of their keys."""
+    """Return the tools of a developer message, unchanged but for the order of their keys."""
     if tools is None:
         return None
     made = []
@@ -180,7 +180,7 @@ def _tool_schema(tool: Any) -> Message:
 
 
 def developer_to_system(messages: list[Message]) -> list[Message]:
-    """The messages for a template without the role ``developer``: such messages become ``system``.
+    """Return the messages for a template without the role ``developer``: such messages become ``system``.
 
     All system text goes to the front.
     """

@@ -102,7 +102,7 @@ class Ending(Ids):
         return ENDING_BYTES + _text_bytes(self.text) + TOKEN_BYTES * len(self.ids) + hashes
 
     def matches(self, text: str, at: int, suffix: array[int]) -> bool:
-        """Whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
+        """Return whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
         return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
 
 
@@ -144,7 +144,7 @@ class Node(Ids):
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
-        """The node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
+        """Return the node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
         begin = parent.end
         run = text[: pieces[0].decided_at - begin], text[: max([piece.decided_at for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
@@ -159,7 +159,7 @@ class Node(Ids):
         return NODE_BYTES + objects + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
 
     def common(self, text: str) -> int:
-        """The number of pieces of this node that a prompt's text has as well."""
+        """Return the number of pieces of this node that a prompt's text has as well."""
         done = begin = self.parent.end if self.parent else 0
         for number, piece in enumerate(self.pieces):
             if not text.startswith(self.text[done - begin : piece.decided_at - begin], done):
@@ -168,7 +168,7 @@ class Node(Ids):
         return len(self.pieces)
 
     def first(self, count: int, hashers: Sequence[Hasher]) -> Node:
-        """A node of the first ``count`` pieces, to take the place of this one."""
+        """Return a node of the first ``count`` pieces, to take the place of this one."""
         parent = cast("Node", self.parent)
         pieces = self.pieces[:count]
         ids = self.ids[: pieces[-1].tokens - parent.tokens]
@@ -179,14 +179,14 @@ class Node(Ids):
         return Node.of(parent, self.text, pieces, ids, hashes)
 
     def behind(self, head: Node) -> Node:
-        """A node of the pieces behind ``head``, which has the first ones."""
+        """Return a node of the pieces behind ``head``, which has the first ones."""
         hashes = [packed[len(first) :] for packed, first in zip(self.hashes, head.hashes, strict=True)]
         begin = cast("Node", head.parent).end
         text, pieces = self.text[head.end - begin :], self.pieces[len(head.pieces) :]
         return Node.of(head, text, pieces, self.ids[len(head.ids) :], hashes)
 
     def marked(self) -> Mark:
-        """The mark of this node's end."""
+        """Return the mark of this node's end."""
         if self.mark is None:
             self.mark = Mark(self)
         return self.mark
@@ -264,7 +264,7 @@ class Trie:
         return len(self._used)
 
     def find(self, text: str, reading: Reading) -> list[Node]:
-        """The longest path of pieces that ``text`` begins with, as nodes, root first.
+        """Return the longest path of pieces that ``text`` begins with, as nodes, root first.
 
         The root may be new, and the last node the first pieces of one in the trie: ``read`` puts them into the trie.
         """
@@ -326,7 +326,7 @@ class Trie:
         return Prompt(parts, total, tuple(chains), tokens, nodes, last if last is not path[0] else None)
 
     def _known(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
-        """The prompt of a whole text that is known."""
+        """Return the prompt of a whole text that is known."""
         last, hashers = path[-1], reading.hashers
         total = last.tokens + len(ending.ids)
         chains = [_chain(k, hasher, path, ending.packed[k], total) for k, hasher in enumerate(hashers)]
@@ -425,7 +425,7 @@ class Trie:
 
 
 def whole(node: Node) -> tuple[list[int], str | None, Lora]:
-    """The ids of a prompt up to the end of this node, and the salt and the adapter of such prompts."""
+    """Return the ids of a prompt up to the end of this node, and the salt and the adapter of such prompts."""
     path = [node]
     while (above := path[-1].parent) is not None:
         path.append(above)
@@ -446,7 +446,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: int) -> Chain:
-    """The chain, by hasher number ``k``, of a path and the packed hashes behind it."""
+    """Return the chain, by hasher number ``k``, of a path and the packed hashes behind it."""
     if len(path) > 1 or path[0].tokens:
         packed = b"".join([*[node.hashes[k] for node in path], packed])
     return hasher.capped(packed, tokens)
@@ -479,7 +479,7 @@ def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> 
 
 
 def _open_block(path: Sequence[Node], hasher: Hasher) -> array[int]:
-    """The ids of a path behind its last full block."""
+    """Return the ids of a path behind its last full block."""
     blocks, ids = _blocks(path[-1].tokens, hasher), array("I")
     need = path[-1].tokens - blocks * hasher.scheme.block_tokens if blocks < MAX_BLOCKS else 0
     for node in reversed(path):

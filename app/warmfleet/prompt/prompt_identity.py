@@ -56,10 +56,10 @@ class WorkerTemplate(Protocol):
         """For people: ``approved``, or the state of the process that renders."""
 
     async def ready(self) -> Format:
-        """The content format. Raises NotReproducible if the template cannot be used."""
+        """Return the content format. Raises NotReproducible if the template cannot be used."""
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Raises NotReproducible."""
+        """Return the prompt text. Raises NotReproducible."""
 
 
 class Identity:
@@ -112,7 +112,7 @@ class Identity:
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
-        """All prompts of the request. Of several, only the longest gets chains: it decides where all of them go.
+        """Return all prompts of the request. Of several, only the longest gets chains: it decides where all of them go.
 
         A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
         FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
@@ -141,7 +141,7 @@ class Identity:
         return [self._read_now(text, reading, path)]
 
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
-        """The way in which the texts of this request are read: mostly that of the request before."""
+        """Return the way in which the texts of this request are read: mostly that of the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
         # Objects are compared, which is fast: each base reading has its own name, each view its own hashers.
         same = last.name is base.name and last.hashers is hashers
@@ -151,11 +151,11 @@ class Identity:
         return last
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
-        """The ids alone, one list for each prompt. Raises NotReproducible with the reason."""
+        """Return the ids alone, one list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
-        """The certain first ids of a chat with images, and about how many ids it has. Raises NotReproducible."""
+        """Return the certain first ids of a chat with images, and about how many ids it has. Raises NotReproducible."""
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
@@ -177,7 +177,7 @@ class Identity:
         return await self._in_executor(lambda: local.render(*make()))
 
     def render(self, request: Request) -> str:
-        """The prompt text of a chat, rendered in this process. Raises NotReproducible."""
+        """Return the prompt text of a chat, rendered in this process. Raises NotReproducible."""
         return self._rendered(request, None if self._template is None else self._template.local)
 
     def _rendered(self, request: Request, template: ChatTemplate | None) -> str:
@@ -187,7 +187,7 @@ class Identity:
         return template.render(*rendering)
 
     async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
-        """The prompt text of a chat, rendered in the template's own process. Raises NotReproducible."""
+        """Return the prompt text of a chat, rendered in the template's own process. Raises NotReproducible."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
         large = request.size_bytes > INLINE_BYTES
@@ -196,7 +196,7 @@ class Identity:
     def _rendering(
         self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
     ) -> Rendering:
-        """The messages, the request's variables and the fixed ones, as the template gets them.
+        """Return the messages, the request's variables and the fixed ones, as the template gets them.
 
         change: applied to the messages of ``conversation``.
         """
@@ -222,7 +222,7 @@ class Identity:
         )
 
     def _of_anthropic(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
-        """A chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
+        """Return a chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
         messages, arguments = request.messages, request.arguments
         if any(message["role"] == "system" for message in messages[1:]):
             if not isinstance(self._merges_system, bool):
@@ -264,7 +264,7 @@ class Identity:
 
 
 def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """The way in which texts are read, without hashers, salt and adapter, which differ by request."""
+    """Return the way in which texts are read, without hashers, salt and adapter, which differ by request."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))
@@ -280,7 +280,7 @@ def _prompt_of_ids(ids: list[int], reading: Reading) -> Prompt:
 
 
 def canonical_text(request: Request) -> list[bytes]:
-    """For each prompt, the bytes that are hashed in place of token ids while no tokenizer is known.
+    """Return for each prompt, the bytes that are hashed in place of token ids while no tokenizer is known.
 
     Equal prompts give equal bytes, and prompts that begin alike give bytes that begin alike. Raises NotReproducible.
     """

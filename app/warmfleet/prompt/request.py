@@ -125,7 +125,7 @@ class Request:
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """The fields of the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.
+    """Return the fields of the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.
 
     Raises BadRequest, whose ``param`` is the field at fault (None if the body is no JSON object), and TooLarge.
     """
@@ -149,7 +149,7 @@ class Approximate(dict[str, Any]):
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises BadRequest, TooLarge.
+    """Return the JSON object of a body. Raises BadRequest, TooLarge.
 
     Long numbers are exact, as vLLM reads them, unless the body is larger than MAX_LONG_NUMBERS_BYTES.
     """
@@ -169,7 +169,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def _as_python_reads(body: bytes) -> Any:
-    """The value of a body that orjson does not take: vLLM's server reads it by ``json.loads`` of its bytes.
+    """Return the value of a body that orjson does not take: vLLM's server reads it by ``json.loads`` of its bytes.
 
     Halves of surrogate pairs become question marks, because nothing could be written with them. Raises BadRequest.
     """
@@ -181,7 +181,7 @@ def _as_python_reads(body: bytes) -> Any:
 
 
 def _without_halves(body: bytes) -> bytes:
-    """A body in UTF-8 with a question mark in place of each half of a surrogate pair.
+    """Return a body in UTF-8 with a question mark in place of each half of a surrogate pair.
 
     Replacing them in the parsed texts would take ten times as long as parsing.
     """
@@ -194,7 +194,7 @@ def _without_halves(body: bytes) -> bytes:
 
 
 def in_utf8(body: bytes) -> bytes:
-    """A JSON object in UTF-8 and without a byte order mark, whatever it came in. Other bodies stay as they are.
+    """Return a JSON object in UTF-8 and without a byte order mark, whatever it came in. Other bodies stay as they are.
 
     vLLM's server also reads UTF-16 and UTF-32. Only in UTF-8 can a key be put into the body (``json_splice``).
     """
@@ -208,7 +208,7 @@ def in_utf8(body: bytes) -> bytes:
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
-    """The request of a body that is parsed already. size_bytes: of the body."""
+    """Return the request of a body that is parsed already. size_bytes: of the body."""
     if _ASKS_FOR_MORE.isdisjoint(data):
         return _plain(endpoint, data, size_bytes)
     refuse_fields(data, allowed)
@@ -276,7 +276,7 @@ def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
 
 
 def _holds_more_than_text(messages: Any) -> bool:
-    """A field of some message is no text."""
+    """Return whether a field of some message is no text."""
     if isinstance(messages, list):
         for message in messages:
             if isinstance(message, dict):
@@ -287,7 +287,7 @@ def _holds_more_than_text(messages: Any) -> bool:
 
 
 def priority(request: Request) -> int:
-    """The priority that the request names, 0 if it names none; lower goes first. Raises BadRequest."""
+    """Return the priority that the request names, 0 if it names none; lower goes first. Raises BadRequest."""
     if request.priority is None:
         return 0
     if type(request.priority) is not int:
@@ -315,7 +315,7 @@ def estimated_tokens(request: Request) -> int:
 
 
 def too_long(request: Request, max_model_len: int) -> bool:
-    """Whether no engine with a limit of ``max_model_len`` tokens takes this prompt, by a quick estimate."""
+    """Return whether no engine with a limit of ``max_model_len`` tokens takes this prompt, by a quick estimate."""
     limit = max_model_len * TOKEN_BYTES
     if 0 < request.size_bytes <= max_model_len:
         return False
@@ -342,7 +342,7 @@ def decode_tokens(request: Request, prompt_tokens: int) -> int:
 
 
 def salt_of(data: Mapping[str, Any]) -> str | None:
-    """The body's ``cache_salt``; None if it has none. Raises BadRequest."""
+    """Return the body's ``cache_salt``; None if it has none. Raises BadRequest."""
     salt: str | None = typed(data, "cache_salt", str, None)
     if salt is not None and len(salt) > MAX_SALT:
         raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")
@@ -417,7 +417,7 @@ def _read_messages(request: Request, data: dict[str, Any]) -> None:
 
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
-    """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
+    """Return the template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
     if _ARGUMENTS.isdisjoint(data):
         return {"add_generation_prompt": True, "continue_final_message": False}
     arguments = typed(data, "chat_template_kwargs", dict, None) or {}
@@ -434,12 +434,12 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those that leave the choice to the server (null and ``auto``)."""
+    """Return the values without those that leave the choice to the server (null and ``auto``)."""
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
 def typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """The value of a field, or ``default`` for null. kind: str or dict. Raises BadRequest for any other type."""
+    """Return the value of a field, or ``default`` for null. kind: str or dict. Raises BadRequest for any other type."""
     value = data.get(name)
     if value is None:
         return default
@@ -449,7 +449,7 @@ def typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _flag(data: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """The value of a field that is true or false, or ``default`` for null. Raises BadRequest."""
+    """Return the value of a field that is true or false, or ``default`` for null. Raises BadRequest."""
     value = data.get(name)
     if value is None:
         return default
@@ -466,7 +466,7 @@ def _may_be_set(data: dict[str, Any], name: str) -> bool:
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
-    """The value of a field that is a whole number. Raises BadRequest."""
+    """Return the value of a field that is a whole number. Raises BadRequest."""
     value = data.get(name)
     if value is None or type(value) is int:
         return value
@@ -477,7 +477,7 @@ def _whole(data: dict[str, Any], name: str) -> int | None:
 
 
 def _limit(data: dict[str, Any], name: str) -> int | None:
-    """A limit of tokens; None if the body has none, or one that an engine refuses. Raises BadRequest."""
+    """Return a limit of tokens; None if the body has none, or one that an engine refuses. Raises BadRequest."""
     limit = _whole(data, name)
     return None if limit is None or limit < 0 else limit
 
@@ -488,17 +488,17 @@ def _chats_limit(data: dict[str, Any]) -> int | None:
 
 
 def samples_to_book(n: int | None) -> int:
-    """The number of answers that is booked for a request's ``n``, of which an engine refuses all below 1."""
+    """Return the number of answers that is booked for a request's ``n``, of which an engine refuses all below 1."""
     return min(max(n or 1, 1), MAX_SAMPLES)
 
 
 def priority_of(data: Mapping[str, Any]) -> Any:
-    """The body's ``priority``, as a whole number if it can be read as one."""
+    """Return the body's ``priority``, as a whole number if it can be read as one."""
     value = data.get("priority")
     return value if value is None or type(value) is int or (read := whole(value)) is None else read
 
 
 def request_id_of(data: Mapping[str, Any]) -> str:
-    """The body's ``request_id``; empty if it has none."""
+    """Return the body's ``request_id``; empty if it has none."""
     value = data.get("request_id")
     return value if isinstance(value, str) else ""

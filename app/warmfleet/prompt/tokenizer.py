@@ -84,28 +84,28 @@ class Encoder:
             return Cuts((), spaces=False)
 
     def plain(self, text: str) -> array[int]:
-        """The ids of the text alone."""
+        """Return the ids of the text alone."""
         return self.encode(text, False)
 
     def whole(self, text: str) -> array[int]:
-        """The ids of the text with the special tokens that the tokenizer adds."""
+        """Return the ids of the text with the special tokens that the tokenizer adds."""
         return self.encode(text, True)
 
 
 def read(tokenizer_json: bytes) -> Tokenizer:
-    """A tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
+    """Return a tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
     with _value_error("not a tokenizer"):
         tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a file, which is the name of the tokenizer in it."""
+    """Return the SHA-256 of a file, which is the name of the tokenizer in it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def in_words(error: BaseException | None) -> str:
-    """The message of a library's error in one line of at most 200 characters, for a log."""
+    """Return the message of a library's error in one line of at most 200 characters, for a log."""
     return " ".join(str(error).split())[:200]
 
 
@@ -176,7 +176,7 @@ def _fast(text: str) -> Encode:
 
 
 def _proven_fast(text: str, slow: Encode, samples: list[str]) -> Encode | None:
-    """The fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
+    """Return the fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
     try:
         fast = _fast(text)
     except ValueError as error:  # the slow tokenizer is used
@@ -196,7 +196,7 @@ def _proven_fast(text: str, slow: Encode, samples: list[str]) -> Encode | None:
 
 
 def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
-    """The special tokens before and behind every sample, or None if they are not the same for all."""
+    """Return the special tokens before and behind every sample, or None if they are not the same for all."""
     plain, whole = encode("a", False), encode("a", True)
     ends = range(len(whole) - len(plain) + 1)
     at = next((k for k in ends if whole[k : k + len(plain)] == plain), None)

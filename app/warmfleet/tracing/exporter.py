@@ -132,7 +132,7 @@ class Tracing:
 
 
 def tracing_of(environment: Mapping[str, str], timing: Timing, metrics: Metrics) -> Tracing | None:
-    """The tracing that these variables ask for; None if it is off. Raises BadArgument."""
+    """Return the tracing that these variables ask for; None if it is off. Raises BadArgument."""
     options = tracing_options(environment)
     return None if options is None else Tracing(options, timing, metrics)
 
@@ -143,7 +143,7 @@ def unsampled(context: TraceContext) -> bytes:
 
 
 def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[str, bool]:
-    """Why the collector did not take the request, empty if it did; and whether trying again may help."""
+    """Return why the collector did not take the request, empty if it did; and whether trying again may help."""
     try:
         answer = transport.handle_request(request)
         try:
@@ -160,7 +160,7 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
 
 
 def _tls(options: TracingOptions) -> ssl.SSLContext | None:
-    """The context for an endpoint with TLS; None without. Raises BadArgument."""
+    """Return the context for an endpoint with TLS; None without. Raises BadArgument."""
     if not options.endpoint.startswith("https:"):
         return None
     try:

@@ -75,23 +75,23 @@ class LastRequests:
         self._least_s = heap[0][0] if len(heap) == SLOWEST else 0.0
 
     def all(self) -> list[RequestRecord]:
-        """Every request that is kept, the newest first."""
+        """Return every request that is kept, the newest first."""
         return sorted({*self._last, *self._failed, *self._slow()}, key=lambda record: -record.began_at)
 
     def _slow(self) -> Iterator[RequestRecord]:
         return (record for minute in self._minutes for _, _, record in minute)
 
     def failed(self) -> list[RequestRecord]:
-        """The requests that the fleet failed, or whose answer did not reach its end; the newest first."""
+        """Return the requests that the fleet failed, or whose answer did not reach its end; the newest first."""
         return list(reversed(self._failed))
 
     def slowest(self) -> list[RequestRecord]:
-        """The slowest requests, the slowest first. Requests that are still under way are among them."""
+        """Return the slowest requests, the slowest first. Requests that are still under way are among them."""
         now, under_way = time.perf_counter(), (record for record in self._last if not record.ended_at)
         return sorted({*self._slow(), *under_way}, key=lambda record: -lateness_s(record, now))
 
     def found(self, identifier: str, request_id: str) -> list[RequestRecord]:
-        """The requests with this id, the newest first.
+        """Return the requests with this id, the newest first.
 
         identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
         placement; else the X-Request-Id of a client. request_id: the latter as routers read it.
@@ -113,7 +113,7 @@ def _reservations(record: RequestRecord) -> Iterator[str]:
 
 
 def lateness_s(record: RequestRecord, now: float = 0.0) -> float:
-    """How long the client waited at a stretch: for the first byte, or in the middle of its answer.
+    """Return how long the client waited at a stretch: for the first byte, or in the middle of its answer.
 
     now: the end of the wait, for a request that is still under way.
     """

@@ -96,7 +96,7 @@ def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
 
 
 def _number(text: str) -> float:
-    """The number that the text writes; NaN if it writes none."""
+    """Return the number that the text writes; NaN if it writes none."""
     try:
         return float(text)
     except ValueError:
@@ -104,12 +104,12 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """The value of an exporter's variable. The variable for traces wins over the one for everything."""
+    """Return the value of an exporter's variable. The variable for traces wins over the one for everything."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The URL that spans are posted to; empty if no variable names a collector. Raises BadArgument."""
+    """Return the URL that spans are posted to; empty if no variable names a collector. Raises BadArgument."""
     for name, path in (f"{PREFIX}TRACES_ENDPOINT", ""), (ENDPOINT, "/v1/traces"):
         url = environment.get(name, "").strip()
         if not url:
@@ -133,7 +133,7 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 
 def _timeout_s(environment: Mapping[str, str]) -> float:
-    """The time-out of a try, which the variable has in milliseconds. Raises BadArgument."""
+    """Return the time-out of a try, which the variable has in milliseconds. Raises BadArgument."""
     text = _of_exporter(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
     ms = _number(text)
     if not 0 < ms < math.inf:
@@ -142,7 +142,7 @@ def _timeout_s(environment: Mapping[str, str]) -> float:
 
 
 def _sampler(environment: Mapping[str, str]) -> tuple[bool, float]:
-    """Whether a caller's decision counts, and the share of all other traces. Raises BadArgument."""
+    """Return whether a caller's decision counts, and the share of all other traces. Raises BadArgument."""
     name = environment.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_always_on"
     if name not in SAMPLERS:
         raise BadArgument(f"OTEL_TRACES_SAMPLER={name!r}: known are {', '.join(SAMPLERS)}")

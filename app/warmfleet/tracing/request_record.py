@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def _failure(error: WarmfleetError) -> Failure:
-    """The failure without the words of an engine, which stand behind a colon: they may quote the request."""
+    """Return the failure without the words of an engine, which stand behind a colon: they may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
     return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
@@ -171,7 +171,7 @@ class RequestRecord:
         self.tries: list[TryRecord] = []
 
     def begin_try(self, reservation: str) -> TryRecord:
-        """The record of a new try at a worker."""
+        """Return the record of a new try at a worker."""
         made = TryRecord(reservation)
         self.tries.append(made)
         if self.log_step is not None:

@@ -34,7 +34,7 @@ class Sampler:
         self._by_parent = by_parent
 
     def context(self, header: bytes, state: bytes = b"") -> TraceContext:
-        """The trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
+        """Return the trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
 
         Both count as absent if the header is not valid, as the standard has it: a new trace begins.
         """
@@ -55,5 +55,5 @@ def new_span_id() -> str:
 
 
 def traceparent(trace_id: str, span_id: str, *, sampled: bool) -> bytes:
-    """The header's value for the next server, whose caller is this span."""
+    """Return the header's value for the next server, whose caller is this span."""
     return f"00-{trace_id}-{span_id}-{'01' if sampled else '00'}".encode()

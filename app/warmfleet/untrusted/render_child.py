@@ -102,7 +102,7 @@ def close_doors(memory_bytes: int) -> None:
 
 
 def read_request() -> bytes | None:
-    """The next request, or None when the parent has closed the socket."""
+    """Return the next request, or None when the parent has closed the socket."""
     head = _exactly(HEAD_BYTES)
     return None if head is None else _exactly(int.from_bytes(head, "little"))
 

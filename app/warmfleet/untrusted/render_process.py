@@ -50,7 +50,7 @@ FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # doubled with each further hold
 
 
 def folders_of(*modules: ModuleType) -> Sequence[str]:
-    """The folders that a process needs on its path to import these modules."""
+    """Return the folders that a process needs on its path to import these modules."""
     return sorted({str(Path(str(module.__file__)).parents[1]) for module in modules})
 
 
@@ -93,7 +93,7 @@ class Child:
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def ask(self, request: bytes, seconds: float | None = None) -> tuple[bytes, bytes]:
-        """Status and body of the answer. Raises LimitMet; the caller must then ``end`` the process."""
+        """Return status and body of the answer. Raises LimitMet; the caller must then ``end`` the process."""
         try:
             async with asyncio.timeout(seconds or WALL_S):
                 self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request[:PIECE_BYTES])
@@ -169,7 +169,7 @@ class Sandboxed:
         return "does not compile" if self._refused else "held back" if self._held else "sandbox"
 
     async def ready(self) -> Format:
-        """The content format; compiles the template first if that was not done yet. Raises NotReproducible."""
+        """Return the content format; compiles the template first if that was not done yet. Raises NotReproducible."""
         if self.content_format is None:
             await self._in_turn(b"")
         if self.content_format is None:
@@ -276,7 +276,7 @@ class Sandboxed:
 
 
 def _text(body: bytes) -> str:
-    """The text of an answer. Raises LimitMet if the answer is no text."""
+    """Return the text of an answer. Raises LimitMet if the answer is no text."""
     try:
         return body.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

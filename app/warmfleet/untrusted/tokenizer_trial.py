@@ -74,7 +74,7 @@ class Encoders:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(self, tokenizer_json: bytes, template: str, *, trusted: bool) -> tuple[Encoder, Cuts]:
-        """The encoder, and where texts of the chat template ``template`` may be cut.
+        """Return the encoder, and where texts of the chat template ``template`` may be cut.
 
         trusted: the operator chose the file, so it needs no trial. Raises ValueError: for a file that is not trusted,
         Refused.
@@ -135,7 +135,7 @@ async def _tried(name: str, tokenizer_json: bytes, template: str) -> Verdict:
 
 
 def _verdict(body: bytes) -> Verdict:
-    """The results in the answer of the process. Raises LimitMet if the answer has another form."""
+    """Return the results in the answer of the process. Raises LimitMet if the answer has another form."""
     try:
         answer = orjson.loads(body)
         affixes = answer["affixes"]
@@ -149,7 +149,7 @@ def _verdict(body: bytes) -> Verdict:
 
 
 def _folders() -> list[str]:
-    """The folders that the process may import from."""
+    """Return the folders that the process may import from."""
     found = {*folders_of(warmfleet, tokenizers)}
     if (fast := importlib.util.find_spec("fastokens")) is not None and fast.origin:
         found.add(str(Path(fast.origin).parents[1]))

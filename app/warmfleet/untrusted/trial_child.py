@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _tried(tokenizer_json: bytes, template: str) -> str:
-    """The results as JSON. Raises ValueError with the reason why no replica should load this tokenizer."""
+    """Return the results as JSON. Raises ValueError with the reason why no replica should load this tokenizer."""
     from warmfleet.prompt.tokenizer import Encoder, read
 
     tokenizer = read(tokenizer_json)
@@ -102,7 +102,7 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
-    """How many characters a table of SentencePiece may make of one.
+    """Return how many characters a table of SentencePiece may make of one.
 
     The table is a length, a tree, and the replacement texts, each with a zero byte at its end.
     """
@@ -153,7 +153,7 @@ def _seconds(encode: Encode, text: str) -> tuple[float, int]:
 
 
 def _units(tokenizer: Tokenizer) -> list[str]:
-    """The units of long texts: common ones, and the characters and words in this tokenizer's own patterns."""
+    """Return the units of long texts: common ones, and the characters and words in this tokenizer's own patterns."""
     found: dict[str, None] = {}
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         pattern = part.get("pattern")
@@ -164,12 +164,12 @@ def _units(tokenizer: Tokenizer) -> list[str]:
 
 
 def _parts(part: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer as its file describes them."""
+    """Yield the parts of a normalizer or pre-tokenizer as its file describes them."""
     return _objects(json.loads(part.__getstate__())) if part is not None else iter(())
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object within a JSON value, the value itself among them."""
+    """Yield every object within a JSON value, the value itself among them."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

@@ -24,7 +24,7 @@ LATE_SHARE, CPU_SHARE = 0.05, 0.8  # of the mean TTFT, of a core: a client that 
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
-    """The figures of one run. TTFT counts from when a request was due.
+    """Return the figures of one run. TTFT counts from when a request was due.
 
     speed: trace seconds per second. skip: the share of the requests that warms up; of these only failures and requests
     without a decision count. The engines' counters include the warm-up.
@@ -50,12 +50,12 @@ def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, s
 
 
 def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
-    """The replies without the first ones, ``skip`` being their share."""
+    """Return the replies without the first ones, ``skip`` being their share."""
     return replies[int(skip * len(replies)) :]
 
 
 def hit_ratio(replies: Iterable[Reply]) -> float:
-    """The share of all prompt tokens that engines found in their caches; 0 without any tokens."""
+    """Return the share of all prompt tokens that engines found in their caches; 0 without any tokens."""
     tokens = [(reply.prompt_tokens, reply.cached_tokens) for reply in replies]
     prompt = sum(whole for whole, _ in tokens)
     return sum(cached for _, cached in tokens) / prompt if prompt else 0.0
@@ -68,7 +68,7 @@ def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
 
 
 def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
-    """The sorted TTFT of all answered requests, in trace seconds from when each was due."""
+    """Return the sorted TTFT of all answered requests, in trace seconds from when each was due."""
     return sorted(speed * (reply.ttft_s + reply.late_s) for reply in replies if reply.error is None)
 
 
@@ -89,7 +89,7 @@ def health(
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each figure of the runs that is a number, as its mean over the runs.
+    """Return each figure of the runs that is a number, as its mean over the runs.
 
     The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
     has, by name, half the width of the 95 % interval of each mean; for the three counts, too, it is that of their mean.
@@ -111,16 +111,16 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of sorted values; 0 without values."""
+    """Return the quantile of sorted values; 0 without values."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
-    """The largest value over the mean; ``nothing`` if the values sum up to 0."""
+    """Return the largest value over the mean; ``nothing`` if the values sum up to 0."""
     return max(values) * len(values) / sum(values) if sum(values) else nothing
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table of a head and rows of cells."""
+    """Return a Markdown table of a head and rows of cells."""
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -67,7 +67,7 @@ def line_figure(
     marks: Sequence[tuple[float, str]] = (),
     **scales: str,
 ) -> Any:
-    """A figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear.
+    """Return a figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear.
 
     marks: (x value, text) of events, which get a vertical line each.
     """
@@ -96,7 +96,7 @@ def line_figure(
 
 
 def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
-    """A figure with a panel per fleet, all to the same scale, and a line per engine."""
+    """Return a figure with a panel per fleet, all to the same scale, and a line per engine."""
     from matplotlib.figure import Figure  # the import takes 0.3 s
 
     rows = -(-len(samples) // COLUMNS)

@@ -85,7 +85,7 @@ async def _text(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _values(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """The fields of a Sample, from the text of each engine's ``/metrics``."""
+    """Return the fields of a Sample, from the text of each engine's ``/metrics``."""
     return {name: tuple(sum(map(float, line.findall(text))) for text in texts) for name, line in _LINES.items()}
 
 

@@ -116,14 +116,14 @@ class EngineCore:
         self._left = frozenset(request.request_id for queue in queues for request in queue)
 
     def load(self) -> Load:
-        """The present load of this engine; called in the publisher's thread."""
+        """Return the present load of this engine; called in the publisher's thread."""
         load = load_of(self.scheduler, self._meter.speed_tps, self._left)
         steps = self.steps if load.running + load.waiting else None
         return replace(load, steps=steps, step_us=self._meter.step_us)
 
 
 def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:
-    """The load of an engine. Any thread may call it: each copy of a list is one C call.
+    """Return the load of an engine. Any thread may call it: each copy of a list is one C call.
 
     left: ids of requests that count as foreign, because they were booked in a pool that the engine has left.
     """

@@ -58,11 +58,11 @@ class FcfsScheduler(Scheduler):
         return [Output(request, request.answer[:1], first=True, finished=request.max_tokens == 1)]
 
     def next_due(self) -> float | None:
-        """When the next answer will be complete; None if no request is decoding."""
+        """Return the time at which the next answer will be complete; None if no request is decoding."""
         return self._due[0][0] if self._due else None
 
     def collect(self, now: float) -> list[Output]:
-        """The rest of all answers that are complete by ``now``."""
+        """Return the rest of all answers that are complete by ``now``."""
         outputs = []
         while self._due and self._due[0][0] <= now:
             _at, _order, request = heapq.heappop(self._due)

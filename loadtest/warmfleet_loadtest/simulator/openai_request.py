@@ -216,7 +216,7 @@ def _not_imitated(name: str) -> RefusedError:
 
 
 def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
-    """The token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
+    """Return the token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
     ids = _object(body, "kv_transfer_params").get("prompt_token_ids")
     return [tokenizer.chat_ids(body) if ids is None or body.get("echo") else _ids(ids)]
 
@@ -246,7 +246,7 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """The wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
+    """Return the wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return max(1, _number(body, name, 1))
@@ -266,13 +266,13 @@ def _number(body: dict[str, Any], name: str, default: int) -> int:
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
-    """A boolean, also as one of the words and numbers that vLLM takes for it."""
+    """Return a boolean, also as one of the words and numbers that vLLM takes for it."""
     value = body.get(name)
     return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
 
 
 def for_model(ask: OpenAIRequest, models: tuple[str, ...]) -> OpenAIRequest:
-    """The request with its model's name filled in. Raises RefusedError (404) for a model that is not served."""
+    """Return the request with its model's name filled in. Raises RefusedError (404) for a model that is not served."""
     if not ask.model:
         return replace(ask, model=models[0])
     if ask.model not in models:

@@ -73,7 +73,7 @@ class Request:
         return self.output_tokens >= self.max_tokens
 
     def slice(self, start: int, end: int) -> list[int]:
-        """The token ids from ``start`` to ``end``, prompt and answer alike."""
+        """Return the token ids from ``start`` to ``end``, prompt and answer alike."""
         size = len(self.prompt)
         if end <= size:
             return list(self.prompt[start:end])
@@ -164,7 +164,7 @@ class Scheduler:
     # ------------------------------------------------ a step
 
     def schedule(self) -> Step | None:
-        """The next step's work, with its blocks taken; None if there is nothing to do."""
+        """Return the next step's work, with its blocks taken; None if there is nothing to do."""
         planned: dict[Request, int] = {}
         budget, preempted = self._schedule_running(planned, self.limits.step_tokens)
         if not preempted:
@@ -195,7 +195,7 @@ class Scheduler:
         return outputs
 
     def next_due(self) -> float | None:
-        """When outputs are due that need no step; here there are none."""
+        """Return the time at which outputs are due that need no step; here there are none."""
         return None
 
     def collect(self, now: float) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
@@ -298,7 +298,7 @@ def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
 
 
 def _work(planned: dict[Request, int]) -> StepWork:
-    """The sums of a step, taken before its requests advance."""
+    """Return the sums of a step, taken before its requests advance."""
     prefill = prompts = decodes = context = 0
     pairs = 0.0
     for request, tokens in planned.items():

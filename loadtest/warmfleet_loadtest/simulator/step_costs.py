@@ -54,11 +54,11 @@ class StepCosts:
         )
 
     def arrival_seconds(self, prompt_tokens: int) -> float:
-        """The API server's time for a request, before the engine core sees it."""
+        """Return the API server's time for a request, before the engine core sees it."""
         return self.request_s + self.request_token_s * prompt_tokens
 
     def scaled(self, factor: float) -> StepCosts:
-        """The same engine, ``factor`` times slower."""
+        """Return the same engine, ``factor`` times slower."""
         return StepCosts(**{name: value * factor for name, value in asdict(self).items()})
 
 

@@ -211,7 +211,7 @@ def _start_engines(
 
 
 def _chooser_url(processes: Processes) -> str:
-    """The URL of the engines' chooser, as they print it."""
+    """Return the URL of the engines' chooser, as they print it."""
 
     def urls() -> list[str]:
         return re.findall(r"chooses among them on (http://\S+)\n", processes.log("engines"))

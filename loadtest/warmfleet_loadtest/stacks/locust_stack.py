@@ -118,11 +118,11 @@ class LocustStack(Processes):
         self.spawn("replicas", name, command, environment)
 
     def spare(self, places: Mapping[str, int]) -> str:
-        """The first of these names that was never started. Raises StackError."""
+        """Return the first of these names that was never started. Raises StackError."""
         return self._one([name for name in places if name not in self._started], "place is left")
 
     def first(self, places: Mapping[str, int]) -> str:
-        """The first of these names that runs. Raises StackError."""
+        """Return the first of these names that runs. Raises StackError."""
         return self._one([name for name in places if name in self._running], "process is left")
 
     def _one(self, names: list[str], what: str) -> str:

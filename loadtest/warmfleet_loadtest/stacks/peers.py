@@ -26,7 +26,7 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """The folder with the peers' commands. The first call downloads 100 MB. Raises StackError if that fails."""
+    """Return the folder with the peers' commands. The first call downloads 100 MB. Raises StackError if that fails."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"
@@ -48,7 +48,7 @@ def install() -> Path:
 
 
 def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
-    """The peers of these names that the environment in ``folder`` lacks."""
+    """Return the peers of these names that the environment in ``folder`` lacks."""
     look = "import sys\nfrom importlib.util import find_spec\nprint(*(n for n in sys.argv[1:] if not find_spec(n)))"
     packages = {name.removesuffix("-kv").replace("-", "_"): name for name in names}
     argv = [str(folder / "bin/python"), "-I", "-c", look, *packages]
@@ -88,7 +88,7 @@ def sglang_router(port: int, metrics_port: int, urls: Sequence[str], _events: Se
 def _command(
     begin: list[str], port: int, metrics_port: int, urls: Sequence[str], policy: str = "cache_aware"
 ) -> list[str]:
-    """The command line with the options that all peers have."""
+    """Return the command line with the options that all peers have."""
     argv = [*begin, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
     return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
 

@@ -129,7 +129,7 @@ class Processes:
         return self._log(name).read_text(errors="replace")
 
     def tail(self, name: str) -> str:
-        """The last lines of a log."""
+        """Return the last lines of a log."""
         return "\n".join(self.log(name).splitlines()[-TAIL_LINES:])
 
     def cpu_s(self) -> dict[str, float]:
@@ -177,7 +177,7 @@ def _accepts(path: Path) -> bool:
 
 
 def with_servers(config: str, servers: Mapping[str, int]) -> str:
-    """A configuration of haproxy with these servers on this machine. servers: ports by name."""
+    """Return a configuration of haproxy with these servers on this machine. servers: ports by name."""
     lines = [f'    server {name} "127.0.0.1:{port}"' for name, port in servers.items()]
     return "\n".join([config.rstrip("\n"), *lines, ""])
 
@@ -192,7 +192,7 @@ def start_haproxy(processes: Processes, config: str, port: int) -> None:
 
 
 def haproxy_binary() -> str:
-    """The path of haproxy. Raises StackError if it is not installed."""
+    """Return the path of haproxy. Raises StackError if it is not installed."""
     found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     if found is None:
         raise StackError("haproxy is missing: run `make deps` once")
@@ -226,7 +226,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def get_json(url: str) -> Any:
-    """The JSON that a GET answers with, or None if there is no such answer."""
+    """Return the JSON that a GET answers with, or None if there is no such answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return json.load(answer)

@@ -43,7 +43,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path | None = None) -> PromptTokenizer:
-        """The demo's, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
+        """Return the demo's, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
         if folder is not None:
             config = folder / "tokenizer_config.json"
             names = json.loads(config.read_text()) if config.is_file() else {}
@@ -66,7 +66,7 @@ class PromptTokenizer:
         return list(self.tokenizer.encode(self.render(body), add_special_tokens=special).ids)
 
     def render(self, body: dict[str, Any]) -> str:
-        """The prompt's text. Raises PromptError."""
+        """Return the prompt's text. Raises PromptError."""
         messages = [_message(message) for message in body.get("messages") or []]
         if not messages:
             raise PromptError("messages must be a list of at least one message")
@@ -114,11 +114,11 @@ class PromptTokenizer:
         return dict(self.words)
 
     def decoded(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each of any tokens by itself."""
+        """Return the text of each of any tokens by itself."""
         return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of an answer made of words."""
+        """Return the text of an answer made of words."""
         return "".join([self._texts[token_id] for token_id in token_ids])
 
     # ------------------------------------------------ what the API server half announces
@@ -127,7 +127,7 @@ class PromptTokenizer:
         return {"tokenizer.json": self.tokenizer.to_str().encode(), "chat_template.jinja": self.template.encode()}
 
     def facts(self, max_model_len: int) -> dict[str, Any]:
-        """The facts under the names that the plugin announces for real vLLM."""
+        """Return the facts under the names that the plugin announces for real vLLM."""
         return {
             "max_model_len": max_model_len,
             "content_format": "string",
@@ -146,7 +146,7 @@ class PromptTokenizer:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message with its content as a string. Text parts are joined by line breaks, as in vLLM."""
+    """Return a message with its content as a string. Text parts are joined by line breaks, as in vLLM."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError("every message needs a role")
     content = message.get("content")

@@ -75,7 +75,7 @@ class Trace:
 
 
 def block(identifier: int, seed: int = 0) -> list[int]:
-    """The 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
+    """Return the 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
     generator = random.Random(identifier + (seed << 40))
     head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
     tail = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
@@ -83,7 +83,7 @@ def block(identifier: int, seed: int = 0) -> list[int]:
 
 
 def shared(name: str) -> Path:
-    """The path of a trace in PUBLIC. The file may be missing."""
+    """Return the path of a trace in PUBLIC. The file may be missing."""
     return Path(__file__).resolve().parents[3] / SHARED / PUBLIC[name].file
 
 
@@ -102,7 +102,7 @@ def find(path: str | None = None) -> Path | None:
 
 
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
-    """The trace that ``find`` finds, with tokens by ``seed``, else a generated one of the same shape.
+    """Return the trace that ``find`` finds, with tokens by ``seed``, else a generated one of the same shape.
 
     A generated trace has other arrivals with every seed. Raises FileNotFoundError, or ValueError for another format.
     """

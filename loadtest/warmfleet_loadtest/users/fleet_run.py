@@ -79,7 +79,7 @@ class FleetRun:
 
 
 def verdict(run: FleetRun) -> list[str]:
-    """The reasons why this run has failed; empty if it has passed."""
+    """Return the reasons why this run has failed; empty if it has passed."""
     tally, total = run.tally, run.figures[ALL]
     problems = [f"request failed: {error}" for error in run.summary["errors"]]
     if total["failed"]:
@@ -106,7 +106,7 @@ def _excused(run: FleetRun, at_s: float) -> bool:
 
 
 def warnings(run: FleetRun) -> list[str]:
-    """The reasons that make the figures doubtful, without failing the run."""
+    """Return the reasons that make the figures doubtful, without failing the run."""
     found = []
     own = run.generator
     if own["was_busy"]:
@@ -134,7 +134,7 @@ HEAD = ("requests", "sent", "failed", "hit ratio", "TTFT mean", "p50", "p90", "p
 
 
 def rows(run: FleetRun) -> list[tuple[str, ...]]:
-    """A row of cells for each kind, as HEAD names them. Times are in ms."""
+    """Return a row of cells for each kind, as HEAD names them. Times are in ms."""
     ttft, gap = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99"), ("gap_p50", "gap_p99")
     return [
         (
@@ -175,7 +175,7 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
 
 
 def describe(run: FleetRun) -> str:
-    """A summary of the run in a few lines."""
+    """Return a summary of the run in a few lines."""
     table = [HEAD, *rows(run)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
     lines = [f"{run.fleet} (times in ms; the first {WARM_UP:.0%} left out)"]

@@ -82,13 +82,13 @@ def plan_text(run: FleetRun) -> str:
 
 
 def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
-    """The plots by the names of their files. The marks are those of the first run."""
+    """Return the plots by the names of their files. The marks are those of the first run."""
     window_s = max(1.0, round(runs[0].seconds / POINTS))
     lines = {run.fleet: over_time(run.tally, run.began, run.seconds, window_s) for run in runs}
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]
 
     def over(names: dict[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-        """A line per fleet and figure. names: of the figures, with their words in the legend."""
+        """Return a line per fleet and figure. names: of the figures, with their words in the legend."""
         return {
             f"{fleet}{label}": ([at for at, _ in found[name]], [value for _, value in found[name]])
             for fleet, found in lines.items()

@@ -37,7 +37,7 @@ class Plan:
     began: float
 
     def arrivals(self, kind: str, source: str) -> Arrivals:
-        """The arrivals of a source of this kind. source: its name, which no other source has."""
+        """Return the arrivals of a source of this kind. source: its name, which no other source has."""
         rate = self.rate * self.mix[kind] / sum(self.mix.values()) / self.sources
         return Arrivals(self.shape, rate, self.seconds, f"{self.seed} {kind} {source}")
 
@@ -69,7 +69,7 @@ def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1
 
 
 def mix_of(text: str) -> dict[str, float]:
-    """The parts of ``chat=4,rag=3``; kinds with 0 are left out. Raises ValueError."""
+    """Return the parts of ``chat=4,rag=3``; kinds with 0 are left out. Raises ValueError."""
     mix: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, share = part.partition("=")

@@ -17,7 +17,7 @@ LATE_SHARE = 0.05  # of the mean TTFT, by which the p99 of its requests may be l
 
 
 def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:
-    """The figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
+    """Return the figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
     counts, kinds = tally.total(since, until), tally.kinds()
     named = {kind: [kind] for kind in kinds} | {ALL: kinds}
     return {name: _of_kinds(counts, chosen) for name, chosen in named.items()}
@@ -46,7 +46,7 @@ def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
 
 
 def generator(tally: Tally, seconds: float) -> dict[str, Any]:
-    """The load generator's own health over a run of so many seconds.
+    """Return the load generator's own health over a run of so many seconds.
 
     busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
     late_p99_ms: how late requests were sent. was_busy, was_late: the figures may be its own rather than the fleet's.
@@ -69,7 +69,7 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
 
 
 def by_name(tally: Tally, name: str) -> dict[str, int]:
-    """A counter of the whole run by what it counts, such as ``worker`` by its id."""
+    """Return a counter of the whole run by what it counts, such as ``worker`` by its id."""
     return dict(sorted(_named(tally.total(), name).items()))
 
 

@@ -105,7 +105,7 @@ class Conductor:
             self._extend(environment.web_ui)
 
     def plan(self) -> Plan:
-        """The plan that the options ask for now. Raises ValueError."""
+        """Return the plan that the options ask for now. Raises ValueError."""
         options, kinds = self._environment.parsed_options, {user.kind for user in self._environment.user_classes}
         sources, began = getattr(options, "plan_sources", 1), getattr(options, "plan_began", 0.0)
         return plan_of(options, kinds, sources, began or time.time())
@@ -159,7 +159,7 @@ class Conductor:
             used = now_used
 
     def _name(self) -> str:
-        """The name of this process; a worker learns its number from the master."""
+        """Return the name of this process; a worker learns its number from the master."""
         if isinstance(self._runner, WorkerRunner):
             return f"worker {self._runner.worker_index + 1}"
         return "master" if isinstance(self._runner, MasterRunner) else "locust"
@@ -203,7 +203,7 @@ class Conductor:
 
 
 def table(found: dict[str, dict[str, float]]) -> list[dict[str, object]]:
-    """The rows of our page, by the keys of COLUMNS."""
+    """Return the rows of our page, by the keys of COLUMNS."""
     return [
         {
             "kind": kind,

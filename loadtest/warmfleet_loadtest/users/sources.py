@@ -84,7 +84,7 @@ class Source(User):
         self.next_due = next(self.due, math.inf)
 
     def dues(self) -> Iterator[float]:
-        """When requests are due, in seconds from the begin of the run."""
+        """Yield the time at which requests are due, in seconds from the begin of the run."""
         raise NotImplementedError
 
     def begin(self, due: float) -> None:
@@ -115,7 +115,7 @@ class Source(User):
         return not len(self.open) and (self.run_state.ended or self.next_due == math.inf)
 
     def send(self, ask: Ask, session: str, due: float) -> str | None:
-        """The answer's text, or None if there is none. Counts the request and its answer."""
+        """Return the answer's text, or None if there is none. Counts the request and its answer."""
         late_s = time.perf_counter() - due
         self.tally.sent(self.kind, time.time())
         try:
@@ -237,7 +237,7 @@ class TraceUser(Source):
 
 
 def by_session(arrivals: list[Arrival]) -> list[list[Arrival]]:
-    """The arrivals of each session, sessions in the order of their first arrival."""
+    """Return the arrivals of each session, sessions in the order of their first arrival."""
     sessions: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
         sessions.setdefault(arrival.session, []).append(arrival)

@@ -89,7 +89,7 @@ class OpenAIClient:
         return retried(lambda: self._stream(ask.path, body, session), broken)
 
     def _stream(self, path: str, body: bytes, session: str) -> Answer:
-        """The answer of a single try. Raises Refused, Broken."""
+        """Return the answer of a single try. Raises Refused, Broken."""
         answer = Answer()
         with self._connection(answer) as connection:
             connection.request("POST", self._path + path, body, self._headers | {"X-Session-ID": session})
@@ -103,7 +103,7 @@ class OpenAIClient:
 
     @contextmanager
     def _connection(self, answer: Answer) -> Iterator[http.client.HTTPConnection]:
-        """A connection for an answer. Raises Refused, Broken for the errors of the block."""
+        """Yield a connection for an answer. Raises Refused, Broken for the errors of the block."""
         made = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = made(cast("str", self._url.hostname), self._url.port, timeout=TIMEOUT_S)
         try:
@@ -169,7 +169,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any]
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text of a choice, of a chat or of a completion."""
+    """Return the text of a choice, of a chat or of a completion."""
     delta = choice.get("delta")
     return (delta.get("content") if delta is not None else choice.get("text")) or ""
 

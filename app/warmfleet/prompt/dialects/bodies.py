@@ -32,7 +32,7 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def from_dict(path: EnginePath, data: dict[str, Any], allowed: Collection[str], size_bytes: int) -> Request:
-    """The request of a body that is parsed already. size_bytes: of the body. Raises BadRequest."""
+    """Return the request of a body that is parsed already. size_bytes: of the body. Raises BadRequest."""
     if path.form == "completions" or path.form == "chat":
         return requests.from_dict(path.form, data, allowed, size_bytes)
     requests.refuse_fields(data, allowed)

@@ -23,12 +23,12 @@ MAX_VALUE_BYTES = 8_192  # of a field: the fields that routing reads are short
 
 
 def is_form(content_type: bytes) -> bool:
-    """Whether a body of this Content-Type is a form."""
+    """Return whether a body of this Content-Type is a form."""
     return b"form" in content_type.lower() and _options(content_type)[0] in (URL_ENCODED, MULTIPART)
 
 
 def fields(content_type: bytes, body: bytes) -> dict[str, str]:
-    """The fields of a form by their names, without files. If two have one name, the last counts."""
+    """Return the fields of a form by their names, without files. If two have one name, the last counts."""
     kind, options = _options(content_type)
     if kind == URL_ENCODED:
         pieces = body.split(b"&", MAX_FIELDS)[:MAX_FIELDS]
@@ -51,7 +51,7 @@ def fields(content_type: bytes, body: bytes) -> dict[str, str]:
 
 
 def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The head and the content of each part that is complete. line: begins and ends with the boundary."""
+    """Yield the head and the content of each part that is complete. line: begins and ends with the boundary."""
     at = max(body.find(b"-"), 0) if body[:1] in (b"\r", b"\n") else 0
     begin = line[2:] + b"\r\n"
     if not body.startswith(begin, at):

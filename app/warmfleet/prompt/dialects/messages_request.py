@@ -17,7 +17,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "required"
 
 
 def as_chat(body: Json) -> Json:
-    """The chat's body. Raises NotReproducible."""
+    """Return the chat's body. Raises NotReproducible."""
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
     messages = checked_list(body.get("messages"))
     system = _system_text(body.get("system"))
@@ -121,7 +121,7 @@ def _call(block: Json) -> Json:
 
 
 def _result(block: Json) -> list[Json]:
-    """The message of a tool's result, and another one if the result has images."""
+    """Return the message of a tool's result, and another one if the result has images."""
     content = block.get("content")
     call = "" if block.get("tool_use_id") is None else _word(block, "tool_use_id")
     if content is None or isinstance(content, str):

@@ -25,7 +25,7 @@ ROLES = ("user", "system", "developer")
 
 
 def as_chat(body: Json) -> Json:
-    """The chat's body. Raises NotReproducible."""
+    """Return the chat's body. Raises NotReproducible."""
     for name, reason in ELSEWHERE.items():
         if body.get(name) is not None:
             raise NotReproducible(reason)
@@ -99,7 +99,7 @@ def _add_to_assistant(chat: list[Json], last: Json | None, name: str, text: str)
 
 
 def _answer(content: Any) -> str:
-    """The text of an earlier answer: the engine takes the first of its parts."""
+    """Return the text of an earlier answer: the engine takes the first of its parts."""
     if isinstance(content, str):
         return content
     parts = checked_list(content)
@@ -139,7 +139,7 @@ def _call(item: Json) -> Json:
 
 
 def _tool(tool: Any) -> Json:
-    """A function. Tools of other types are not shown to the model, or the engine shows them in its own way."""
+    """Return a function. Tools of other types are not shown to the model, or the engine shows them in its own way."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise NotReproducible("tools")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}

@@ -23,7 +23,7 @@ LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
-    """The request of a body that is empty, a JSON object, a form, or of any type if the path takes all types.
+    """Return the request of a body that is empty, a JSON object, a form, or of any type if the path takes all types.
 
     allowed: as in ``request.parse``. content_type: the header. Raises BadRequest, TooLarge.
     """
@@ -42,14 +42,14 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def _unjudged(path: EnginePath, fields: Mapping[str, Any], size_bytes: int) -> Request:
-    """The request of a body that is no JSON object. The engine reads whatever cannot be read here."""
+    """Return the request of a body that is no JSON object. The engine reads whatever cannot be read here."""
     request = _request(path, fields, size_bytes // FORM_BYTES_PER_TOKEN, takes_salt=False)
     request.from_json = False
     return request
 
 
 def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") -> Request:
-    """The request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
+    """Return the request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
     request = _request(path, data, _characters(data) // CHARACTERS_PER_TOKEN, takes_salt=path.takes_salt)
     request.unforeseen = reason
     return request

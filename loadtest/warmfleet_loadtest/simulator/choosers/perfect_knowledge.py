@@ -69,7 +69,7 @@ class Backlog:
         self._ahead.update(request.hashes)
 
     def uncached(self, request: Request) -> int:
-        """The tokens of the request's prompt that the engine would have to compute."""
+        """Return the tokens of the request's prompt that the engine would have to compute."""
         scheduler = self._engine.scheduler
         size, known = scheduler.limits.block_tokens, 0
         for block_hash in request.hashes[: (request.prompt_tokens - 1) // size]:
@@ -84,7 +84,7 @@ class Backlog:
         return Outlook(ready_s, self._seconds(own))
 
     def _seconds(self, tokens: int) -> float:
-        """The time for these prompt tokens, with what all steps for them cost beside them."""
+        """Return the time for these prompt tokens, with what all steps for them cost beside them."""
         steps = -(-tokens // self._engine.scheduler.limits.step_tokens)
         return steps * self._step_s + tokens * self._engine.costs.prefill_token_s
 
