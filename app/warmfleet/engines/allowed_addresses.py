@@ -41,7 +41,7 @@ class Addresses:
         self.name(named_urls)
 
     def name(self, urls: Iterable[str]) -> None:
-        """The hosts of these URLs, and no others, are named by the operator from now on."""
+        """Take the hosts of these URLs, and no others, as named by the operator from now on."""
         self._named = {(urlsplit(url).hostname or "").lower() for url in urls}
 
     def named(self, host: str) -> bool:
@@ -49,7 +49,7 @@ class Addresses:
         return host.lower() in self._named
 
     def allows(self, host: str) -> bool:
-        """Whether the operator named this host, or it is an address in a range. Raises ValueError for other names."""
+        """Return whether the operator named this host or a range has its address. Raises ValueError for other names."""
         if self.named(host):
             return True
         address = _plain(host)
@@ -68,7 +68,7 @@ class Addresses:
             if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
                 # 127.1 and 2130706433 are addresses as well, which connect without a resolver.
                 raise UpstreamError(f"{url!r}: not a canonical address") from None
-            return  # a host name: its addresses are checked when it is resolved
+            return  # the addresses of a host name are checked when the name is resolved
         if not allowed:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 

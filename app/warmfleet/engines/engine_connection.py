@@ -20,13 +20,13 @@ from warmfleet.errors import UpstreamError, UpstreamGone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
-HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of the interim answers before it
-TRAILERS_MAX_BYTES = 8_192  # the bound of trailers, and of the line before a chunk with its extensions
-FIELD_COST_BYTES = 32  # counted for a header besides its text, so that many short ones are bounded as well
-MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
-LAST_WORD_BYTES = 64  # a piece of at most this length is the end of a stream, such as [DONE], and holds no usage
-UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
+KEEPALIVE_S = 4.0  # longest time that an idle connection is kept; the router must close it before engines do, after 5 s
+HEAD_MAX_BYTES = 65_536  # most bytes of an answer's status line and headers, with those of interim answers before it
+TRAILERS_MAX_BYTES = 8_192  # most bytes of trailers, and of the line before a chunk with its extensions
+FIELD_COST_BYTES = 32  # bytes counted for a header besides its text, so that many short ones are bounded as well
+MAX_INTERIM_ANSWERS = 8  # most answers 1xx before the final one
+LAST_WORD_BYTES = 64  # most bytes of a piece that ends a stream, such as [DONE]; so short a piece holds no usage
+UNREAD_MAX_BYTES = 65_536  # most bytes that wait for a slow client before reading from the engine pauses
 #: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
 #: answers: pools/stalled_requests.py ends the requests that wait for it.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, probes, ms
@@ -195,7 +195,7 @@ class EngineResponse:
         self._connection = connection
 
     def finish(self) -> None:
-        """The whole answer came. From now on, its connection may serve other requests."""
+        """Note that the whole answer came, so its connection may now serve other requests."""
         self.complete = True
         self._connection = None
 
@@ -230,7 +230,7 @@ class KeptConnections:
         self._closed = False
 
     def take(self) -> Connection | None:
-        """Return the youngest connection; None if there is none that is young enough."""
+        """Take out the youngest connection; return None if there is none that is young enough."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable(self._loop.time() - KEEPALIVE_S):
@@ -239,7 +239,7 @@ class KeptConnections:
         return None
 
     def keep(self, connection: Connection) -> None:
-        """``connection`` waits for another request."""
+        """Keep ``connection`` for another request."""
         if self._closed:
             connection.abort()
             return
@@ -247,7 +247,7 @@ class KeptConnections:
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` is lost; whether it was idle or in use is not known."""
+        """Forget ``connection``, which is lost; it may have been idle or in use."""
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -373,10 +373,10 @@ class Connection(asyncio.Protocol):
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
 
     def _give_back(self) -> None:
-        """The answer is whole: keep the connection for another request if that is safe, else close it."""
+        """After a whole answer, keep the connection for another request if that is safe, else close it."""
         self._answer = None
         transport = self._transport
-        # An engine may answer before it has read a whole request. It would take the rest for the next request.
+        # An engine may answer before it has read a whole request, and would take the rest of it for the next request.
         if self._keep_alive and not transport.get_write_buffer_size() and not transport.is_closing():
             self._reused = True
             self._kept.keep(self)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: Bytes at the beginning of a stream that are looked at. A longer event is no error.
+#: Most bytes at the beginning of a stream that are searched for an error. A longer event is taken for none.
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # a status of Anthropic's API alone
-#: So many bytes of an event show that it is no error, unless a word of an error is among them.
+#: Number of bytes of an event that show that it is no error, unless a word of an error is among them.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TAIL_BYTES = 2_048  # the usage, the event that ends a stream, and the fields that engines write behind the usage
-# In a text of the answer, \" is not ".
+TAIL_BYTES = 2_048  # length of an end that holds the usage, the fields that engines put behind it, and a last event
+# These patterns match no text of the answer itself, because a quote in it is written \".
 _CACHED = re.compile(rb'"(cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens" ?: ?(\d{1,9})')
 

@@ -11,7 +11,7 @@ from warmfleet.errors import UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_REQUEST_ID = 128
+MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
 #: A space ends a word of a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
@@ -23,7 +23,7 @@ def safe_request_id(client_id: bytes) -> str:
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The headers as they stand in a request. Raises UpstreamError if one of them would end its line too early."""
+    """Write the headers as a request has them. Raises UpstreamError if one of them would end its line too early."""
     made = [name + b": " + value + b"\r\n" for name, value in headers]
     lines = b"".join(made)
     if lines.count(b"\n") != len(made) or lines.count(b"\r") != len(made) or b"\0" in lines:
@@ -38,7 +38,7 @@ def header_fields(lines: bytes, *names: str) -> dict[str, str]:
 
 
 def header_value(text: str) -> bytes:
-    """Return a value as it is sent: a client's value was read as latin-1, so these are the bytes that the client sent.
+    """Encode a value for sending. A client's value was read as latin-1, so the result is the bytes that it sent.
 
     A value of the settings that latin-1 cannot hold is sent in UTF-8.
     """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-SWEEP_INTERVAL_S = 1.0  # between two calls of ``sweep``
-MAX_ADDRESSES = 4_096
+SWEEP_INTERVAL_S = 1.0  # time between two calls of ``sweep``
+MAX_ADDRESSES = 4_096  # most engines whose connections are kept; one more closes all idle connections
 WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body
 _HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
 
@@ -49,7 +49,7 @@ class Upstream:
         self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # until open()
 
     async def open(self) -> None:
-        """The connections belong to the running event loop."""
+        """Note the running event loop, to which all connections will belong."""
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class Upstream:
         self._engines.clear()
 
     def _replace(self, engine: Engine, answer: EngineResponse) -> None:
-        """The kept connection of ``answer`` was dead: send the request once more, on a new connection."""
+        """Send the request of ``answer`` once more, on a new connection, because its kept connection was dead."""
         self._on_stale()
         self._connect(engine, answer)
 
@@ -123,7 +123,7 @@ class Upstream:
             connection.send(answer)
 
     async def _connection(self, engine: Engine) -> Connection:
-        """Return a new connection to the first address of the engine that accepts. Raises OSError, TimeoutError."""
+        """Connect to the first address of the engine that accepts. Raises OSError, TimeoutError."""
         *others, last = await self._resolver.resolve(engine.host, engine.port)
         for address in others:
             try:
@@ -133,7 +133,7 @@ class Upstream:
         return await self._connected(engine, last)
 
     async def _connected(self, engine: Engine, address: str) -> Connection:
-        """Return a connection to this address; TLS asks for a certificate of the name in the URL."""
+        """Connect to this address; TLS asks for a certificate of the name in the URL."""
         tls, name = (self._tls, engine.host) if engine.tls else (None, None)
         async with asyncio.timeout(self._connect_timeout_s):
             _, made = await self._loop.create_connection(
@@ -181,7 +181,7 @@ class Engine:
         return b"%b%b%bContent-Length: %d\r\n\r\n" % (line, self._lines, headers, length)
 
     def replace(self, answer: EngineResponse) -> None:
-        """Send the request of ``answer`` again: its kept connection was dead."""
+        """Send the request of ``answer`` again, because its kept connection was dead."""
         self._replace(self, answer)
 
 

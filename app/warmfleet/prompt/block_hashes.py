@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     Lora = tuple[str, str] | None
 
-MAX_BLOCKS = 8_192  # in one chain: lua/decide.lua accepts no more
-BLOCKS_AT_ONCE = 512  # hashes made in one call, which holds the interpreter lock for 0.3 ms
-NO_KEYS = cbor.encode(None)  # the extra keys of most blocks: none
-TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
+MAX_BLOCKS = 8_192  # most blocks in one chain, because lua/decide.lua accepts no more
+BLOCKS_AT_ONCE = 512  # most hashes made in one call, which holds the interpreter lock for 0.3 ms
+NO_KEYS = cbor.encode(None)  # CBOR of the extra keys (salt, adapter) of most blocks, which have none
+TABLE_TOKENS = 262_144  # number of ids whose CBOR form is made in advance, as many as the largest vocabularies have
 
-TEXT_BLOCK_BYTES = 64  # a block of text counts as 16 tokens: about four bytes make one token
-TEXT_BLOCK_TOKENS = 16
+TEXT_BLOCK_BYTES = 64  # length of a block of text
+TEXT_BLOCK_TOKENS = 16  # tokens that a block of text counts as, because about four bytes make one token
 #: Prompts for workers whose tokenizer is not known are hashed as text. The seed gives this scheme an id of its own.
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
 class Chain(NamedTuple):
-    """The block hashes of one prompt under one scheme: packed, 8 bytes each, without a block of its last token."""
+    """The block hashes of a prompt under one scheme: 8 bytes each, joined, without a block that has its last token."""
 
     scheme_id: int
     block_tokens: int
@@ -63,7 +63,7 @@ class Hasher:
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """Return the chain without a block of the prompt's last token: engines always compute that token."""
+        """Return the chain without a block of the prompt's last token, because engines always compute that token."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
@@ -119,7 +119,7 @@ def hash_of(algorithm: str) -> Callable[[bytes], Any]:
 
 
 def text_chain(text: bytes) -> Chain:
-    """Return the chain of a text whose tokenizer is not known: 64 bytes make a block that counts as 16 tokens."""
+    """Return the chain of a text whose tokenizer is not known. A block has 64 bytes and counts as 16 tokens."""
     previous, packed = TEXT_SCHEME.none_hash, []
     count = min((len(text) - 1) // TEXT_BLOCK_BYTES, MAX_BLOCKS) if text else 0
     for start in range(0, count * TEXT_BLOCK_BYTES, TEXT_BLOCK_BYTES):
@@ -145,6 +145,6 @@ def cbor_array_head(length: int) -> bytes:
 
 @cache
 def _cbor_table() -> tuple[bytes, ...]:
-    """The CBOR form of every token id below TABLE_TOKENS. The table takes 0.1 s and 10 MB, so it is made once."""
+    """Make the CBOR form of each token id below TABLE_TOKENS: once, because that takes 0.1 s and 10 MB."""
     small = [cbor.encode(number) for number in range(65_536)]
     return (*small, *[struct.pack(">BI", 26, number) for number in range(65_536, TABLE_TOKENS)])

@@ -129,9 +129,9 @@ class ChatTemplate:
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """Return the prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
+        """Render the prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
 
-        Raises NotReproducible if the template refuses the messages: the engine then tells the client why.
+        Raises NotReproducible if the template refuses the messages; the engine then tells the client why.
         """
         names = self._names
         arguments = {name: value for name, value in arguments.items() if name in names}
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise NotReproducible("template") from error
 
     def _rendered(self, values: dict[str, Any]) -> str:
-        """As jinja2's ``Template.render``, which copies the values twice more and rewrites tracebacks."""
+        """Render as jinja2's ``Template.render``, but without its two copies of the values and its own tracebacks."""
         template = self._template
         context = self._environment.context_class(self._environment, values, None, template.blocks, self._globals)
         return "".join(template.root_render_func(context))
@@ -202,7 +202,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """``node`` reads the variable ``name`` (or its ``key``), perhaps through filters, tests and slices."""
+    """Return whether ``node`` reads the variable ``name`` (or its ``key``), perhaps through filters and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
         node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
     if key is not None:
@@ -256,7 +256,7 @@ def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _macro_contents(tree: nodes.Template, messages: list[str]) -> tuple[dict[int, set[str]], set[int]]:
-    """For each loop inside a macro: the macro's parameters that receive a message's content; and all such loops."""
+    """Return for each loop in a macro the macro's parameters that receive a message's content, and all such loops."""
     parameters: dict[int, set[str]] = {}
     loops: set[int] = set()
     for macro in tree.find_all(nodes.Macro):

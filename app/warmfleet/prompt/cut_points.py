@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from tokenizers import AddedToken, Tokenizer
 
-GRID = 1_024  # characters that a piece has at least
-WINDOW = 65_536  # characters searched in one call, which holds the interpreter lock for 1 ms
-MAX_SEPARATORS = 16  # of those that the chat template uses: a search for hundreds would be slow
-CHECKS = 1_000
+GRID = 1_024  # fewest characters of a piece
+WINDOW = 65_536  # most characters searched in one call, which holds the interpreter lock for 1 ms
+MAX_SEPARATORS = 16  # most separators that are searched for: hundreds would make the search slow
+CHECKS = 1_000  # number of texts on which each rule is tried
 #: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKZz]|\^|\$")
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
@@ -42,7 +42,7 @@ class Cuts:
         self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
-        """The end of the piece that begins at ``start``, and the end of the text that decides this; None at the last.
+        """Return the end of the piece from ``start``, and the end of the text that decides it; None at the last piece.
 
         The first number depends only on the text before the second, so texts that begin alike are cut alike.
         """
@@ -112,7 +112,7 @@ class Facts:
         return Cuts((), spaces=False)
 
     def _overlapped(self, token: str) -> bool:
-        """Another token may begin before ``token`` in a text and take a part of it."""
+        """Return whether another token may begin before ``token`` in a text and take a part of it."""
         starts = tuple(token[:length] for length in range(1, len(token)))
         return any(other.endswith(starts) or (other != token and token in other) for other in self.added)
 
@@ -123,7 +123,7 @@ def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> boo
 
 
 def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
-    """As its file shows, no step of this tokenizer looks across the gap between a letter and a space behind it."""
+    """Return whether, by its file, no step of this tokenizer looks across a gap between a letter and a space."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return False

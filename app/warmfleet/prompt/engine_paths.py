@@ -1,7 +1,7 @@
 """The paths of engines that clients may use, and what a request to each of them asks of an engine. Pure.
 
 A path that is not here, and that no pattern of the operator covers, is answered with 404. The paths of ``NEVER`` are
-refused whatever the operator's patterns say: they steer one engine, or report on it, and a router has many.
+refused whatever the operator's patterns say, because they steer or show one engine, and a router has many.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _PLAIN = re.compile(rf"(?:/{SEGMENT})+")
 
 
 def is_anthropic(target: bytes) -> bool:
-    """Whether clients of this path, as it stands in a request line, speak Anthropic's API; else they speak OpenAI's."""
+    """Return whether clients of this path of a request line speak Anthropic's API; else they speak OpenAI's."""
     return _ANTHROPIC.match(target) is not None
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_IDS = 4_096  # in one body, with all other keys of these names: replacing an id takes 3 us
+MAX_IDS = 4_096  # most ids in a body, with all other keys of their names, because replacing an id takes 3 us
 #: Fields of a body that hold messages, or other objects with content parts: an object, a list, or a list of lists.
 HOLDERS = (
     *("messages", "input", "inputs", "query", "queries", "documents", "items"),

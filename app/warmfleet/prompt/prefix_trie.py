@@ -34,8 +34,8 @@ PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
-MAX_ENDING = 2_048  # characters of an ending that is kept: only a text with few places to cut has a longer one
-ONE_PROMPT = 4  # a single prompt may fill a fourth of the trie; the rest is for other prompts
+MAX_ENDING = 2_048  # most characters of an ending that is kept; only a text with few places to cut has a longer one
+ONE_PROMPT = 4  # part of the trie that a single prompt may fill: 4 means a fourth; the rest is for other prompts
 
 NO_IDS = array("I")
 
@@ -66,7 +66,7 @@ class Mark:
 
 
 class Ids:
-    """Token ids, and how they stand in a JSON list."""
+    """Token ids, and their text in a JSON list."""
 
     __slots__ = ("_digits", "ids")
 
@@ -76,7 +76,7 @@ class Ids:
 
     @property
     def digits(self) -> bytes:
-        """The ids as they stand in a JSON list. Made once."""
+        """The ids as text in a JSON list, made at the first call."""
         if self._digits is None:
             self._digits = _digits(self.ids)
         return self._digits
@@ -216,7 +216,7 @@ class Prompt:
         return whole.tolist()
 
     def json(self) -> list[bytes]:
-        """The ids as a JSON list, in parts to be joined. The digits of earlier prompts' nodes are not made again."""
+        """Write the ids as a JSON list, in parts to be joined, with the digits that earlier prompts' nodes keep."""
         made = [b"["]
         for node in self.nodes:
             if node.ids:
@@ -285,7 +285,7 @@ class Trie:
             node = child
 
     def read(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
-        """The prompt of a text, whose new pieces are put into the trie. path: the result of ``find``, if at hand."""
+        """Make the prompt of a text, and put its new pieces into the trie. path: result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         last = path[-1]
         ending = last.ending
@@ -446,7 +446,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: int) -> Chain:
-    """Return the chain, by hasher number ``k``, of a path and the packed hashes behind it."""
+    """Make the chain of a path and of the packed hashes behind it. k: number of the hasher."""
     if len(path) > 1 or path[0].tokens:
         packed = b"".join([*[node.hashes[k] for node in path], packed])
     return hasher.capped(packed, tokens)
@@ -455,9 +455,9 @@ def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: 
 def _hashed(
     k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """The work of hasher number ``k`` on the ids behind a path: packed hashes, and the two parts that a node keeps.
+    """Hash the ids behind a path with hasher number ``k``; return all hashes, and the hashes and digests for a node.
 
-    The hashes are of all full blocks behind the last full one of the path. The node of the new pieces keeps the hashes
+    The first are those of all full blocks behind the last full one of the path. The node of the new pieces keeps those
     of the blocks that end in its pieces, and for each piece the digest of the last block. cuts: as in ``read``.
     """
     hasher, last = reading.hashers[k], path[-1]
@@ -471,7 +471,7 @@ def _hashed(
 
 
 def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> tuple[list[bytes], bytes]:
-    """The digests that hasher number ``k`` makes of the ids behind the last full block of a path, also as hashes."""
+    """Hash the ids behind the last full block of a path with hasher number ``k``; return digests and block hashes."""
     hasher, last = reading.hashers[k], path[-1]
     ids = _open_block(path, hasher) + new if last.tokens else new
     digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), ids, reading.salt, reading.lora)

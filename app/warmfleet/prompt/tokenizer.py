@@ -29,8 +29,8 @@ logger = logging.getLogger("warmfleet.prompt.tokenizer")
 #: core, up to 32, each with 64 MiB of address space. A single thread is as fast for a text. The libraries read these
 #: variables at their first use.
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
-PROBES = 300
-MAX_SPECIAL = 256  # characters of a special token that is put into probe texts
+PROBES = 300  # number of random texts on which the fast library is compared with the slow one
+MAX_SPECIAL = 256  # most characters of a special token that is put into probe texts
 NO_FACTS = Facts((), spaces=False, added=())
 
 
@@ -57,7 +57,7 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokenizer_json: bytes) -> Encoder:
-        """``load`` for a file that ``read`` has read. Raises ValueError."""
+        """Do the rest of ``load`` for a file that ``read`` has read. Raises ValueError."""
         try:
             slow = _slow(tokenizer)
             facts = Facts.of(tokenizer)
@@ -75,7 +75,7 @@ class Encoder:
         return cls(digest(tokenizer_json), encode, fast, NO_FACTS, affixes)
 
     def cuts(self, template: str) -> Cuts:
-        """Where texts of this tokenizer may be cut. template: the source of the chat template that makes the texts."""
+        """Find where texts of this tokenizer may be cut. template: source of the chat template that makes the texts."""
         if self.affixes is None:
             return Cuts((), spaces=False)
         try:
@@ -93,7 +93,7 @@ class Encoder:
 
 
 def read(tokenizer_json: bytes) -> Tokenizer:
-    """Return a tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
+    """Read a file with the slow library, which holds the interpreter for 50 ms per MB. Raises ValueError."""
     with _value_error("not a tokenizer"):
         tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
@@ -132,7 +132,7 @@ def _unlimited(tokenizer: Any) -> Any:
 
 
 def _guarded(encode: Encode) -> Encode:
-    """``encode``, with NotReproducible in place of every error of a library: only that text is routed by load."""
+    """Wrap ``encode``, to raise NotReproducible for every error of a library, so that only that text is affected."""
 
     def guarded(text: str, special: bool) -> array[int]:
         try:
@@ -208,7 +208,7 @@ def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
 
 
 def _samples(specials: tuple[str, ...]) -> list[str]:
-    """Texts in which tokenizers differ: scripts, digits, odd white space, normalisation, special tokens in the text."""
+    """Make texts in which tokenizers differ, by scripts, digits, odd white space, normalisation or special tokens."""
     rng = random.Random(20)
     pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
     pieces += [

@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT_MS = 10_000.0
 DEFAULT_SERVICE = "warmfleet"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t -~]*")
-#: Sampler → whether a caller's decision counts, and the share of all other traces; None: OTEL_TRACES_SAMPLER_ARG.
+#: Sampler → whether a caller's decision counts, and the share of other traces kept; None = OTEL_TRACES_SAMPLER_ARG.
 SAMPLERS: dict[str, tuple[bool, float | None]] = {
     "parentbased_always_on": (True, 1.0),
     "parentbased_traceidratio": (True, None),
@@ -57,7 +57,7 @@ class TracingOptions:
 
 
 def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
-    """The options in these variables; None if tracing is off. Raises BadArgument that names a variable at fault."""
+    """Read the options in these variables; return None if tracing is off. Raises BadArgument that names a variable."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
@@ -104,7 +104,7 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """Return the value of an exporter's variable. The variable for traces wins over the one for everything."""
+    """Return the value of an exporter's variable: of the one for traces if it is set, else of the one for everything."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
@@ -157,7 +157,7 @@ def _sampler(environment: Mapping[str, str]) -> tuple[bool, float]:
 
 
 def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """``key=value,key=value`` with escapes as in a URL. Raises BadArgument that does not show the value."""
+    """Parse ``key=value,key=value`` with escapes as in a URL. Raises BadArgument that does not show the value."""
     found = {}
     for part in filter(None, map(str.strip, environment.get(name, "").split(","))):
         key, equals, value = part.partition("=")
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The ``_pairs``, if HTTP allows them. Else the first request would fail, with an error that shows the value."""
+    """Return the ``_pairs`` if HTTP allows them; the first request would fail with an error that shows the value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

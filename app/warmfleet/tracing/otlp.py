@@ -22,7 +22,7 @@ SERVER, CLIENT = 2, 3  # kinds of spans
 STATUS_ERROR = b"\x18\x02"  # the field with the status code of an error
 LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span: whether its parent is in another process
 SCOPE = "warmfleet"
-KEYS = 256  # names of attributes that are kept: there are a few dozen
+KEYS = 256  # most names of attributes whose bytes are kept; there are a few dozen names
 
 
 def export_request(resource: Mapping[str, str], version: str, spans: Iterable[bytes]) -> bytes:
@@ -78,7 +78,7 @@ def _event(offset_ns: int, event: Event) -> bytes:
 
 
 def _status(error: Failure | None) -> bytes:
-    """Return the status of a span; empty unless the span failed: a collector reads that as unset."""
+    """Return the status of a span; empty, which a collector reads as unset, unless the span failed."""
     if error is None:
         return b""
     return _message(15, (_text(2, error.message) if error.message else b"") + STATUS_ERROR)
@@ -130,7 +130,7 @@ def _fixed64(number: int, value: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits in each byte, the lowest first; all but the last have the highest bit set."""
+    """Encode with seven bits in each byte, the lowest first; all bytes but the last have the highest bit set."""
     made = bytearray()
     while value > 127:
         made.append(value & 127 | 128)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     LogStep = Callable[[str], None]
 
 MAX_ERROR_CHARACTERS = 300
-MAX_MODEL_CHARACTERS = 200  # of a model's name, as the client wrote it
-MAX_EVENTS = 16  # of a request: it has at most four tries, one second worker and one continuation
+MAX_MODEL_CHARACTERS = 200  # most characters kept of a model's name, as the client wrote it
+MAX_EVENTS = 16  # most events of a request, which has at most four tries, one second worker and one continuation
 HUNG_UP = "client_hung_up"
 USAGE = b'"usage"'
 LONGEST_OPENING = len(USAGE) + len(" : {")
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a request or a try failed. word: one of few, for queries, such as the code of an error."""
+    """The reason why a request or a try failed. word: one of few, for queries, such as the code of an error."""
 
     word: str
     message: str
@@ -66,7 +66,7 @@ class TryRecord:
     """A try at a worker, from before the decision until everything is given back.
 
     ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and
-    seconds of prefill in the queue when this one got its ticket. ``policy``: the policy that chose; empty if Redis did
+    seconds of prefill in the queue when this one joined it. ``policy``: the policy that chose; empty if Redis did
     not choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
     speed is known. ``pool``: the tag of the chosen pool; empty where the model has one pool. ``engine_request_id``:
     the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
@@ -93,7 +93,7 @@ class TryRecord:
         self.began_at = time.perf_counter()
 
     def queued(self, waiting: int, work_s: float) -> None:
-        """The request waits for its worker. Only the first call counts: a decision is asked for again and again."""
+        """Note that the request waits for its worker. Only the first of the many calls while it waits counts."""
         if not self.queued_at:
             self.queued_at = time.perf_counter()
             self.waiting, self.work_s = waiting, work_s
@@ -101,7 +101,7 @@ class TryRecord:
                 self.log_step(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
 
     def decided(self, decision: Decision, policy: str, asked_at: float, token_s: float, fallback: str = "") -> None:
-        """A worker was chosen. fallback: why Redis did not choose it."""
+        """Note the chosen worker. fallback: why Redis did not choose it."""
         self.decided_at = time.perf_counter()
         self.decision, self.policy, self.asked_at, self.token_s = decision, policy, asked_at, token_s
         if fallback:
@@ -112,19 +112,19 @@ class TryRecord:
             self.log_step(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
 
     def sent(self, engine_request_id: str, *, with_ids: bool) -> None:
-        """The request is sent to the worker. with_ids: with token ids in place of the text."""
+        """Note that the request is sent to the worker. with_ids: with token ids in place of the text."""
         self.sent_at, self.engine_request_id, self.sent_ids = time.perf_counter(), engine_request_id, with_ids
         if self.log_step is not None:
             self.log_step(f"sent as {engine_request_id}" + (", with token ids" if with_ids else ""))
 
     def first_byte(self, status: int, at: float) -> None:
-        """The first byte of the worker's answer came, and will be passed on."""
+        """Note that the first byte of the worker's answer came, and will be passed on."""
         self.first_byte_at, self.status = at, status
         if self.log_step is not None:
             self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
-        """The answer is complete, or no more of it will come."""
+        """Note the facts of an answer that is complete, or of which no more will come."""
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail
         begins = tail.rfind(USAGE, -TAIL_BYTES)
@@ -135,13 +135,13 @@ class TryRecord:
             self.usage = tail[begins:ends]
 
     def failed(self, error: WarmfleetError) -> None:
-        """The worker failed, or its answer broke off."""
+        """Note that the worker failed, or that its answer broke off."""
         self.failure = _failure(error)
         if self.log_step is not None:
             self.log_step(f"failed: {self.failure.message}")
 
     def end(self, outcome: Outcome) -> None:
-        """Everything was given back."""
+        """Note that all that was booked for this try was given back."""
         self.ended_at, self.outcome = time.perf_counter(), outcome
         if self.decision is not None and self.decision.seen is not None:
             self.decision = replace(self.decision, seen=None)  # a record lives long, and ``seen`` is the whole fleet
@@ -171,7 +171,7 @@ class RequestRecord:
         self.tries: list[TryRecord] = []
 
     def begin_try(self, reservation: str) -> TryRecord:
-        """Return the record of a new try at a worker."""
+        """Add and return the record of a new try at a worker."""
         made = TryRecord(reservation)
         self.tries.append(made)
         if self.log_step is not None:
@@ -183,7 +183,7 @@ class RequestRecord:
         log_step(f"try {len(self.tries)}, reservation {made.reservation}")
 
     def identified(self, model: str, kind: str, reason: str, tokens: int, *, streams: bool) -> None:
-        """The prompt was identified."""
+        """Note that the prompt was identified."""
         self.identified_at = time.perf_counter()
         self.model = model if len(model) <= MAX_MODEL_CHARACTERS else model[:MAX_MODEL_CHARACTERS]
         self.kind, self.reason, self.prompt_tokens, self.streams = kind, reason, tokens, streams
@@ -200,17 +200,17 @@ class RequestRecord:
             self.log_step(f"{name}: {values}")
 
     def refused(self, error: WarmfleetError) -> None:
-        """The client got this error as its answer, or as the end of its answer."""
+        """Note the error that the client got as its answer, or as the end of its answer."""
         self.failure, self.error_status = _failure(error), error.status
         if self.log_step is not None:
             self.log_step(f"refused: {error.status} {error.code}")
 
     def hung_up(self) -> None:
-        """The client hung up before its answer was complete."""
+        """Note that the client hung up before its answer was complete."""
         self.failure = Failure(HUNG_UP, "The client hung up before its answer was complete.")
 
     def end(self, status: int, *, complete: bool) -> None:
-        """The answer is complete, or will never be."""
+        """Note the end: the answer is complete, or will never be."""
         self.ended_at, self.status, self.complete = time.perf_counter(), status, complete
 
     @property

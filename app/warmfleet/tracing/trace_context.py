@@ -9,8 +9,8 @@ from typing import NamedTuple
 VERSION_0_LENGTH = 55  # characters of a traceparent of version 00; later versions may append to it
 #: version, trace id, id of the caller's span, flags
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-MAX_STATE_BYTES = 512  # longer ones may be left out
-SAMPLED = 1  # the flag
+MAX_STATE_BYTES = 512  # most bytes of a tracestate; the standard lets longer ones be left out
+SAMPLED = 1  # flag of a traceparent whose trace is kept
 
 
 class TraceContext(NamedTuple):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warmfleet.prompt.chat_template import ChatTemplate
 
-CPU_S = 0.25  # for one render, or for compiling, which usually takes 0.02 s
+CPU_S = 0.25  # longest CPU time of one render, or of compiling, which usually takes 0.02 s
 MEMORY_BYTES = 256 * 2**20
 HEAD_BYTES = 4
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _compiled(request: bytes) -> tuple[ChatTemplate | None, Answer]:
-    """The template of the first request and its content format, or the name of the error that compiling raises."""
+    """Compile the first request's template; return it and its content format, or the name of the error raised."""
     from warmfleet.prompt.chat_template import ChatTemplate
 
     source, form = marshal.loads(request)  # noqa: S302  the parent has written it
@@ -102,7 +102,7 @@ def close_doors(memory_bytes: int) -> None:
 
 
 def read_request() -> bytes | None:
-    """Return the next request, or None when the parent has closed the socket."""
+    """Read the next request; return None when the parent has closed the socket."""
     head = _exactly(HEAD_BYTES)
     return None if head is None else _exactly(int.from_bytes(head, "little"))
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 URL_ENCODED, MULTIPART = b"application/x-www-form-urlencoded", b"multipart/form-data"
-MAX_FIELDS = 2_000  # Starlette takes 1,000 fields and 1,000 files
-MAX_LOOKS = 8_000  # searches for a boundary, of some microseconds each
-MAX_HEAD_BYTES = 8_192  # of the headers of a part
-MAX_OPTIONS_BYTES = 1_024  # of a header whose options are read
-MAX_VALUE_BYTES = 8_192  # of a field: the fields that routing reads are short
+MAX_FIELDS = 2_000  # most parts of a form; Starlette takes 1,000 fields and 1,000 files
+MAX_LOOKS = 8_000  # most searches for a boundary, of some microseconds each
+MAX_HEAD_BYTES = 8_192  # most bytes of the headers of a part
+MAX_OPTIONS_BYTES = 1_024  # most bytes of a header whose options are read
+MAX_VALUE_BYTES = 8_192  # most bytes of a field that is read: those that routing needs are short
 
 
 def is_form(content_type: bytes) -> bool:
@@ -77,7 +77,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after(body: bytes, at: int) -> bytes:
-    """The bytes behind a boundary, at ``at``: a line end, or ``--`` behind the last boundary; empty if it is none."""
+    """Return what stands at ``at`` behind a boundary: a line end, or ``--`` behind the last; empty if it is neither."""
     if body.startswith(b"--", at):
         return b"--"
     behind = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")

@@ -36,19 +36,19 @@ def as_chat(body: Json) -> Json:
 
 
 def thinking_off(body: Json) -> bool:
-    """The client has switched thinking off. Engines pass this on in a way that differs from template to template."""
+    """Return whether the client switched thinking off. How engines pass this on differs by template."""
     thinking = body.get("thinking")
     return isinstance(thinking, dict) and thinking.get("type") == "disabled"
 
 
 def with_system_first(messages: list[Json]) -> list[Json]:
-    """The chat as an engine makes it if its template takes system text only at the front: all of it is joined there."""
+    """Join all system text at the front, as an engine does whose template takes it only there."""
     text = "".join([message["content"] for message in messages if message["role"] == "system"])
     return [{"role": "system", "content": text}, *(message for message in messages if message["role"] != "system")]
 
 
 def _system_text(system: Any) -> str:
-    """The text of the field ``system``. As in the engine, the line that accounts a request to a client is left out."""
+    """Return the text of the field ``system`` without the line that bills the request to a client, as engines do."""
     if system is None or isinstance(system, str):
         return system or ""
     texts = [_text(block) for block in checked_list(system) if _word(block, "type") == "text"]
