@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-REPLAY_PORTS = 100  # from the port of an engine's KV events to that of their replays
-INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # for --kv-events
-STOP_SECONDS = 2.0  # for open requests to end when the engine stops
+REPLAY_PORTS = 100  # distance from the port of an engine's KV events to that of their replays
+INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # brings what --kv-events needs
+STOP_SECONDS = 2.0  # longest time for open requests to end when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
-    """How the engine with this port joins. Raises UrlRefusedError for an address that routers could not reach."""
+    """Return how the engine with this port joins. Raises UrlRefusedError for an address that routers cannot reach."""
     server_id = args.worker_id or default_server_id([*sys.argv, str(args.port or port)])
     if args.count > 1:
         server_id = f"{server_id}-{index}"

@@ -71,7 +71,7 @@ class Bench:
     texts: bool
 
 
-ENDING_S = 2.0  # from a refused connection until the end of its process is known
+ENDING_S = 2.0  # longest time from a refused connection until the end of its process is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
 
 
 def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
-    """The exit codes are in the module's docstring. policies: those that routers have."""
+    """Run the command; return an exit code of the module's docstring. policies: those that routers have."""
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)

@@ -52,10 +52,10 @@ LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
-FINISH_S = 200.0  # for Locust's last requests and its report: longer than three tries take
-LATE_S = 60.0  # on a busy machine what was added may get its first request only after the duration
+FINISH_S = 200.0  # longest time for Locust's last requests and its report; three tries take less
+LATE_S = 60.0  # longest time after the duration in which an added process may still get its first request
 POLL_S = 0.2
-LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # between lines of progress
+LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between lines of progress, in a file and on a terminal
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.tokenizer import Encoder
 
 MAX_WAITING = 64  # most texts that wait for the executor; further requests are routed by load
-INLINE_BYTES = 65_536  # most bytes of a body that the event loop renders and reads; the executor does those that take over 1 ms
+INLINE_BYTES = 65_536  # most bytes of a body that the event loop renders; a larger one takes over 1 ms, in the executor
 INLINE_CHARACTERS = 2_000  # most new characters tokenised in the event loop: 1.5 ms with the slow tokenizer
 FAST_FACTOR = 20  # number of times INLINE_CHARACTERS that the fast tokenizer reads in the same 1.5 ms
 

@@ -104,7 +104,7 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """Return the value of an exporter's variable: of the one for traces if it is set, else of the one for everything."""
+    """Return the value of an exporter's variable: of that for traces if it is set, else of that for everything."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``_pairs`` if HTTP allows them; the first request would fail with an error that shows the value."""
+    """Return the ``_pairs``, but refuse those that HTTP does not allow, because its error would show the value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

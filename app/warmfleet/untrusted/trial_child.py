@@ -83,7 +83,7 @@ def _tried(tokenizer_json: bytes, template: str) -> str:
 
 
 def _check_replacements(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if replacements may make a text much longer, which no probe shows, for want of rare characters."""
+    """Raise ValueError if replacements may make a text much longer. No probe has the rare characters that show this."""
     growth = 1
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         kind = part.get("type")
@@ -102,7 +102,7 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
-    """Return the most bytes that a table of SentencePiece may make of one character.
+    """Return the most bytes that SentencePiece's table makes of a character; 1 if MAX_CHARSMAP allows them.
 
     The table is a length, a tree, and the replacement texts, each with a zero byte at its end.
     """

@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
+LAG_PERIOD = 0.05  # seconds between two looks at the loop's clock
 
 
 @dataclass(frozen=True, slots=True)

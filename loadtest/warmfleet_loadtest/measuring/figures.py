@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # of the mean TTFT, of a core: a client that is later or busier measures itself
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # bounds of lateness (share of mean TTFT) and CPU (of a core) of a good client
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
 def health(
     replies: Sequence[Reply], watch: dict[str, float], speed: float, cpu_s: dict[str, float], wall_s: float
 ) -> dict[str, Any]:
-    """The client's own health, and the CPU time of every kind of process. Lateness is in trace seconds, as TTFT is."""
+    """Return the client's own health, and CPU time by kind of process. Lateness is in trace seconds, as TTFT is."""
     late = sorted(speed * reply.late_s for reply in replies)
     ttft = due_ttft(replies, speed)
     late_p99, mean = quantile(late, 0.99), statistics.fmean(ttft) if ttft else 0.0

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.measuring.sampling import Sample
 
-WINDOW = 10  # samples from which a hit ratio is computed
-COLUMNS = 3  # panels side by side
+WINDOW = 10  # number of samples from which a hit ratio is computed
+COLUMNS = 3  # number of panels side by side
 
 
 def save_plots(

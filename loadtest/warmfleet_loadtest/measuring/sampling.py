@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0
 ANSWER_S = 10.0
-#: For each field of a Sample the begin of those lines of ``/metrics`` that it is the sum of.
+#: Field of a Sample → the begin of those lines of ``/metrics`` whose sum it is.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",
     "prompt": r"^vllm:prompt_tokens_total\{",

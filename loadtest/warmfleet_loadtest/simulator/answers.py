@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 DONE = b"data: [DONE]\n\n"
-MADE_UP = -1.0  # the logprob of every token
+MADE_UP = -1.0  # logprob that every token gets
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 
 def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
-    """The usage of a request. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
+    """Return the usage. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
     output_tokens = sum(request.output_tokens for request in requests)
     cached = sum(request.cached_tokens for request in requests[:: ask.n])
     return {

@@ -99,7 +99,7 @@ class BlockPool:
         return taken
 
     def insert(self, block: int, block_hash: bytes) -> None:
-        """The content of a used block is complete, and requests may hit it from now on."""
+        """Note that the content of a used block is complete, so that requests may hit it from now on."""
         self._hash_of[block] = block_hash
         holders = self._holders.get(block_hash)
         if holders is not None:

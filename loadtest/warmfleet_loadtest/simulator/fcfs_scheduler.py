@@ -46,7 +46,7 @@ class FcfsScheduler(Scheduler):
         return Step([(request, tokens)], StepWork(tokens, 1, 0.0, 0, 0))
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:
-        """The prefill is over: return its first token. The others are due when ``decode_s`` per token has passed."""
+        """End the prefill and return its first token. The others are due when ``decode_s`` per token has passed."""
         ((request, _tokens),) = step.tokens
         if request.finished:  # aborted
             return []

@@ -177,7 +177,7 @@ class Scheduler:
         return Step(list(planned.items()), work)
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """The step is over. Sample one token for each request that has all its known tokens computed."""
+        """End a step: sample one token for each request that has all its known tokens computed."""
         outputs = []
         for request, _tokens in step.tokens:
             if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
@@ -273,7 +273,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _end(self, request: Request) -> None:
-        """A running request is over, answered or aborted."""
+        """Take away a running request that is over, answered or aborted."""
         self.running.remove(request)
         if self.follower is not None:
             self.follower.over(request)

@@ -87,7 +87,7 @@ PRESETS = {
 
 
 def load_costs(name: str) -> StepCosts:
-    """The costs that ``name`` means: a preset, a factor for the preset ``demo``, or a JSON file of ``calibrate``.
+    """Return the costs that ``name`` means: a preset, a factor for the preset ``demo``, or a file of ``calibrate``.
 
     Raises ValueError.
     """

@@ -92,7 +92,7 @@ class Running:
 
 
 def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
-    """Warmfleet fleets: every policy, of those that are known, with every number of replicas. Raises ValueError."""
+    """Return Warmfleet fleets: each policy that is known with each number of replicas. Raises ValueError."""
     names = list(known) if policies == "all" else policies.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -107,7 +107,7 @@ def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
 
 
 def others(names: str) -> list[Fleet]:
-    """The other fleets by their names, such as ``bridge:4,vllm-router-kv:4,session-sticky``. Raises ValueError."""
+    """Return the other fleets by names such as ``bridge:4,vllm-router-kv:4,session-sticky``. Raises ValueError."""
     return [_other(name) for name in names.split(",") if name]
 
 
@@ -211,7 +211,7 @@ def _start_engines(
 
 
 def _chooser_url(processes: Processes) -> str:
-    """Return the URL of the engines' chooser, as they print it."""
+    """Wait for the URL of the engines' chooser, which they print, and return it."""
 
     def urls() -> list[str]:
         return re.findall(r"chooses among them on (http://\S+)\n", processes.log("engines"))

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 MODEL = "loadtest"
 WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
 SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
-WATCH_S = 0.5
-TERMINATE_S = 10.0  # for a process to end by itself
+WATCH_S = 0.5  # time between two looks at the processes
+TERMINATE_S = 10.0  # longest time for a process to end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class LocustStack(Processes):
         return {kind: spent.get(kind, 0.0) + self._gone_s.get(kind, 0.0) for kind in {**spent, **self._gone_s}}
 
     def sessions(self) -> dict[str, int]:
-        """The number of connections that haproxy has made to each server. Raises StackError without an answer."""
+        """Ask haproxy for the number of connections made to each server. Raises StackError without an answer."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(5)

@@ -26,7 +26,7 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """Return the folder with the peers' commands. The first call downloads 100 MB. Raises StackError if that fails."""
+    """Install the peers at the first call (100 MB); return the folder of their commands. Raises StackError."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BURST_PERIOD_S, BURST_S, BURST_FACTOR = 60.0, 10.0, 3.0  # in every minute ten seconds with three times the mean rate
-RAMP_FROM, RAMP_TO = 0.2, 1.8  # of the mean rate
-DIURNAL_SWING = 0.8  # the rate goes from 0.2 to 1.8 times its mean and back, once in a run
-ENDLESS_DAY_S = 600.0  # the "day" (and the ramp) of a run without an end
+BURST_PERIOD_S, BURST_S, BURST_FACTOR = 60.0, 10.0, 3.0  # each minute has ten s of three times the mean rate
+RAMP_FROM, RAMP_TO = 0.2, 1.8  # first and last rate of a ramp, as multiples of the mean rate
+DIURNAL_SWING = 0.8  # swing of the rate around its mean: from 0.2 to 1.8 times the mean and back, once in a run
+ENDLESS_DAY_S = 600.0  # length of the "day" (and of the ramp) in a run without an end
 
 #: Each shape in a few words, for ``--help``.
 SHAPES = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.fleet_run import FleetRun
 
-POINTS = 20  # of a line over the run
+POINTS = 20  # number of points of a line over the run
 SECONDS = "seconds from the first arrival"
 
 _PAGE = """<!doctype html>

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 TRACE_KIND = "trace"
 DEFAULT_MIX = ",".join(f"{kind}={made.share:g}" for kind, made in SESSIONS.items())
 DEFAULT_RATE = 4.0  # requests per second
-LEAD_S = 1.0  # from the plan to the first arrival: the processes of a distributed run get the plan meanwhile
-MOST_SLOTS = 600  # stretches of a run for which figures are kept apart
+LEAD_S = 1.0  # time from the plan to the first arrival, in which the processes of a distributed run get the plan
+MOST_SLOTS = 600  # most stretches of a run for which figures are kept apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Plan:
 
 
 def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1, began: float = 0.0) -> Plan:
-    """The plan that the options ask for. chosen: only these kinds, all if None. Raises ValueError with the remedy."""
+    """Make the plan that the options ask for. chosen: kinds to use, None = all. Raises ValueError with the remedy."""
     mix = {TRACE_KIND: 1.0} if options.trace else mix_of(options.mix)
     kept = {kind: share for kind, share in mix.items() if chosen is None or kind in chosen}
     if not kept:

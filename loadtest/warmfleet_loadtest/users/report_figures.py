@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.tally import Tally
 
 ALL = "all"
-BUSY_SHARE = 0.8  # of a core: a load generator that is busier measures itself
-LATE_SHARE = 0.05  # of the mean TTFT, by which the p99 of its requests may be late
+BUSY_SHARE = 0.8  # most CPU time of a load generator, as a share of a core; a busier one measures itself
+LATE_SHARE = 0.05  # most lateness of its requests at p99, as a share of the mean TTFT
 
 
 def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:
@@ -46,7 +46,7 @@ def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
 
 
 def generator(tally: Tally, seconds: float) -> dict[str, Any]:
-    """Return the load generator's own health over a run of so many seconds.
+    """Return the load generator's own health over a run of ``seconds``.
 
     busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
     late_p99_ms: how late requests were sent. was_busy, was_late: the figures may be its own rather than the fleet's.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.plan import Plan
 
-SUMMARY_S = 2.0  # between writings of the summary
-WATCH_S = 0.25  # between looks at the CPU time and the loop of a process
-FINISH = "warmfleet-finish"  # the master's message to its workers: begin no further request
+SUMMARY_S = 2.0  # time between two writings of the summary
+WATCH_S = 0.25  # time between two looks at the CPU time and the loop of a process
+FINISH = "warmfleet-finish"  # name of the message by which the master tells its workers to begin no further request
 TAB = "warmfleet"
 COLUMNS = {
     "kind": "Requests",
@@ -54,7 +54,7 @@ class OpenLoop(LoadTestShape):
     """Starts a source of each kind in every process, and ends the run when the last request is answered."""
 
     def tick(self) -> tuple[int, float, list[Any]] | None:
-        """The number of users that should run, and their classes; None ends the run. Locust asks every second."""
+        """Return the number and classes of users that should run; None ends the run. Locust asks every second."""
         runner: Any = self.runner
         if runner.shape_last_tick is None:  # the first look of this run
             return self._begin(runner)

@@ -164,10 +164,10 @@ def message(role: str, content: str) -> dict[str, str]:
 
 @lru_cache(maxsize=128)  # more than there are: a text of 1,200 words takes 1 ms, which a request would be late
 def shared_prose(shared: str, name: str, number: int, words: int) -> str:
-    """Return a text that sessions share."""
+    """Make a text that sessions share."""
     return prose(random.Random(f"{shared} {name} {number}"), words)
 
 
 def prose(source: random.Random, words: int) -> str:
-    """Return a text of so many words."""
+    """Make a text of as many words as ``words`` says."""
     return " ".join(f"{source.choice(_WORDS)}{source.randrange(100)}" for _ in range(words))

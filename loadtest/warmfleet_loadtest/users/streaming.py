@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.sessions import Ask
 
-TIMEOUT_S = 60.0  # without a byte
+TIMEOUT_S = 60.0  # longest time without a byte
 TRIES = 3
 READ_BYTES = 65_536
 DATA = b"data: "
@@ -83,13 +83,13 @@ class OpenAIClient:
             return orjson.loads(body)
 
     def answer(self, ask: Ask, session: str, broken: Callable[[Broken], None]) -> Answer:
-        """The answer to a request. session: its X-Session-ID. Raises Refused, or Broken when TRIES are used up."""
+        """Send a request; return the answer. session: X-Session-ID. Raises Refused, or Broken after the last of TRIES."""
         options = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         body = orjson.dumps(ask.body | options)
         return retried(lambda: self._stream(ask.path, body, session), broken)
 
     def _stream(self, path: str, body: bytes, session: str) -> Answer:
-        """Return the answer of a single try. Raises Refused, Broken."""
+        """Send a request in a single try; return the answer. Raises Refused, Broken."""
         answer = Answer()
         with self._connection(answer) as connection:
             connection.request("POST", self._path + path, body, self._headers | {"X-Session-ID": session})
@@ -119,7 +119,7 @@ class OpenAIClient:
 
 
 def retried(attempt: Callable[[], Result], broken: Callable[[Broken], None]) -> Result:
-    """The result of ``attempt``, which is called again if its connection breaks. broken: called for every break."""
+    """Call ``attempt``, again if its connection breaks, and return its result. broken: called for every break."""
     for left in reversed(range(TRIES)):
         try:
             return attempt()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.streaming import Answer
 
 SEPARATOR = "|"
-MOST_EVENTS = 1_000  # single events that are kept with their times
+MOST_EVENTS = 1_000  # most single events that are kept with their times
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Tally:
         self.fallbacks.clear()
 
     def take(self) -> dict[str, Any]:
-        """All counts since the last ``take``."""
+        """Take out all counts since the last ``take``."""
         taken = self.as_json()
         self.clear(self.slot_s)
         return taken

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 CHOOSERS = ("oracle", "sticky", "central")
-SAME_S = 1e-9  # times that differ by less are equal: they were added up in another order
+SAME_S = 1e-9  # difference up to which times are equal, because sums in another order differ a little
 
 
 class Engine(Protocol):
