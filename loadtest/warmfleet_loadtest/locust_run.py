@@ -165,7 +165,7 @@ def _happen(stack: LocustStack, event: Event) -> str:
 
 
 def _sent(target: Path) -> bool:
-    """True if Locust's summary counts a request."""
+    """Return whether Locust's summary counts a request."""
     return target.exists() and bool(Tally.from_json(_read(target)["tally"]).kinds())
 
 
@@ -210,7 +210,7 @@ class Live:
 
 
 def _web(options: argparse.Namespace) -> int:
-    """Locust's web page against a fleet, until Ctrl-C."""
+    """Serve Locust's web page against a fleet, until Ctrl-C."""
     with (
         tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
         LocustStack(Path(folder), WARMFLEET, _size(options, ())) as stack,
@@ -252,7 +252,7 @@ def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
 
 
 def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Our own options as those of the locustfile. Only a ramp and a day need to know their end from the begin."""
+    """Turn our options into the locustfile's. Only a ramp and a day need to know their end from the begin."""
     seconds = options.duration if options.arrivals in ("ramp", "diurnal") else options.duration + LATE_S
     return argparse.Namespace(**vars(options), seconds=seconds)
 

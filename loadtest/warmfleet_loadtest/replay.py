@@ -80,7 +80,7 @@ class Balance:
 async def replay(
     trace: Trace, target: Target, on_reply: Callable[[Reply], None] = lambda _reply: None
 ) -> tuple[list[Reply], dict[str, float]]:
-    """(all replies in the order of the trace, the client's own health). on_reply: called with each reply."""
+    """Play a trace; return (replies in its order, the client's own health). on_reply: called with each reply."""
     balance = Balance(target)
     replies: list[Reply | None] = [None] * len(trace.arrivals)
     sessions: dict[int, list[int]] = {}

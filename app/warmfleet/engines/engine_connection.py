@@ -27,15 +27,15 @@ FIELD_COST_BYTES = 32  # bytes counted for a header besides its text, so that ma
 MAX_INTERIM_ANSWERS = 8  # most answers 1xx before the final one
 LAST_WORD_BYTES = 64  # most bytes of a piece that ends a stream, such as [DONE]; so short a piece holds no usage
 UNREAD_MAX_BYTES = 65_536  # most bytes that wait for a slow client before reading from the engine pauses
-#: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
-#: answers: pools/stalled_requests.py ends the requests that wait for it.
+#: TCP notices after 25 s that a machine vanished. It does not notice a frozen process, whose kernel still answers, so
+#: pools/stalled_requests.py ends the requests that wait for such a process.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, probes, ms
 #: The errors by which a connection ends if its engine died before it had read the whole request: the kernel sends RST.
 #: If the engine had read the request, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
-#: The kernel is asked before a kept connection is used: the event loop notices a hang-up later, and an engine that gets
-#: a request after its own end would count as killed by that request.
-HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: this system has no such event
+#: Before a kept connection is used, the kernel is asked for a hang-up, which the event loop notices later. Else an
+#: engine that gets a request after its own end would count as killed by that request.
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # event by which the engine ends its sending; 0 where unknown
 
 
 class EngineResponse:

@@ -1,7 +1,7 @@
 """The order of prompts that wait in an engine which goes by priorities: least uncached work first, with ageing.
 
 vLLM with ``--scheduling-policy priority`` takes the waiting request with the lowest number first. The number is a time:
-that of the request's arrival and PATIENCE times the time that its uncached tokens take. So only requests that come
+the request's arrival plus PATIENCE times the time that its uncached tokens take. So only requests that come
 within PATIENCE times its own work can overtake a request, and no work waits for ever. The time is that of the replica's
 clock; where the clocks of two replicas differ, the requests of one replica count as so much later.
 

@@ -159,7 +159,7 @@ class FollowedStream(EventReader):
             return
         if ids:
             self.produced.extend(ids)
-            if text and len(ids) == 1:  # a whole character: the client has the text of all tokens so far
+            if text and len(ids) == 1:  # the token ends a character, so the client has all text so far
                 self.safe, self.beyond = len(self.produced), ""
             else:
                 self.beyond += text

@@ -27,7 +27,7 @@ class Resolver:
 
         A name is resolved once in RESOLVED_FOR_S, also when many requests ask for it at the same time.
         """
-        # Remembered addresses are checked as well: the operator's names may have changed.
+        # Remembered addresses are checked as well, because the operator may have changed the named hosts.
         return self._addresses.allowed_of(host, await self.addresses(host, port))
 
     async def addresses(self, host: str, port: int) -> list[str]:

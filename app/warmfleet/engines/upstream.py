@@ -57,7 +57,7 @@ class Upstream:
         self._forget_engines()
 
     async def sweep(self) -> None:
-        """Close the connections that are idle for too long. ``start`` closes those that it meets, and no others."""
+        """Close the connections that are idle for too long, because ``start`` closes only those that it meets."""
         for engine in self._engines.values():
             engine.kept.sweep()
 
@@ -79,9 +79,9 @@ class Upstream:
         return answer
 
     async def send(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
-        """As ``start``; returns when the answer's headers came. Raises UpstreamGone if no byte came back.
+        """Send a request as ``start``; return when the headers came. Raises UpstreamGone if no byte came back.
 
-        The error is not ``refused`` if the engine had read the request, because it may have died of it.
+        The error is not ``refused`` if the engine had read the request, because the engine may have died of it.
         """
         answer = self.start(method, base, path, body, headers)
         try:
@@ -115,7 +115,7 @@ class Upstream:
         """Make a connection and send the request on it. Every failure becomes the answer's."""
         try:
             connection = await self._connection(engine)
-        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError means a name that cannot be looked up
             answer.connecting = None  # this task, which needs no cancelling
             why = f"The worker does not answer: {type(error).__name__}"
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))

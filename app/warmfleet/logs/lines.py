@@ -77,7 +77,7 @@ class TextLines(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {self._name}%(name)s %(message)s")
 
     def line(self, content: Line) -> str:
-        """As ``format``, for a line without a record."""
+        """Make the text that ``format`` makes, of a line without a LogRecord."""
         second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, time.strftime(self.default_time_format, self.converter(second))
@@ -103,7 +103,7 @@ class JsonLines(logging.Formatter):
         self._second, self._shown = 0, ""
 
     def line(self, content: Line) -> str:
-        """As ``format``, for a line without a record."""
+        """Make the JSON that ``format`` makes, of a line without a LogRecord."""
         second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")

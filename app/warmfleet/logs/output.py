@@ -43,7 +43,7 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = lambda: None
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
-        # No Queue, as QueueHandler has: its lock is not safe in the handler of a signal.
+        # QueueHandler has a Queue, whose lock is not safe in the handler of a signal; this queue is safe there.
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | Literal["later"] | None] = SimpleQueue()
         self._unmade: deque[tuple[Callable[[Any], Line], Any]] = deque()
         self._dropped = 0

@@ -59,7 +59,7 @@ class Hasher:
         return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def packed(self, digests: Sequence[bytes]) -> bytes:
-        """``wire.pack_hashes`` of these digests, four times as fast."""
+        """Do ``wire.pack_hashes`` for these digests, four times as fast."""
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
@@ -68,7 +68,7 @@ class Hasher:
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
     def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        """Full digests of a chain from block number ``blocks`` on; the chain has at most MAX_BLOCKS blocks.
+        """Compute the full digests of a chain from block number ``blocks`` on, up to MAX_BLOCKS blocks in all.
 
         previous: the digest of the block before. ids: the tokens from that block on. The salt is part of a prompt's
         first block only; lora (name and path of the adapter) is part of every block.

@@ -58,7 +58,7 @@ class DirectCode(jinja2.compiler.CodeGenerator):
         self._write_look(node.node, repr(node.attr), "getattr", frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
-        """Compiles ``message["role"]`` to the same look."""
+        """Compile ``message["role"]`` to the same look into a plain dict."""
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None
         if not isinstance(node.node, nodes.Name) or not isinstance(key, str):
             super().visit_Getitem(node, frame)
@@ -154,7 +154,7 @@ class ChatTemplate:
         return "".join(template.root_render_func(context))
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
-        # As in transformers: a tag behind the last message shows where the text of the template must be cut off.
+        # As in transformers, a tag behind the last message shows where the text of the template must be cut off.
         last = dict(messages[-1])
         content = last["content"]
         if isinstance(content, list):

@@ -15,8 +15,8 @@ from warmfleet.errors import BadArgument
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
-#: engine computes no prompt at all.
+#: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
+#: ``none``: the engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
 #: The content of a good answer in JSON: one object; one value, which is whole only at its end; or anything, such as a
 #: value in pieces that a client reads as they come.

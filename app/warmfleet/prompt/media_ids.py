@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
-    """``body`` with ``rename(id)`` in place of every id. rename: returns characters that JSON does not escape.
+    """Put ``rename(id)`` in place of every id in ``body``. rename: returns characters that JSON does not escape.
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
@@ -93,7 +93,7 @@ def places(body: bytes) -> list[Place]:
         at = place.end
     try:
         data = decoded(b"".join((*pieces, body[at:])))
-    except BadRequest:  # the body is a form: no engine finds ids there
+    except BadRequest:  # the body is a form, where no engine finds ids
         return []
     ids = [place for number in sorted(_numbers(data)) for place in _ids_in(body, values[number])]
     if len(ids) > MAX_IDS:

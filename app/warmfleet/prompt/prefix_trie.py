@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
 PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
-TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once a request needed them
+TOKEN_BYTES = 11  # bytes per token, for its id, and for the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
 MAX_ENDING = 2_048  # most characters of an ending that is kept; only a text with few places to cut has a longer one
 ONE_PROMPT = 4  # part of the trie that a single prompt may fill: 4 means a fourth; the rest is for other prompts
@@ -192,7 +192,7 @@ class Node(Ids):
         return self.mark
 
 
-@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
+@dataclass(slots=True)  # never changed, but not frozen, because frozen ones are slower to make
 class Prompt:
     """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
@@ -228,7 +228,7 @@ class Prompt:
         return made
 
 
-@dataclass(slots=True)  # never changed, but not frozen, as above
+@dataclass(slots=True)  # never changed, but not frozen, for the same reason as Prompt
 class Reading:
     """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 

@@ -143,7 +143,7 @@ class Identity:
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
         """Return the way in which the texts of this request are read, mostly the same as for the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
-        # Objects are compared, which is fast: each base reading has its own name, each view its own hashers.
+        # Comparing objects is fast, and enough, because each base reading has its own name, each view its own hashers.
         same = last.name is base.name and last.hashers is hashers
         if not (same and last.salt == request.salt and last.lora == lora):
             last = replace(base, hashers=hashers, salt=request.salt, lora=lora)
@@ -238,7 +238,7 @@ class Identity:
     def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:
             return self._trie.read(text, reading, path)
-        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a surrogate pair: the engine answers 400
+        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # the engine answers half a surrogate pair with 400
             raise NotReproducible("unicode") from error
 
     def _read_all(self, sources: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:

@@ -187,7 +187,7 @@ def _without_halves(body: bytes) -> bytes:
     """
     if b"\xed" in body:
         body = _HALF_PAIR_BYTES.sub(b"?", body)
-    if b"\\u" not in body or b"\0" in body:  # a zero byte: no JSON, which writes it as an escape
+    if b"\\u" not in body or b"\0" in body:  # a body with a zero byte is no JSON, which escapes it
         return body
     escaped = body.replace(rb"\\", b"\0\0")  # in valid JSON each other backslash then begins an escape
     return _HALF_PAIR.sub(b"?", escaped).replace(b"\0\0", rb"\\")

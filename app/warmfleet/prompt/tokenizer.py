@@ -149,7 +149,7 @@ def _slow(tokenizer: Tokenizer) -> Encode:
     def encode(text: str, special: bool) -> array[int]:
         if not text.isascii():
             text.encode()  # raises UnicodeEncodeError for half a surrogate pair; the library would raise TypeError
-        # Only this function of the library releases the interpreter: other requests go on meanwhile.
+        # Of the library's functions only this one releases the interpreter, so that other requests go on meanwhile.
         return array("I", tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     return _guarded(encode)
@@ -164,7 +164,7 @@ def _fast(text: str) -> Encode:
 
         encode_all = _unlimited(fastokens.Tokenizer.from_json_str(text)).encode_batch_flat
 
-    def encode(text: str, special: bool) -> array[int]:  # ``_guarded`` in one call: it runs for every piece of a text
+    def encode(text: str, special: bool) -> array[int]:  # ``_guarded`` written out, for speed: it runs for each piece
         try:
             return array("I", encode_all([text], add_special_tokens=special)[0])
         except (UnicodeError, *ENDINGS):

@@ -50,7 +50,7 @@ class Tracing:
         self._options = options
         self._timing = timing
         self.context = Sampler(options.share, by_parent=options.by_parent).context
-        # A counter may be counted by one thread only: the first one by the event loop's, the two others by ours.
+        # Only one thread may count a counter: the event loop's thread the first, the exporter's thread the two others.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
         self._tls = _tls(options)
         self._waiting: deque[RequestSpan] = deque()
@@ -117,7 +117,7 @@ class Tracing:
         spans = []
         for finished in batch:
             spans.append(request_spans(finished))
-            time.sleep(0)  # lets the event loop go on: making all spans of a batch may take 20 ms
+            time.sleep(0)  # lets the event loop go on, because making all spans of a batch may take 20 ms
         body = export_request(self._resource, self._resource["service.version"], spans)
         headers = {"Content-Type": "application/x-protobuf", **self._options.headers}
         if self._options.gzip:

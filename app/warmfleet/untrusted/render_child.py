@@ -74,7 +74,7 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
 
 
 def _import_all() -> None:
-    """Import every module now, also those that jinja2 imports late: after ``close_doors`` no file can be opened."""
+    """Import each module now, even those that jinja2 imports late, because ``close_doors`` forbids to open files."""
     import pprint  # noqa: F401  for jinja2.utils
 
     import jinja2.constants

@@ -135,7 +135,7 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
             env=zone,
             start_new_session=True,
         )
-    except BaseException:  # cancelled or failed: nothing else would close the socket
+    except BaseException:  # if the start is cancelled or fails, nothing else closes the socket
         ours.close()
         raise
     finally:
@@ -230,7 +230,7 @@ class Sandboxed:
             return ""
         status, body = await self._child.ask(request)
         if status != DONE:
-            raise NotReproducible("template")  # without the template's own words: a reason becomes a label
+            raise NotReproducible("template")  # without the template's own words, because a reason becomes a label
         return _text(body)
 
     async def _start(self) -> None:

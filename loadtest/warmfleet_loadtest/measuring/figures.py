@@ -62,7 +62,7 @@ def hit_ratio(replies: Iterable[Reply]) -> float:
 
 
 def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
-    """(number of failed requests, the three most frequent errors)."""
+    """Return (number of failed requests, the three most frequent errors)."""
     errors = Counter(reply.error for reply in replies if reply.error is not None)
     return sum(errors.values()), [text for text, _ in errors.most_common(3)]
 
@@ -104,7 +104,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
+    """Return half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
     freedom = len(values) - 1
     factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too large
     return factor * statistics.stdev(values) / math.sqrt(len(values))

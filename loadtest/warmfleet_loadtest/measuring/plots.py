@@ -49,7 +49,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], list[float]]:
-    """(times, ratios): the cached share of the prompt tokens that were scheduled in the last WINDOW samples."""
+    """Return (times, ratios). A ratio is the cached share of the prompt tokens scheduled in the last WINDOW samples."""
     times, ratios = [], []
     for before, now in zip(samples, samples[WINDOW:], strict=False):
         prompt = sum(now.prompt) - sum(before.prompt)

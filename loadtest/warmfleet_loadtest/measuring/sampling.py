@@ -47,7 +47,7 @@ class Sample:
 
 @asynccontextmanager
 async def sampled(urls: Sequence[str]) -> AsyncIterator[list[Sample]]:
-    """Samples of the engines at these URLs: at the begin and at the end of the block, and every PERIOD_S between them.
+    """Sample the engines at these URLs at the begin and at the end of the block, and every PERIOD_S between them.
 
     Raises StackError if an engine does not answer at the begin or at the end.
     """
@@ -90,5 +90,5 @@ def _values(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def spent(samples: Sequence[Sample], name: str) -> list[float]:
-    """By how much the counter ``name`` of each engine has grown over the run."""
+    """Return for each engine by how much its counter ``name`` has grown over the run."""
     return [end - begin for begin, end in zip(getattr(samples[0], name), getattr(samples[-1], name), strict=True)]

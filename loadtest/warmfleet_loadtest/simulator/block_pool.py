@@ -60,7 +60,7 @@ class BlockPool:
         return list(self._holders)
 
     def holds(self, block_hash: bytes) -> bool:
-        """True if a request could hit this block now."""
+        """Return whether a request could hit this block now."""
         return block_hash in self._holders
 
     def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:

@@ -94,7 +94,7 @@ class EngineCore:
         now = asyncio.get_running_loop().time()
         timeout = None if due is None else max(0.0, due - now)
         try:
-            async with asyncio.timeout(timeout):  # not wait_for: before Python 3.12 it may swallow a cancellation
+            async with asyncio.timeout(timeout):  # not wait_for, which may swallow a cancellation before Python 3.12
                 await self._arrived.wait()
         except TimeoutError:
             self._deliver(self.scheduler.collect(due or now))

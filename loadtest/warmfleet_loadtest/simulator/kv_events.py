@@ -50,7 +50,7 @@ class KvEvents:
         scheduler.on_cached = self.cached
 
     def cached(self, request: Request, start: int, end: int) -> None:
-        """Blocks ``start`` to ``end`` of a request have entered the cache: one event, also for further copies."""
+        """Note one event for blocks ``start`` to ``end`` of a request, which have entered the cache, copies or not."""
         size = self._block_tokens
         extra = [None] * (end - start)
         self._events.append(
@@ -104,7 +104,7 @@ class KvEvents:
                 if not router.poll(REPLAY_POLL_MS):
                     continue
                 client, _empty, start = router.recv_multipart()
-                for number, batch in list(self._kept):  # an atomic copy: the engine's thread goes on publishing
+                for number, batch in list(self._kept):  # an atomic copy, because the engine's thread goes on publishing
                     if number >= int.from_bytes(start, "big"):
                         router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), batch])
                 router.send_multipart([client, b"", b"", END, b""])

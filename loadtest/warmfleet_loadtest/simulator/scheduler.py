@@ -195,11 +195,11 @@ class Scheduler:
         return outputs
 
     def next_due(self) -> float | None:
-        """Return the time at which outputs are due that need no step; here there are none."""
+        """Return the time at which outputs that need no step are due; here there are none."""
         return None
 
     def collect(self, now: float) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """Outputs that need no step and are due by ``now``; here there are none."""
+        """Return outputs that need no step and are due by ``now``; here there are none."""
         return []
 
     def _schedule_running(self, planned: dict[Request, int], budget: int) -> tuple[int, bool]:

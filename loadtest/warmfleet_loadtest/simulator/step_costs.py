@@ -43,7 +43,7 @@ class StepCosts:
     first_token_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Duration of a step."""
+        """Return the duration of a step."""
         return (
             self.base_s
             + self.prefill_token_s * work.prefill_tokens

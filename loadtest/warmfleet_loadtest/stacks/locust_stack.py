@@ -96,7 +96,7 @@ class LocustStack(Processes):
         start_haproxy(self, self.balancer_config(), int(self.url.rsplit(":", 1)[1]))
 
     def balancer_config(self) -> str:
-        """haproxy's configuration: all places of this fleet, the spare ones, too."""
+        """Return haproxy's configuration with all ports of this fleet, also those of processes that start later."""
         if self.fleet == WARMFLEET:
             return with_servers(HAPROXY_CONFIG.read_text(), self.replicas)
         return with_servers(SESSION_CONFIG.read_text(), self.engines)
@@ -156,7 +156,7 @@ class LocustStack(Processes):
             self._gone_s[kind] = self._gone_s.get(kind, 0.0) + times.user + times.system
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by kind, with children and with what was taken away."""
+        """Return CPU seconds so far, by kind, with children and with processes that were taken away."""
         spent = super().cpu_s()
         return {kind: spent.get(kind, 0.0) + self._gone_s.get(kind, 0.0) for kind in {**spent, **self._gone_s}}
 

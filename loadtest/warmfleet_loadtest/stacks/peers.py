@@ -60,7 +60,7 @@ def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
 
 
 def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
-    """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
+    """Return the command of vllm-router with policy ``kv_aware``, which listens to the engines' KV events."""
     argv = _command(["vllm-router"], port, metrics_port, urls, "kv_aware")
     argv += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
     for url, event_port in zip(urls, events, strict=True):
@@ -69,19 +69,19 @@ def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Se
 
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """SMG, policy ``cache_aware``: it keeps a tree of the prompts that it has sent, for it gets no events over HTTP."""
+    """Return the command of SMG with ``cache_aware``: a tree of the prompts sent, for it gets no events over HTTP."""
     # The package sglang-router brings a command `smg`, too; the module is never mistaken.
     argv = _command(["python", "-m", "smg", "launch"], port, metrics_port, urls)
     return [*argv, "--backend", "vllm", "--disable-tokenizer-autoload", "--prometheus-host", "127.0.0.1"]
 
 
 def vllm_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """vllm-router with its default policy: for every request it asks all engines for the prompt's tokens."""
+    """Return the command of vllm-router by default: for every request it asks all engines for the prompt's tokens."""
     return _command(["vllm-router"], port, metrics_port, urls)
 
 
 def sglang_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """sglang-router with its default policy, a tree of the prompts that it has sent."""
+    """Return the command of sglang-router with its default policy, a tree of the prompts that it has sent."""
     return _command(["sglang-router", "launch"], port, metrics_port, urls)
 
 

@@ -110,7 +110,7 @@ class Processes:
     def check(self, *names: str, within_s: float = 0.0) -> None:
         """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all.
 
-        within_s: look for so long. A killed process closes its sockets a moment before its end is known.
+        within_s: seconds of looking, because a killed process closes its sockets a moment before its end is known.
         """
         until = time.monotonic() + within_s
         while True:
@@ -133,7 +133,7 @@ class Processes:
         return "\n".join(self.log(name).splitlines()[-TAIL_LINES:])
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by kind, with children."""
+        """Return CPU seconds so far, by kind, with children."""
         spent: dict[str, float] = {}
         for kind, process in self._running.values():
             with suppress(psutil.Error):  # the process has ended; ``check`` reports that
@@ -200,7 +200,7 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """True if a replica can use so many workers, and is ready; else haproxy would take it for down.
+    """Return whether a replica can use ``workers`` workers and is ready; else haproxy would take it for down.
 
     All must be proven, but for engines that join by their URL alone, which are never more than approximate.
     """
@@ -214,7 +214,7 @@ def replica_ready(url: str, workers: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now. Another server may take one meanwhile; the start of ours then fails."""
+    """Return ports that are free now. Another server may take one meanwhile, and then the start of ours fails."""
     free: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(free) == count:
@@ -235,7 +235,7 @@ def get_json(url: str) -> Any:
 
 
 def answers(url: str) -> bool:
-    """True if a GET is answered with status 200 now."""
+    """Return whether a GET is answered with status 200 now."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

@@ -105,7 +105,7 @@ class PromptTokenizer:
         return [(token_id, " " + token[1:]) for token_id, token in repeated[:WORDS]]
 
     def answer(self, seed: int, count: int) -> list[int]:
-        """``count`` token ids of words; equal seeds give equal ids."""
+        """Return ``count`` token ids of words; equal seeds give equal ids."""
         words, stride = self.words, seed >> 16 | 1
         return [words[(seed + index * stride) % WORDS][0] for index in range(count)]
 

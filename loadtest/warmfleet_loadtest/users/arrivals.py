@@ -43,7 +43,7 @@ class Arrivals:
     seed: str = ""
 
     def times(self) -> Iterator[float]:
-        """Seconds from the begin of the run, in order. Ends with the run."""
+        """Yield seconds from the begin of the run, in order. Ends with the run."""
         source = random.Random(f"{self.seed} {self.shape} arrivals")
         gap = 1 / self.rate
         if self.shape == "constant":
@@ -54,7 +54,7 @@ class Arrivals:
             return
         factor, most = self._factor()
         at = 0.0
-        while True:  # thinning: arrivals at the highest rate, of which each is kept by the rate at its time
+        while True:  # thinning makes arrivals at the highest rate, and keeps each by the ratio of the rate at its time
             at += source.expovariate(most * self.rate)
             if at >= self.seconds:
                 return
@@ -62,7 +62,7 @@ class Arrivals:
                 yield at
 
     def _factor(self) -> tuple[Callable[[float], float], float]:
-        """(the rate at a time over the mean rate, the largest value of that)."""
+        """Return (a function: rate at a time over mean rate, its largest value)."""
         day = self.seconds if math.isfinite(self.seconds) else ENDLESS_DAY_S
         if self.shape == "burst":
             between = (BURST_PERIOD_S - BURST_FACTOR * BURST_S) / (BURST_PERIOD_S - BURST_S)

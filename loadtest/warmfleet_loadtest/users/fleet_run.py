@@ -147,7 +147,7 @@ def rows(run: FleetRun) -> list[tuple[str, ...]]:
 
 
 def facts(run: FleetRun) -> list[tuple[str, str]]:
-    """(name, text) of the facts that the table of figures leaves out."""
+    """Return (name, text) of the facts that the table of figures leaves out."""
     tally, own = run.tally, run.generator
     breaks = by_name(tally, "broken")
     used = {kind: f"{kind} {seconds / run.seconds:.2f}" for kind, seconds in sorted(run.cpu_s.items())}

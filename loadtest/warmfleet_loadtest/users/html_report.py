@@ -111,7 +111,7 @@ def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
 
 
 def _cdf(run: FleetRun) -> tuple[list[float], list[float]]:
-    """(TTFT in ms, share of requests that had at most that)."""
+    """Return (TTFT in ms, share of requests that had at most that)."""
     known = distribution(run.tally.total(), "ttft", run.tally.kinds())
     whole = sum(times for _, times in known)
     shares = [count / whole for count in accumulate(times for _, times in known)]

@@ -24,7 +24,7 @@ def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str
 
 
 def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
-    """Counts, hit ratio (share of prompt tokens), and times in ms."""
+    """Return counts, hit ratio (share of prompt tokens), and times in ms."""
     prompt = count(counts, "prompt", kinds)
     ttft, total = distribution(counts, "ttft", kinds), distribution(counts, "total", kinds)
     gap = distribution(counts, "gap", kinds)
@@ -79,7 +79,7 @@ def _named(counts: Counter[str], name: str) -> dict[str, int]:
 
 
 def over_time(tally: Tally, began: float, seconds: float, window_s: float) -> dict[str, list[tuple[float, float]]]:
-    """(seconds from the begin, value) of stretches of ``window_s`` seconds, by name of the figure.
+    """Return by figure (seconds from the begin, value) of stretches of ``window_s`` seconds.
 
     rate: requests per second. hit_ratio: share of prompt tokens. ttft_p50, ttft_p90, gap_p50: ms; a stretch without
     answers has none of these. failed, broken: numbers. began: Unix time. seconds: of the run.

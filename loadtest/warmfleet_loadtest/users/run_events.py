@@ -236,7 +236,7 @@ def listen(events: Any) -> None:
 
 
 def add_options(parser: ArgumentParser | Any) -> None:
-    """Our options for Locust's command line; all but the summary are on its web page, too."""
+    """Add our options to Locust's command line; all but the summary are on its web page, too."""
     shapes = "; ".join(f"{name}: {text}" for name, text in SHAPES.items())
     add = parser.add_argument
     add(

@@ -162,7 +162,7 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-@lru_cache(maxsize=128)  # more than there are: a text of 1,200 words takes 1 ms, which a request would be late
+@lru_cache(maxsize=128)  # more than there are, lest a request be late by the 1 ms that a text of 1,200 words takes
 def shared_prose(shared: str, name: str, number: int, words: int) -> str:
     """Make a text that sessions share."""
     return prose(random.Random(f"{shared} {name} {number}"), words)

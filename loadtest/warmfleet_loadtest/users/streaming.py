@@ -83,7 +83,7 @@ class OpenAIClient:
             return orjson.loads(body)
 
     def answer(self, ask: Ask, session: str, broken: Callable[[Broken], None]) -> Answer:
-        """Send a request; return the answer. session: X-Session-ID. Raises Refused, or Broken after the last of TRIES."""
+        """Send a request; return the answer. session: X-Session-ID. Raises Refused, or Broken after TRIES tries."""
         options = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         body = orjson.dumps(ask.body | options)
         return retried(lambda: self._stream(ask.path, body, session), broken)
@@ -157,7 +157,7 @@ def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any] | None, float]]:
-    """(an event, when it came); None for the event ``[DONE]``. Comments, such as signs of life, are left out."""
+    """Yield (an event, when it came), with None for ``[DONE]``. Comments, such as signs of life, are left out."""
     partial = b""
     while piece := response.read1(READ_BYTES):
         now = time.perf_counter()

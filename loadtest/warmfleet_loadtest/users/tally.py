@@ -139,7 +139,7 @@ def key(*parts: object) -> str:
 
 
 def milliseconds(seconds: float, digits: int) -> str:
-    """Milliseconds, rounded to so many significant digits."""
+    """Write seconds as milliseconds with ``digits`` significant digits."""
     return f"{float(f'{1e3 * max(0.0, seconds):.{digits}g}'):g}"
 
 

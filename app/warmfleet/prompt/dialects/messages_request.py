@@ -136,7 +136,7 @@ def _result(block: Json) -> list[Json]:
 
 
 def _images(blocks: list[Json]) -> list[Json]:
-    """Parts that stand for images. The image itself plays no role: no hash of a block behind it can be known."""
+    """Make parts that stand for images, but without data, because no hash of a block behind an image can be known."""
     return [{"type": "image_url", "image_url": {"url": "data:"}} for block in blocks if block.get("source")]
 
 
