@@ -73,7 +73,7 @@ class Addresses:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
-        """Return the allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
+        """Return those resolved addresses of ``host`` that are allowed. Raises OSError if none is allowed.
 
         Naming a host does not allow METADATA addresses that DNS gives for it: each needs its own range or name.
         """

@@ -86,7 +86,7 @@ class EngineClient:
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
 
     async def place(self, base: str) -> Place | None:
-        """Return where connections to this engine end; None if its host cannot be resolved, or is several machines."""
+        """Find where connections to this engine end; None if its host cannot be resolved, or is several machines."""
         try:
             url = httpx.URL(base)
             host, port = _host_and_port(url)

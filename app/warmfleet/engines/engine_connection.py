@@ -96,7 +96,7 @@ class EngineResponse:
             await self._arrival()
 
     async def read_any(self) -> bytes:
-        """Return all bytes of the body that came since the last call, at least one; empty at its end.
+        """Wait for bytes of the body; return all that came since the last call, or none at the body's end.
 
         Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read; but
         first returns all bytes that came before the error.

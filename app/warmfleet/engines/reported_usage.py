@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TAIL_BYTES = 2_048  # length of an end that holds the usage, the fields that engines put behind it, and a last event
+TAIL_BYTES = 2_048  # length of the end that is read: it holds the usage, fields behind it, and a stream's last event
 # These patterns match no text of the answer itself, because a quote in it is written \".
 _CACHED = re.compile(rb'"(cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens" ?: ?(\d{1,9})')

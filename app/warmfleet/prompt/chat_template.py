@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Parameters of transformers' apply_chat_template that a request may set even if the template does not name them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
 _NAMES_OF_DICT = frozenset(dir(dict))
-#: Parameters that apply_chat_template uses up itself: no template ever sees them.
+#: Parameters that apply_chat_template uses up itself, so that no template ever sees them.
 SWALLOWED = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),

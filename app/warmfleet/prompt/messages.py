@@ -118,7 +118,7 @@ def is_text(part: Any) -> bool:
 
 
 def _without_billing_header(part: Any) -> Any:
-    """Take the billing header from a part; return None if nothing is left. As vLLM, look at "text" parts only."""
+    """Return a part without its billing header; None if nothing is left. As in vLLM, only "text" parts can have one."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part

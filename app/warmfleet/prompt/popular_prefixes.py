@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1_024
 HALF_LIFE_S = 300.0  # time between two halvings of all counts
-LEAST = 2.0  # fewest uses that count; a prefix with fewer may belong to a single conversation
+LEAST = 2.0  # fewest uses of a prefix that is common; one with fewer may belong to a single conversation
 
 
 class PopularPrefixes:

@@ -35,7 +35,7 @@ HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token, for its id, and for the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
 MAX_ENDING = 2_048  # most characters of an ending that is kept; only a text with few places to cut has a longer one
-ONE_PROMPT = 4  # part of the trie that a single prompt may fill: 4 means a fourth; the rest is for other prompts
+ONE_PROMPT = 4  # divisor of the trie's limit: a single prompt may fill a fourth; the rest is for other prompts
 
 NO_IDS = array("I")
 
@@ -326,7 +326,7 @@ class Trie:
         return Prompt(parts, total, tuple(chains), tokens, nodes, last if last is not path[0] else None)
 
     def _known(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
-        """Return the prompt of a whole text that is known."""
+        """Return the prompt of a text that an earlier prompt had in full."""
         last, hashers = path[-1], reading.hashers
         total = last.tokens + len(ending.ids)
         chains = [_chain(k, hasher, path, ending.packed[k], total) for k, hasher in enumerate(hashers)]

@@ -33,7 +33,7 @@ MAX_MESSAGES = 4_096  # most messages of a chat
 MAX_VALUES = 1_100_000
 MAX_MODEL_LEN = 2**20  # most tokens of a sequence, where an engine announces no limit
 TOKEN_BYTES = 16  # most bytes of JSON for one token; real text has less than half of that
-EXPECTED_OUTPUT_TOKENS = 256  # most tokens booked for an answer, whatever limit a request has: few chats' are longer
+EXPECTED_OUTPUT_TOKENS = 256  # most tokens booked for an answer, whatever its limit, because few are longer
 MAX_BOOKED_TOKENS = 2**22  # most tokens booked for a request; more could overflow the sums of a load row in Redis
 
 #: Fields by which an engine makes another prompt than the router, or gets KV cache from elsewhere. A request with one

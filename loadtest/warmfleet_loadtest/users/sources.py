@@ -84,7 +84,7 @@ class Source(User):
         self.next_due = next(self.due, math.inf)
 
     def dues(self) -> Iterator[float]:
-        """Yield the time at which requests are due, in seconds from the begin of the run."""
+        """Yield the times at which requests are due, in seconds from the begin of the run."""
         raise NotImplementedError
 
     def begin(self, due: float) -> None:

@@ -1,4 +1,4 @@
-"""Choosers that look into simulated engines: no router can know more, so routers are held against their figures.
+"""Choosers that look into simulated engines. No router can know more, so routers are held against their figures.
 
 They read the block pools and queues of the engines directly, at no cost and without delay. Two of them decide when a
 request arrives, the third keeps requests back:
@@ -64,7 +64,7 @@ class Backlog:
             self.queue(request)
 
     def queue(self, request: Request, tokens: int | None = None) -> None:
-        """Count a request that will be computed before those that come. tokens: to compute; else the uncached."""
+        """Count a request that goes before later ones. tokens: the number to compute; None = its uncached ones."""
         self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
@@ -133,7 +133,7 @@ class Sticky(_AtOnce):
 
 
 class Central:
-    """Keeps requests back until an engine is free: it computes no prompt and none waits there.
+    """Keeps requests back until an engine is free, which means that it computes no prompt and none waits there.
 
     Requests are thought through in the order of what they have to compute, least first: each takes the engine on which
     it would be computed first behind those before it, and is sent there if that engine is free. A request that is
