@@ -17,7 +17,7 @@ MAX_KINDS = 1_000  # most kinds that are remembered; with more, the window of th
 
 
 class _Kind:
-    """Lines alike since ``began`` (monotonic time): the texts that passed, and the number of lines that did not.
+    """Lines alike since ``began`` (monotonic time), with the texts that passed and the number of lines that did not.
 
     ``last_text``: of the last record, as it was when the line was logged.
     """

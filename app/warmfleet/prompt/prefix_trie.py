@@ -1,9 +1,9 @@
-"""A trie of earlier prompts: each run of text with its token ids and block hashes, so that only new text costs time.
+"""A trie of earlier prompts. It keeps runs of text with their token ids and block hashes, so only new text costs time.
 
 A text is cut into pieces by rules under which the ids of the pieces, joined, are the ids of the whole (``cut_points``).
 A node is a run of pieces behind the pieces of the nodes above it, so a long beginning that is known is found by one
-comparison. A prompt that leaves a run at the end of one of its pieces splits the run there: two new nodes take the
-place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
+comparison. A prompt that leaves a run at the end of one of its pieces splits the run there, so that two new nodes take
+the place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
 their parents, children and marks, and the count of bytes. When the trie has more than ``limit_bytes``, the least
 recently used nodes leave; a node leaves after all nodes below it.
 """
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Mark:
-    """The end of one node, however its run is split later: ``popular_prefixes`` counts by it.
+    """The end of one node, however its run is split later, so that ``popular_prefixes`` can count by it.
 
     node: a weak reference to the node that ends there.
     """
@@ -83,7 +83,7 @@ class Ids:
 
 
 class Ending(Ids):
-    """The end of a prompt, behind its last piece. Kept for the prompt that comes again.
+    """The end of a prompt, behind its last piece, kept in case the same prompt comes again.
 
     suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
     the last full one of the node.
@@ -137,14 +137,14 @@ class Node(Ids):
         self.end: int = self.pieces[-1].end if self.pieces else 0
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.children: dict[Hashable, Node] = {}
-        self.latest: Node | None = None  # the child that was used last: ``find`` compares it before it looks for a cut
+        self.latest: Node | None = None  # the child used last, which ``find`` compares before it looks for a cut
         self.mark: Mark | None = None
         self.origin: Node | None = None
         self.ending: Ending | None = None
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
-        """Return the node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
+        """Make the node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
         begin = parent.end
         run = text[: pieces[0].decided_at - begin], text[: max([piece.decided_at for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
@@ -168,7 +168,7 @@ class Node(Ids):
         return len(self.pieces)
 
     def first(self, count: int, hashers: Sequence[Hasher]) -> Node:
-        """Return a node of the first ``count`` pieces, to take the place of this one."""
+        """Make a node of the first ``count`` pieces, to take the place of this one."""
         parent = cast("Node", self.parent)
         pieces = self.pieces[:count]
         ids = self.ids[: pieces[-1].tokens - parent.tokens]
@@ -179,14 +179,14 @@ class Node(Ids):
         return Node.of(parent, self.text, pieces, ids, hashes)
 
     def behind(self, head: Node) -> Node:
-        """Return a node of the pieces behind ``head``, which has the first ones."""
+        """Make a node of the pieces behind ``head``, which has the first ones."""
         hashes = [packed[len(first) :] for packed, first in zip(self.hashes, head.hashes, strict=True)]
         begin = cast("Node", head.parent).end
         text, pieces = self.text[head.end - begin :], self.pieces[len(head.pieces) :]
         return Node.of(head, text, pieces, self.ids[len(head.ids) :], hashes)
 
     def marked(self) -> Mark:
-        """Return the mark of this node's end."""
+        """Return the mark of this node's end, made at the first call."""
         if self.mark is None:
             self.mark = Mark(self)
         return self.mark
@@ -266,7 +266,7 @@ class Trie:
     def find(self, text: str, reading: Reading) -> list[Node]:
         """Return the longest path of pieces that ``text`` begins with, as nodes, root first.
 
-        The root may be new, and the last node the first pieces of one in the trie: ``read`` puts them into the trie.
+        The root may be new, and the last node may have the first pieces of one in the trie; ``read`` then adds these.
         """
         node = self._top.children.get(reading.key) or self._root(reading)
         path = [node]

@@ -5,7 +5,7 @@ notes a time or a reference, and no more. The words for people are made when som
 in the thread of the log. Of a prompt and an answer a record holds the sizes and nothing else. All times are by
 ``time.perf_counter``, 0 = it did not happen.
 
-A field that was not set has the value of its class, which costs nothing: most requests set few fields.
+A field that was not set has the value of its class, which costs nothing, because most requests set few fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     #: Logs a step of the request; None unless the log is at debug level.
     LogStep = Callable[[str], None]
 
-MAX_ERROR_CHARACTERS = 300
+MAX_ERROR_CHARACTERS = 300  # most characters kept of an error's message
 MAX_MODEL_CHARACTERS = 200  # most characters kept of a model's name, as the client wrote it
 MAX_EVENTS = 16  # most events of a request, which has at most four tries, one second worker and one continuation
 HUNG_UP = "client_hung_up"
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def _failure(error: WarmfleetError) -> Failure:
-    """Return the failure without the words of an engine, which stand behind a colon: they may quote the request."""
+    """Return the failure without an engine's words, which follow a colon, because they may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
     return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
@@ -71,7 +71,7 @@ class TryRecord:
     speed is known. ``pool``: the tag of the chosen pool; empty where the model has one pool. ``engine_request_id``:
     the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
     try. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence between two of them.
-    ``usage``: the engine's count of tokens in its own words, without anything behind it. ``cached_tokens``: of the
+    ``usage``: the engine's JSON that counts tokens, without anything behind it. ``cached_tokens``: those of the
     prompt, as the plugin reported them; None before. ``client_s``: how long the engine's answer waited for the client.
     """
 
@@ -154,8 +154,8 @@ class RequestRecord:
 
     ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: of the client's answer, 0
     if none came. ``error_status``: of the error that ended the request, also if the answer had begun with another
-    status. ``complete``: the answer did not break off. ``placed``: a gateway sends the request by itself. ``kept``: the
-    record is among the last requests.
+    status. ``complete``: the answer did not break off. ``placed``: the router only chose the worker, and a gateway sends
+    the request. ``kept``: the record is among the last requests.
     """
 
     model = kind = reason = trace_id = ""

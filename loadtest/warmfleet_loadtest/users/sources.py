@@ -88,7 +88,7 @@ class Source(User):
         raise NotImplementedError
 
     def begin(self, due: float) -> None:
-        """Begin the request that was due then (``time.perf_counter``). Called in a greenlet of its own."""
+        """Begin the request that was due at ``due`` (``time.perf_counter``). Each call has a greenlet of its own."""
         raise NotImplementedError
 
     def wait_time(self) -> float:

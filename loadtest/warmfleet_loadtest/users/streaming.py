@@ -135,7 +135,7 @@ def _kind(answer: Answer) -> str:
 
 
 def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
-    """Fill in the answer from its stream; true if the stream ended as it should. Raises Refused."""
+    """Fill in the answer from its stream; return whether the stream ended as it should. Raises Refused."""
     pieces: list[str] = []
     latest = 0.0
     for event, now in _events(response):

@@ -149,7 +149,7 @@ def count(counts: Counter[str], name: str, kinds: Iterable[str]) -> int:
 
 
 def distribution(counts: Counter[str], name: str, kinds: Iterable[str]) -> list[tuple[float, int]]:
-    """Return the (value in ms, how often) of these kinds, sorted."""
+    """Return the values in ms of these kinds, sorted, each with how often it occurred."""
     wanted, found = {(name, kind) for kind in kinds}, Counter[float]()
     for full, times in counts.items():
         parts = full.split(SEPARATOR)

@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """The time of a request on an engine: seconds until its prompt is computed, and those for its own tokens."""
+    """The time of a request on an engine: seconds until its prompt is computed, and of these its own tokens' share."""
 
     ready_s: float
     own_s: float
