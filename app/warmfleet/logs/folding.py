@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, MutableSequence
 
-WINDOW_S = 60.0
+WINDOW_S = 60.0  # length of a window, in which lines of one kind are folded
 MAX_TEXTS = 8  # most different lines of one kind that pass in a window: enough to name a few engines with one fault
 MAX_KINDS = 1_000  # most kinds that are remembered; with more, the window of the oldest ends early
 

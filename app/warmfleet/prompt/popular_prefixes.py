@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.prefix_trie import Mark, Node, Prompt
 
-MAX_COUNTED = 1_024
+MAX_COUNTED = 1_024  # most prefixes that are counted; with so many, all counts are halved early
 HALF_LIFE_S = 300.0  # time between two halvings of all counts
 LEAST = 2.0  # fewest uses of a prefix that is common; one with fewer may belong to a single conversation
 

@@ -154,7 +154,7 @@ class RequestRecord:
 
     ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: of the client's answer, 0
     if none came. ``error_status``: of the error that ended the request, also if the answer had begun with another
-    status. ``complete``: the answer did not break off. ``placed``: the router only chose the worker, and a gateway sends
+    status. ``complete``: the answer did not break off. ``placed``: the router only chose the worker; a gateway sends
     the request. ``kept``: the record is among the last requests.
     """
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from warmfleet.prompt.chat_template import ChatTemplate
 
 CPU_S = 0.25  # longest CPU time of one render, or of compiling, which usually takes 0.02 s
-MEMORY_BYTES = 256 * 2**20
-HEAD_BYTES = 4
+MEMORY_BYTES = 256 * 2**20  # most address space of the process
+HEAD_BYTES = 4  # length of the number that says how long a request or an answer is
 
 #: Status byte of an answer. DONE: the rendered text follows, or the content format after compiling. REFUSED: the reason
 #: follows. MEMORY: the process ran out of memory.

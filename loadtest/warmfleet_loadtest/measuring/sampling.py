@@ -16,8 +16,8 @@ from warmfleet_loadtest.stacks.processes import StackError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-PERIOD_S = 1.0
-ANSWER_S = 10.0
+PERIOD_S = 1.0  # time between two samples
+ANSWER_S = 10.0  # longest time for the answer of an engine
 #: Field of a Sample → the begin of those lines of ``/metrics`` whose sum it is.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
 PORTS = range(20_000, 32_768)
-READY_S = 90.0
+READY_S = 90.0  # longest time for a process to become ready
 POLL_S = 0.05
 TAIL_LINES = 15
 HAPROXY_CONFIG = Path(__file__).parents[2] / "haproxy.cfg"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.sessions import Ask
 
 TIMEOUT_S = 60.0  # longest time without a byte
-TRIES = 3
+TRIES = 3  # most times that a request is sent
 READ_BYTES = 65_536
 DATA = b"data: "
 Result = TypeVar("Result")
