@@ -65,7 +65,7 @@ class Measurements:
         return [FIRST_TOKEN + int(self._random.random() * TOKENS) for _ in range(count)]
 
     async def alone(self, cached: int, new: int) -> float:
-        """The TTFT in seconds of ``new`` tokens after a cached prefix, on an otherwise idle engine."""
+        """Measure the TTFT in seconds of ``new`` tokens after a cached prefix, on an otherwise idle engine."""
         prefix = self.tokens(cached)
         if cached:
             await self._send([*prefix, *self.tokens(1)], 1)
@@ -73,9 +73,9 @@ class Measurements:
         return quartile([reply.ttft_s for reply in replies])
 
     async def decode(self, streams: int, context: int) -> float:
-        """The seconds between tokens while ``streams`` requests of ``context`` tokens decode. Their prompts are cached.
+        """Measure the seconds between tokens while ``streams`` cached prompts of ``context`` tokens decode.
 
-        It is computed from two lengths of the same answers, because several chunks may arrive together.
+        The result comes from two lengths of the same answers, because several chunks may arrive together.
         """
         prompts = [self.tokens(context) for _ in range(streams)]
         await self._slowest(prompts, 1)
@@ -97,12 +97,12 @@ class Measurements:
 
 
 def quartile(seconds: Sequence[float]) -> float:
-    """The lower quartile, because a disturbed measurement is always too long."""
+    """Return the lower quartile, because disturbances only make a measurement longer."""
     return quantile(sorted(seconds), 0.25)
 
 
 async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
-    """The samples for ``fit``."""
+    """Measure a real engine; return the samples for ``fit``."""
     async with Client(model) as client:
         measurements = Measurements(client, url, seed)
         await measurements.alone(0, 2_016)  # warm up
@@ -116,7 +116,7 @@ async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
-    """The non-negative costs with the least squares of relative errors. Raises ValueError for a sample not above 0."""
+    """Fit non-negative costs by least squares of relative errors. Raises ValueError for a sample not above 0."""
     rows, seconds = [], []
     for cached, new, ttft in samples["prefill"]:
         held = cached // limits.block_tokens * limits.block_tokens
@@ -135,7 +135,7 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
 
 
 def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
-    """How often each coefficient counts in the TTFT of one prompt."""
+    """Return how often each coefficient counts in the TTFT of one prompt."""
     work = dict.fromkeys(NAMES, 0.0)
     work["request_s"], work["request_token_s"] = 1.0, float(tokens)
     done = held
@@ -149,7 +149,7 @@ def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, An
 
 
 def non_negative(matrix: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Least squares with coefficients from 0 on: the most negative one is set to 0 until none is negative."""
+    """Solve by least squares; set the most negative coefficient to 0 until none is negative."""
     active = [column for column in range(matrix.shape[1]) if np.any(matrix[:, column])]
     while True:
         scale = np.linalg.norm(matrix[:, active], axis=0)
@@ -170,7 +170,7 @@ def _config(costs: StepCosts, limits: Limits, blocks: int) -> EngineConfig:
 
 
 async def check(url: str, model: str, config: EngineConfig, mixes: Sequence[Mix]) -> list[dict[str, Any]]:
-    """A line per mix, with quantiles of TTFT on the real engine and on the simulator, both over HTTP.
+    """Run mixed loads over HTTP on the real engine and on the simulator; return a line of quantiles of TTFT per mix.
 
     Raises StackError if the real engine or the simulator answers no request.
     """

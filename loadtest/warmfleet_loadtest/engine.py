@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-REPLAY_PORTS = 100  # from the port of an engine's KV events to that of their replays
-INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # for --kv-events
-STOP_SECONDS = 2.0  # for open requests to end when the engine stops
+REPLAY_PORTS = 100  # distance from the port of an engine's KV events to that of their replays
+INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # brings what --kv-events needs
+STOP_SECONDS = 2.0  # longest time for open requests to end when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class EngineConfig:
     ttft_target: str = ""
 
     def scheduler(self, listener: Tracker | None = None, clock: Callable[[], float] = time.monotonic) -> Scheduler:
-        """A scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
+        """Return a scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
         tail = self._tail_pool(listener, clock) if self.ttft_target else None
         pool = tail or BlockPool(self.blocks, listener)
         if self.mode == "fcfs":
@@ -185,7 +185,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The settings of the command line. Raises ValueError if no engine can have them."""
+    """Return the settings of the command line. Raises ValueError if no engine can have them."""
     scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)
@@ -196,7 +196,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
-    """How the engine with this port joins. Raises UrlRefusedError for an address that routers could not reach."""
+    """Return how the engine with this port joins. Raises UrlRefusedError for an address that routers cannot reach."""
     server_id = args.worker_id or default_server_id([*sys.argv, str(args.port or port)])
     if args.count > 1:
         server_id = f"{server_id}-{index}"

@@ -71,7 +71,7 @@ class Bench:
     texts: bool
 
 
-ENDING_S = 2.0  # from a refused connection until the end of its process is known
+ENDING_S = 2.0  # longest time from a refused connection until the end of its process is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
 
 @cache
 def _speller() -> Callable[[Sequence[int]], str]:
-    """A function from token ids to a text of as many tokens for the engines' tokenizer: a word for each id."""
+    """Return a function from token ids to a text of as many tokens for the engines' tokenizer: a word for each id."""
     words = [word for _token_id, word in PromptTokenizer.load().words]
     return lambda ids: "".join(words[token_id - FIRST_TOKEN] for token_id in ids)
 
@@ -186,7 +186,7 @@ COLUMNS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbala
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table with one line per fleet, and ± with several seeds."""
+    """Return a Markdown table with one line per fleet, and ± with several seeds."""
     rows = []
     for entry in runs:
         margins = entry.get("ci95", {})
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """The settings of the command line. Defaults depend on the trace; a file has those of the conversation.
+    """Return the settings of the command line. Defaults depend on the trace; a file has those of the conversation.
 
     Reads the whole trace, so that a fault near its end is found before the first run. Raises ValueError, OSError.
     """
@@ -244,7 +244,7 @@ def bench_of(args: argparse.Namespace) -> Bench:
 
 
 def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
-    """The exit codes are in the module's docstring. policies: those that routers have."""
+    """Run the command; return an exit code of the module's docstring. policies: those that routers have."""
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)

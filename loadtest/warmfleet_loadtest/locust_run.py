@@ -52,10 +52,10 @@ LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
-FINISH_S = 200.0  # for Locust's last requests and its report: longer than three tries take
-LATE_S = 60.0  # on a busy machine what was added may get its first request only after the duration
+FINISH_S = 200.0  # longest time for Locust's last requests and its report; three tries take less
+LATE_S = 60.0  # longest time after the duration in which an added process may still get its first request
 POLL_S = 0.2
-LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # between lines of progress
+LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between lines of progress, in a file and on a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(fleet: str, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
-    """The run of a fleet, from the start of its processes to their end. Raises StackError."""
+    """Return the run of a fleet, from the start of its processes to their end. Raises StackError."""
     chosen = [event for event in events if fleet == WARMFLEET or event.kind == "engine"]
     with (
         tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
@@ -165,12 +165,12 @@ def _happen(stack: LocustStack, event: Event) -> str:
 
 
 def _sent(target: Path) -> bool:
-    """True if Locust's summary counts a request."""
+    """Return whether Locust's summary counts a request."""
     return target.exists() and bool(Tally.from_json(_read(target)["tally"]).kinds())
 
 
 def _read(target: Path) -> dict[str, Any]:
-    """The summary that Locust wrote. Raises StackError."""
+    """Return the summary that Locust wrote. Raises StackError."""
     try:
         return dict(orjson.loads(target.read_bytes()))
     except (OSError, ValueError) as error:
@@ -210,7 +210,7 @@ class Live:
 
 
 def _web(options: argparse.Namespace) -> int:
-    """Locust's web page against a fleet, until Ctrl-C."""
+    """Serve Locust's web page against a fleet, until Ctrl-C."""
     with (
         tempfile.TemporaryDirectory(prefix="wf-load-") as folder,
         LocustStack(Path(folder), WARMFLEET, _size(options, ())) as stack,
@@ -227,7 +227,7 @@ def _web(options: argparse.Namespace) -> int:
 
 
 def events_of(text: str) -> list[Event]:
-    """The events of ``20:add engine,35:kill replica``; none for ``none``. Raises ValueError."""
+    """Return the events of ``20:add engine,35:kill replica``; none for ``none``. Raises ValueError."""
     events = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         if part == "none":
@@ -252,7 +252,7 @@ def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
 
 
 def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Our own options as those of the locustfile. Only a ramp and a day need to know their end from the begin."""
+    """Turn our options into the locustfile's. Only a ramp and a day need to know their end from the begin."""
     seconds = options.duration if options.arrivals in ("ramp", "diurnal") else options.duration + LATE_S
     return argparse.Namespace(**vars(options), seconds=seconds)
 

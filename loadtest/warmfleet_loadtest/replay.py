@@ -62,7 +62,7 @@ class Balance:
         self._under_way = dict.fromkeys(target.urls, 0)
 
     def take(self, session: str) -> str:
-        """A URL for a request of this session. Give it back when the request is answered."""
+        """Return a URL for a request of this session. Give it back when the request is answered."""
         urls = self._target.urls
         if self._target.balance == "session":
             taken = urls[zlib.crc32(session.encode()) % len(urls)]
@@ -80,7 +80,7 @@ class Balance:
 async def replay(
     trace: Trace, target: Target, on_reply: Callable[[Reply], None] = lambda _reply: None
 ) -> tuple[list[Reply], dict[str, float]]:
-    """(all replies in the order of the trace, the client's own health). on_reply: called with each reply."""
+    """Play a trace; return (replies in its order, the client's own health). on_reply: called with each reply."""
     balance = Balance(target)
     replies: list[Reply | None] = [None] * len(trace.arrivals)
     sessions: dict[int, list[int]] = {}
@@ -109,7 +109,7 @@ async def replay(
 
 
 def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
-    """The figures of a replay in wall seconds, and the mean TTFT in trace seconds, too."""
+    """Return the figures of a replay in wall seconds, and the mean TTFT in trace seconds, too."""
     counted = after_warm_up(replies, skip)
     good = [reply for reply in counted if reply.error is None]
     ttft = sorted(reply.ttft_s for reply in good)
@@ -134,7 +134,7 @@ COLUMNS = ("hit_ratio", "recomputed_tokens", "ttft_mean_s", "ttft_p50_s", "ttft_
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table with a line per row."""
+    """Return a Markdown table with a line per row."""
     return markdown(("", *COLUMNS), [(name, *(row[column] for column in COLUMNS)) for name, row in rows.items()])
 
 

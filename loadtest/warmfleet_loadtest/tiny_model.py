@@ -31,7 +31,7 @@ CHAT_TEMPLATE = """\
 class Shape:
     """The size of the network. The default has 0.6 M parameters; 8 layers of 256 have 6.6 M, with slower prefill.
 
-    window: in every second layer a token sees so many tokens before it, in the others all; 0: all in every layer.
+    window: the number of earlier tokens that a token sees in every second layer; it sees all in the others. 0: in all.
     """
 
     layers: int = 2
@@ -42,7 +42,7 @@ class Shape:
 
 
 def train_tokenizer(vocabulary: int) -> Any:
-    """A byte-level BPE, trained on the modules of the standard library. Takes about 4 s."""
+    """Train a byte-level BPE on the modules of the standard library. Takes about 4 s."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -23,12 +23,12 @@ METADATA = frozenset(
 
 
 def gives_credentials(address: str) -> bool:
-    """Whether this literal address is one of METADATA. Raises ValueError for a name."""
+    """Return whether this literal address is one of METADATA. Raises ValueError for a name."""
     return _plain(address) in METADATA
 
 
 def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address; an address of IPv4 that is written as IPv6 becomes IPv4 again. Raises ValueError."""
+    """Return the address; an address of IPv4 that is written as IPv6 becomes IPv4 again. Raises ValueError."""
     parsed = ipaddress.ip_address(address)
     return (parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None) or parsed
 
@@ -41,15 +41,15 @@ class Addresses:
         self.name(named_urls)
 
     def name(self, urls: Iterable[str]) -> None:
-        """The hosts of these URLs, and no others, are named by the operator from now on."""
+        """Take the hosts of these URLs, and no others, as named by the operator from now on."""
         self._named = {(urlsplit(url).hostname or "").lower() for url in urls}
 
     def named(self, host: str) -> bool:
-        """Whether the operator named this host."""
+        """Return whether the operator named this host."""
         return host.lower() in self._named
 
     def allows(self, host: str) -> bool:
-        """Whether the operator named this host, or it is an address in a range. Raises ValueError for other names."""
+        """Return whether the operator named this host or a range has its address. Raises ValueError for other names."""
         if self.named(host):
             return True
         address = _plain(host)
@@ -68,12 +68,12 @@ class Addresses:
             if not any(letter.isalpha() for letter in parts.hostname.lower().removeprefix("0x")):
                 # 127.1 and 2130706433 are addresses as well, which connect without a resolver.
                 raise UpstreamError(f"{url!r}: not a canonical address") from None
-            return  # a host name: its addresses are checked when it is resolved
+            return  # the addresses of a host name are checked when the name is resolved
         if not allowed:
             raise UpstreamError(f"{parts.hostname} is outside WARMFLEET_WORKER_ADDRESSES")
 
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
-        """The allowed ones of the resolved addresses of ``host``. Raises OSError if none is allowed.
+        """Return those resolved addresses of ``host`` that are allowed. Raises OSError if none is allowed.
 
         Naming a host does not allow METADATA addresses that DNS gives for it: each needs its own range or name.
         """

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-PLACE_S = 1.0  # in which ``place`` must resolve a name
-MAX_PAGE_BYTES = 8_388_608  # of the answer to a GET: a large engine's /metrics has about 200 kB
-SMALL_ANSWER_BYTES = 1_048_576
+PLACE_S = 1.0  # longest time that ``place`` may take to resolve a name
+MAX_PAGE_BYTES = 8_388_608  # most bytes read of the answer to a GET; a large engine's /metrics has about 200 kB
+SMALL_ANSWER_BYTES = 1_048_576  # most bytes read of the answer to a POST, unless the caller sets another limit
 CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 class Place(NamedTuple):
-    """The end of all connections to a URL. end: address, port, path. named: the host is a name, not ``localhost``."""
+    """The end of connections to a URL. end: address, port, path. named: the host is a name besides ``localhost``."""
 
     end: tuple[str, int, str]
     host: str
@@ -59,13 +59,13 @@ class EngineClient:
         )
 
     async def get(self, base: str, path: str, headers: Mapping[str, str], timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of an answer; a body is cut off behind MAX_PAGE_BYTES. Raises UpstreamError."""
+        """Send a GET and return status and body, which is cut off behind MAX_PAGE_BYTES. Raises UpstreamError."""
         with _engine_errors():
             async with asyncio.timeout(timeout_s):
                 return await self._call("GET", _joined(base, path), b"", headers, MAX_PAGE_BYTES)
 
     async def healthy(self, base: str, timeout_s: float) -> bool:
-        """Whether the engine answers /health within the limit, and with no status of 500 or above.
+        """Return whether the engine answers /health within the limit, and with no status of 500 or above.
 
         An engine other than vLLM may not know /health, but it answers.
         """
@@ -78,7 +78,7 @@ class EngineClient:
     async def post(
         self, base: str, path: str, body: bytes, headers: Mapping[str, str], limit_bytes: int = SMALL_ANSWER_BYTES
     ) -> tuple[int, bytes]:
-        """Status and body of an answer; a body is cut off behind ``limit_bytes``. Raises UpstreamError.
+        """Send a POST and return status and body, which is cut off behind ``limit_bytes``. Raises UpstreamError.
 
         The caller sets the time limit, because one limit may cover several requests.
         """
@@ -86,7 +86,7 @@ class EngineClient:
             return await self._call("POST", _joined(base, path), body, headers, limit_bytes)
 
     async def place(self, base: str) -> Place | None:
-        """Where connections to this engine end; None if its host cannot be resolved, or is several machines."""
+        """Find where connections to this engine end; None if its host cannot be resolved, or is several machines."""
         try:
             url = httpx.URL(base)
             host, port = _host_and_port(url)
@@ -112,7 +112,7 @@ class EngineClient:
         """Try the addresses of the URL's host in turn until one takes the connection."""
         self._addresses.check(address)
         url = httpx.URL(address)
-        # As bytes: httpx by itself refuses a client's header that is not ASCII.
+        # The values are bytes, because httpx refuses a text that is not ASCII, which a client's header may be.
         encoded = [(name.encode(), header_value(value)) for name, value in headers.items()]
         request = httpx.Request(method, url, content=body, headers=encoded)
         if url.userinfo:

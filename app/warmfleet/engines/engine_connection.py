@@ -20,22 +20,22 @@ from warmfleet.errors import UpstreamError, UpstreamGone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KEEPALIVE_S = 4.0  # engines close idle connections after 5 s: the router must close them first
-HEAD_MAX_BYTES = 65_536  # status line and headers of an answer, with those of the interim answers before it
-TRAILERS_MAX_BYTES = 8_192  # the bound of trailers, and of the line before a chunk with its extensions
-FIELD_COST_BYTES = 32  # counted for a header besides its text, so that many short ones are bounded as well
-MAX_INTERIM_ANSWERS = 8  # answers 1xx before the final one
-LAST_WORD_BYTES = 64  # a piece of at most this length is the end of a stream, such as [DONE], and holds no usage
-UNREAD_MAX_BYTES = 65_536  # reading from the engine pauses while more of its answer waits for a slow client
-#: A machine that vanished is noticed after 25 s. A frozen process is not noticed by TCP, because its kernel still
-#: answers: pools/stalled_requests.py ends the requests that wait for it.
+KEEPALIVE_S = 4.0  # longest time that an idle connection is kept; the router must close it before engines do, after 5 s
+HEAD_MAX_BYTES = 65_536  # most bytes of an answer's status line and headers, with those of interim answers before it
+TRAILERS_MAX_BYTES = 8_192  # most bytes of trailers, and of the line before a chunk with its extensions
+FIELD_COST_BYTES = 32  # bytes counted for a header besides its text, so that many short ones are bounded as well
+MAX_INTERIM_ANSWERS = 8  # most answers 1xx before the final one
+LAST_WORD_BYTES = 64  # most bytes of a piece that ends a stream, such as [DONE]; so short a piece holds no usage
+UNREAD_MAX_BYTES = 65_536  # most bytes that wait for a slow client before reading from the engine pauses
+#: TCP notices after 25 s that a machine vanished. It does not notice a frozen process, whose kernel still answers, so
+#: pools/stalled_requests.py ends the requests that wait for such a process.
 TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}  # s, s, probes, ms
 #: The errors by which a connection ends if its engine died before it had read the whole request: the kernel sends RST.
 #: If the engine had read the request, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
-#: The kernel is asked before a kept connection is used: the event loop notices a hang-up later, and an engine that gets
-#: a request after its own end would count as killed by that request.
-HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # the engine sends no more; 0: this system has no such event
+#: Before a kept connection is used, the kernel is asked for a hang-up, which the event loop notices later. Else an
+#: engine that gets a request after its own end would count as killed by that request.
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # event by which the engine ends its sending; 0 where unknown
 
 
 class EngineResponse:
@@ -96,7 +96,7 @@ class EngineResponse:
             await self._arrival()
 
     async def read_any(self) -> bytes:
-        """All bytes of the body that came since the last call, at least one; empty at its end.
+        """Wait for bytes of the body; return all that came since the last call, or none at the body's end.
 
         Raises UpstreamGone if the connection is lost before the end, UpstreamError if the answer cannot be read; but
         first returns all bytes that came before the error.
@@ -195,7 +195,7 @@ class EngineResponse:
         self._connection = connection
 
     def finish(self) -> None:
-        """The whole answer came. From now on, its connection may serve other requests."""
+        """Note that the whole answer came, so its connection may now serve other requests."""
         self.complete = True
         self._connection = None
 
@@ -230,7 +230,7 @@ class KeptConnections:
         self._closed = False
 
     def take(self) -> Connection | None:
-        """The youngest connection; None if there is none that is young enough."""
+        """Take out the youngest connection; return None if there is none that is young enough."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable(self._loop.time() - KEEPALIVE_S):
@@ -239,7 +239,7 @@ class KeptConnections:
         return None
 
     def keep(self, connection: Connection) -> None:
-        """``connection`` waits for another request."""
+        """Keep ``connection`` for another request."""
         if self._closed:
             connection.abort()
             return
@@ -247,7 +247,7 @@ class KeptConnections:
         self._idle.append(connection)
 
     def forget(self, connection: Connection) -> None:
-        """``connection`` is lost; whether it was idle or in use is not known."""
+        """Forget ``connection``, which is lost; it may have been idle or in use."""
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -295,7 +295,7 @@ class Connection(asyncio.Protocol):
         self._transport.writelines(answer.request)
 
     def usable(self, idle_since: float) -> bool:
-        """Whether the connection is open and became idle after ``idle_since``.
+        """Return whether the connection is open and became idle after ``idle_since``.
 
         The kernel is asked, because the event loop may not have seen the end yet. If the kernel knows of the engine's
         end before a request is sent, the engine has not died of that request, and counts as one that refused it.
@@ -373,10 +373,10 @@ class Connection(asyncio.Protocol):
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
 
     def _give_back(self) -> None:
-        """The answer is whole: keep the connection for another request if that is safe, else close it."""
+        """After a whole answer, keep the connection for another request if that is safe, else close it."""
         self._answer = None
         transport = self._transport
-        # An engine may answer before it has read a whole request. It would take the rest for the next request.
+        # An engine may answer before it has read a whole request, and would take the rest of it for the next request.
         if self._keep_alive and not transport.get_write_buffer_size() and not transport.is_closing():
             self._reused = True
             self._kept.keep(self)

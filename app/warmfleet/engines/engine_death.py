@@ -10,5 +10,5 @@ WORDS = b"EngineCore encountered an issue"  # of vLLM's EngineDeadError, which h
 
 
 def is_reported_in(piece: bytes) -> bool:
-    """Whether this first piece of an answer, which is an error, reports the death."""
+    """Return whether this first piece of an answer, which is an error, reports the death."""
     return WORDS in piece

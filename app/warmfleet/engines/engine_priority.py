@@ -1,7 +1,7 @@
 """The order of prompts that wait in an engine which goes by priorities: least uncached work first, with ageing.
 
 vLLM with ``--scheduling-policy priority`` takes the waiting request with the lowest number first. The number is a time:
-that of the request's arrival and PATIENCE times the time that its uncached tokens take. So only requests that come
+the request's arrival plus PATIENCE times the time that its uncached tokens take. So only requests that come
 within PATIENCE times its own work can overtake a request, and no work waits for ever. The time is that of the replica's
 clock; where the clocks of two replicas differ, the requests of one replica count as so much later.
 
@@ -11,14 +11,14 @@ A priority that the client itself names counts first, as it does in an engine th
 from __future__ import annotations
 
 PRIORITY_HEADER = "X-Vllm-Priority"
-PATIENCE = 4  # simulated at .83 busy: the mean is within 1 % of that without ageing, and from 1 on within 2 %
-CLASS_MS = 2**44  # from one priority of clients to the next: more milliseconds than a clock shows until the year 2527
-MAX_CLASS = 2**17  # clients' priorities beyond count as this one: the engine's numbers have 64 bits
-UNKNOWN_TPS = 10_000  # prefill tokens a second of an engine whose speed is not known yet
+PATIENCE = 4  # in simulations at 83 % load 4 puts mean TTFT within 1 % of that without ageing, and 1 within 2 %
+CLASS_MS = 2**44  # distance of two neighbouring priorities of clients: more ms than a clock shows until the year 2527
+MAX_CLASS = 2**17  # largest size of a client's priority, to both sides of 0, because engines' numbers have 64 bits
+UNKNOWN_TPS = 10_000  # prefill tokens a second that are assumed for an engine whose speed is not known yet
 
 
 def priority(client_priority: object, came_at_s: float, uncached_tokens: int, speed_tps: int) -> int:
-    """The number for the engine; the lowest goes first.
+    """Return the request's number for the engine, which takes the lowest first.
 
     client_priority: anything but a whole number counts as 0 here, and the engine refuses it. came_at_s: when the
     request came, in seconds since 1970.

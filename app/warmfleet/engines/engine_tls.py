@@ -8,7 +8,7 @@ from warmfleet.errors import BadArgument
 
 
 def engine_tls(ca_file: str) -> ssl.SSLContext:
-    """A context for connections to engines. ca_file: PEM file of their authority; empty = the system's.
+    """Return a context for connections to engines. ca_file: PEM file of their authority; empty = the system's.
 
     Raises BadArgument.
     """

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: Bytes at the beginning of a stream that are looked at. A longer event is no error.
+#: Most bytes at the beginning of a stream that are searched for an error. A longer event is taken for none.
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # a status of Anthropic's API alone
-#: So many bytes of an event show that it is no error, unless a word of an error is among them.
+#: Number of bytes of an event that show that it is no error, unless a word of an error is among them.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
@@ -55,13 +55,13 @@ class StreamError(NamedTuple):
 
 
 def is_plain(piece: bytes) -> bool:
-    """Whether this first piece of a stream surely begins with a whole event that is no error."""
+    """Return whether this first piece of a stream surely begins with a whole event that is no error."""
     begins = piece.startswith((b"data: {", b"event: ")) and not piece.startswith(b"event: ping")
     return begins and b"\n\n" in piece and not _has_word(piece)
 
 
 def is_open(piece: bytes) -> bool:
-    """Whether more of the stream is needed to know whether its first event is an error. piece: its beginning."""
+    """Return whether more of the stream is needed to know whether its first event is an error. piece: its beginning."""
     if len(piece) > MAX_BYTES or read(piece) is not None:
         return False
     begun = _EVENT_END.split(piece)[-1]
@@ -69,7 +69,7 @@ def is_open(piece: bytes) -> bool:
 
 
 def read(piece: bytes, *, ended: bool = False) -> Event | None:
-    """The first event of a stream that is neither a comment nor a ping; None while it is not whole.
+    """Return the first event of a stream that is neither a comment nor a ping; None while it is not whole.
 
     ended: nothing follows the piece, so an event without an empty line is whole.
     """
@@ -94,7 +94,7 @@ def _has_word(piece: bytes) -> bool:
 
 
 def error_of(event: Event) -> StreamError | None:
-    """The error in an event; None if it has none."""
+    """Return the error in an event; None if it has none."""
     try:
         data = orjson.loads(event.data)
     except ValueError:
@@ -121,7 +121,7 @@ def _error_in(data: dict[str, Any]) -> Any:
 
 
 def _status(fields: dict[str, Any]) -> int:
-    """The status of an error with these fields; 500 if they name none."""
+    """Return the status of an error with these fields; 500 if they name none."""
     for name in ("code", "status", "status_code"):
         value = fields.get(name)
         if isinstance(value, str) and value.isascii() and value.isdigit():

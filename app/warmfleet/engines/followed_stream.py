@@ -16,9 +16,9 @@ from warmfleet.errors import UpstreamError, UpstreamGone
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_EVENT_BYTES = 2_097_152  # the first event lists the ids of the prompt, with at most 8 bytes for each
-MAX_KEPT_TOKENS = 131_072  # of a stream's prompt and answer; a longer stream is not continued
-MAX_KEPT_BYTES = 67_108_864  # of the ids of all streams of a replica
+MAX_EVENT_BYTES = 2_097_152  # most bytes of an event: the first lists the prompt's ids, with at most 8 bytes for each
+MAX_KEPT_TOKENS = 131_072  # most tokens of prompt and answer together; a stream with more is not continued
+MAX_KEPT_BYTES = 67_108_864  # most bytes of the ids of all streams of a replica
 ID_BYTES = 4
 #: Names that all events of one stream have in common.
 CONSTANT = ("id", "created", "model", "system_fingerprint")
@@ -59,16 +59,16 @@ class EventReader:
         raise NotImplementedError
 
     def ends(self) -> None:
-        """The engine's answer is complete."""
+        """Note that the engine's answer is complete."""
 
     def pass_on(self, data: bytes) -> bool:
-        """As the client's. False also after the stream was cut: then ``body`` raises."""
+        """Pass on a piece as the client does. Returns False also after the stream was cut, when ``body`` raises."""
         events = self._events(data)
         goes_on = self.client.pass_on(events) if events else True
         return goes_on and self.cut is None
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        """As the client's. Raises UpstreamError if the engine cut the stream."""
+        """Send a piece as the client does. Raises UpstreamError if the engine cut the stream."""
         events = self._events(data)
         if not more and self.cut is None:
             self.ends()
@@ -81,7 +81,7 @@ class EventReader:
         await self.client.body(events, more=more)
 
     def _events(self, data: bytes) -> bytes:
-        """The whole events that ``data`` completes, as the client gets them."""
+        """Take a piece of the stream; return the whole events that it completes, as the client gets them."""
         *events, self._unended = (self._unended + data).split(b"\n\n")
         if len(self._unended) > MAX_EVENT_BYTES:
             self.cut = UpstreamError("The worker sent an event that is too long.")
@@ -104,10 +104,10 @@ class EventReader:
 
 
 class FollowedStream(EventReader):
-    """Remembers the token ids of a stream, and takes them out of the events: the client did not ask for them.
+    """Remembers the token ids of a stream, and takes them out of the events, because the client did not ask for them.
 
     ``prompt`` and ``produced`` are the ids so far. The client has all text of the first ``safe`` produced ids, and
-    ``beyond`` is the text that it has of the ids behind them. (A token may end in the middle of a character: its text
+    ``beyond`` is the text that it has of the ids behind them. (A token may end in the middle of a character, whose text
     comes with a later token.) ``finished``: the client has the reason why the answer ended. ``known`` turns False when
     ids are missing, so that no other worker can go on. ``identity_key``: the tokenizer whose ids these are; empty if
     none is known.
@@ -159,7 +159,7 @@ class FollowedStream(EventReader):
             return
         if ids:
             self.produced.extend(ids)
-            if text and len(ids) == 1:  # a whole character: the client has the text of all tokens so far
+            if text and len(ids) == 1:  # the token ends a character, so the client has all text so far
                 self.safe, self.beyond = len(self.produced), ""
             else:
                 self.beyond += text
@@ -185,7 +185,7 @@ class Continuable(NamedTuple):
     kept: KeptIds
 
     def follow(self, client: Sink, identity_key: str) -> FollowedStream:
-        """The stream of a worker's answer, on its way to the client. identity_key: of that worker, empty: unknown."""
+        """Wrap ``client`` to follow a worker's answer. identity_key: of the worker's tokenizer; empty if unknown."""
         return FollowedStream(client, self.kept, identity_key)
 
 
@@ -233,7 +233,7 @@ class ContinuedStream(EventReader):
         return bool(new) or ends or not (began or text)
 
     def _new(self, text: str) -> str:
-        """The part of ``text`` that the client does not have yet."""
+        """Return the part of ``text`` that the client does not have yet."""
         again = self._again
         if again.startswith(text):
             self._again = again[len(text) :]
@@ -258,7 +258,7 @@ class ContinuedStream(EventReader):
 
 
 def text_of(choice: dict[str, Any]) -> tuple[str, bool]:
-    """The text of an event, and whether it has nothing besides: no tool call, no reasoning, no logprobs."""
+    """Return the text of an event, and whether it has nothing besides: no tool call, no reasoning, no logprobs."""
     plain = choice.get("logprobs") is None
     delta = choice.get("delta")
     if delta is None:
@@ -268,7 +268,7 @@ def text_of(choice: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _take_ids(fields: dict[str, Any], name: str) -> Sequence[int] | None:
-    """The ids under this name. Null takes their place, as in an event whose client did not ask for ids."""
+    """Take out the ids under this name, and put null there, as in an event whose client did not ask for ids."""
     ids: Sequence[int] | None = fields.get(name)
     if ids is not None:
         fields[name] = None

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.followed_stream import Sink
 
-_USAGE = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # in a text of the answer, \" is not "
+_USAGE = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # never in the answer's text, whose quotes are \"
 _EVENT = b"\ndata: {"
-_KEPT = 40  # bytes of a piece that are searched again with the next one: more than the longest match of both
+_KEPT = 40  # bytes of a piece that are searched again with the next: more than the longest match of both patterns
 
 
 class OutputTokens:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-TAIL_BYTES = 2_048  # the usage, the event that ends a stream, and the fields that engines write behind the usage
-# In a text of the answer, \" is not ".
+TAIL_BYTES = 2_048  # length of the end that is read: it holds the usage, fields behind it, and a stream's last event
+# These patterns match no text of the answer itself, because a quote in it is written \".
 _CACHED = re.compile(rb'"(cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens" ?: ?(\d{1,9})')
 
@@ -29,7 +29,7 @@ class AnswerTail:
         self._tail = (self._tail + piece)[-TAIL_BYTES:]
 
     def usage(self) -> Usage | None:
-        """The last usage in the tail; None if it has none, as in a stream whose client did not ask for usage."""
+        """Return the last usage in the tail; None if it has none, as in a stream whose client did not ask for usage."""
         prompts, cached = _PROMPT.findall(self._tail), _CACHED.findall(self._tail)
         if not prompts or not int(prompts[-1]):
             return None

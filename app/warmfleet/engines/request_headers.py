@@ -11,19 +11,19 @@ from warmfleet.errors import UpstreamError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_REQUEST_ID = 128
+MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
 #: A space ends a word of a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
 
 def safe_request_id(client_id: bytes) -> str:
-    """A client's id for its request without unsafe characters and not too long; a new id if nothing is left."""
+    """Return a client's id for its request without unsafe characters and not too long; a new id if nothing is left."""
     kept = _UNSAFE_ID.sub(b"", client_id)[:MAX_REQUEST_ID].decode() if client_id else ""
     return kept or os.urandom(12).hex()
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The headers as they stand in a request. Raises UpstreamError if one of them would end its line too early."""
+    """Write the headers as a request has them. Raises UpstreamError if one of them would end its line too early."""
     made = [name + b": " + value + b"\r\n" for name, value in headers]
     lines = b"".join(made)
     if lines.count(b"\n") != len(made) or lines.count(b"\r") != len(made) or b"\0" in lines:
@@ -32,13 +32,13 @@ def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def header_fields(lines: bytes, *names: str) -> dict[str, str]:
-    """The headers of these names among ``header_lines``, for an HTTP client that takes names and values."""
+    """Return the headers of these names among ``header_lines``, for an HTTP client that takes names and values."""
     found = (line.partition(": ") for line in lines.decode("latin-1").split("\r\n"))
     return {name: value for name, _, value in found if name in names}
 
 
 def header_value(text: str) -> bytes:
-    """A value as it is sent: a client's value was read as latin-1, so these are the bytes that the client sent.
+    """Encode a value for sending. A client's value was read as latin-1, so the result is the bytes that it sent.
 
     A value of the settings that latin-1 cannot hold is sent in UTF-8.
     """

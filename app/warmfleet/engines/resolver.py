@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.engines.allowed_addresses import Addresses
 
-RESOLVED_FOR_S = 10.0
-MAX_NAMES = 4_096
+RESOLVED_FOR_S = 10.0  # time after which a name is resolved again
+MAX_NAMES = 4_096  # most names that are remembered; one more empties the memory
 
 
 class Resolver:
@@ -23,15 +23,15 @@ class Resolver:
         self._known: dict[tuple[str, int], tuple[float, asyncio.Task[list[str]]]] = {}
 
     async def resolve(self, host: str, port: int) -> list[str]:
-        """The allowed addresses of ``host``, at least one. Raises OSError if none is allowed or the name is unknown.
+        """Return the allowed addresses of ``host``. Raises OSError if none is allowed or the name is unknown.
 
         A name is resolved once in RESOLVED_FOR_S, also when many requests ask for it at the same time.
         """
-        # Remembered addresses are checked as well: the operator's names may have changed.
+        # Remembered addresses are checked as well, because the operator may have changed the named hosts.
         return self._addresses.allowed_of(host, await self.addresses(host, port))
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """All addresses of ``host``, allowed or not: callers must not connect to them. Raises OSError."""
+        """Return all addresses of ``host``, even forbidden ones, so callers must not connect. Raises OSError."""
         if _is_literal(host):
             return [host]
         until, task = self._known.get((host, port), (0.0, None))

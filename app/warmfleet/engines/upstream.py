@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.allowed_addresses import Addresses
 
-SWEEP_INTERVAL_S = 1.0  # between two calls of ``sweep``
-MAX_ADDRESSES = 4_096
+SWEEP_INTERVAL_S = 1.0  # time between two calls of ``sweep``
+MAX_ADDRESSES = 4_096  # most engines whose connections are kept; one more closes all idle connections
 WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body
 _HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
 
@@ -49,7 +49,7 @@ class Upstream:
         self._loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # until open()
 
     async def open(self) -> None:
-        """The connections belong to the running event loop."""
+        """Note the running event loop, to which all connections will belong."""
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class Upstream:
         self._forget_engines()
 
     async def sweep(self) -> None:
-        """Close the connections that are idle for too long. ``start`` closes those that it meets, and no others."""
+        """Close the connections that are idle for too long, because ``start`` closes only those that it meets."""
         for engine in self._engines.values():
             engine.kept.sweep()
 
@@ -79,9 +79,9 @@ class Upstream:
         return answer
 
     async def send(self, method: str, base: str, path: str, body: bytes, headers: bytes) -> EngineResponse:
-        """As ``start``; returns when the answer's headers came. Raises UpstreamGone if no byte came back.
+        """Send a request as ``start``; return when the headers came. Raises UpstreamGone if no byte came back.
 
-        The error is not ``refused`` if the engine had read the request, because it may have died of it.
+        The error is not ``refused`` if the engine had read the request, because the engine may have died of it.
         """
         answer = self.start(method, base, path, body, headers)
         try:
@@ -104,7 +104,7 @@ class Upstream:
         self._engines.clear()
 
     def _replace(self, engine: Engine, answer: EngineResponse) -> None:
-        """The kept connection of ``answer`` was dead: send the request once more, on a new connection."""
+        """Send the request of ``answer`` once more, on a new connection, because its kept connection was dead."""
         self._on_stale()
         self._connect(engine, answer)
 
@@ -115,7 +115,7 @@ class Upstream:
         """Make a connection and send the request on it. Every failure becomes the answer's."""
         try:
             connection = await self._connection(engine)
-        except (OSError, TimeoutError, ValueError) as error:  # ValueError: a name that cannot be looked up
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError means a name that cannot be looked up
             answer.connecting = None  # this task, which needs no cancelling
             why = f"The worker does not answer: {type(error).__name__}"
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
@@ -123,7 +123,7 @@ class Upstream:
             connection.send(answer)
 
     async def _connection(self, engine: Engine) -> Connection:
-        """A new connection to the first address of the engine that accepts. Raises OSError, TimeoutError."""
+        """Connect to the first address of the engine that accepts. Raises OSError, TimeoutError."""
         *others, last = await self._resolver.resolve(engine.host, engine.port)
         for address in others:
             try:
@@ -133,7 +133,7 @@ class Upstream:
         return await self._connected(engine, last)
 
     async def _connected(self, engine: Engine, address: str) -> Connection:
-        """A connection to this address; TLS asks for a certificate of the name in the URL."""
+        """Connect to this address; TLS asks for a certificate of the name in the URL."""
         tls, name = (self._tls, engine.host) if engine.tls else (None, None)
         async with asyncio.timeout(self._connect_timeout_s):
             _, made = await self._loop.create_connection(
@@ -169,7 +169,7 @@ class Engine:
         self._authorization = _basic(user) if user else b""
 
     def head(self, method: str, path: str, headers: bytes, length: int) -> bytes:
-        """The request line and all headers. Raises UpstreamError."""
+        """Return the request line and all headers. Raises UpstreamError."""
         if not _sendable(path) or not method.isalpha():
             raise UpstreamError("The method or the path cannot be sent to a worker.")
         if self._authorization:
@@ -182,12 +182,12 @@ class Engine:
         return b"%b%b%bContent-Length: %d\r\n\r\n" % (line, self._lines, headers, length)
 
     def replace(self, answer: EngineResponse) -> None:
-        """Send the request of ``answer`` again: its kept connection was dead."""
+        """Send the request of ``answer`` again, because its kept connection was dead."""
         self._replace(self, answer)
 
 
 def _sendable(path: str) -> bool:
-    """Whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
+    """Return whether ``path`` may stand in a request line: neither a space nor a line break can end it early."""
     return path.isascii() and path.isprintable() and " " not in path
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, MutableSequence
 
-WINDOW_S = 60.0
-MAX_TEXTS = 8  # different lines of one kind pass in a window: a few engines with the same fault are all named
-MAX_KINDS = 1_000  # kinds that are remembered; with more, the window of the oldest ends early
+WINDOW_S = 60.0  # length of a window, in which lines of one kind are folded
+MAX_TEXTS = 8  # most different lines of one kind that pass in a window: enough to name a few engines with one fault
+MAX_KINDS = 1_000  # most kinds that are remembered; with more, the window of the oldest ends early
 
 
 class _Kind:
-    """Lines alike since ``began`` (monotonic time): the texts that passed, and the number of lines that did not.
+    """Lines alike since ``began`` (monotonic time), with the texts that passed and the number of lines that did not.
 
     ``last_text``: of the last record, as it was when the line was logged.
     """
@@ -34,7 +34,7 @@ class _Kind:
 class Folding(logging.Filter):
     """A filter for handlers. Warnings and errors are of one kind if one statement made them; others if they are equal.
 
-    Lines of exceptions of different types are never of one kind: the statement that logs them may be far from the bug.
+    Lines with exceptions of different types are never of one kind, because one statement may log many different bugs.
     So the first line of a fault that repeats passes at once, and a line with their number follows once a minute
     (``ended``). Lines of debug level pass. Several threads may call the filter, and the handler of a signal that
     interrupts it.
@@ -48,7 +48,7 @@ class Folding(logging.Filter):
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record passes now; else it is counted."""
+        """Return whether the record passes now, and count it if not."""
         if record.levelno < logging.INFO:
             return True
         text = record.getMessage()
@@ -69,11 +69,11 @@ class Folding(logging.Filter):
             return True
 
     def ended(self) -> list[logging.LogRecord]:
-        """A record for each kind whose window is over and of which lines were folded."""
+        """Return a record for each kind whose window is over and of which lines were folded."""
         return self._ended(self._clock() - WINDOW_S)
 
     def close(self) -> list[logging.LogRecord]:
-        """As ``ended``, but every window is over."""
+        """Return the records of ``ended`` as if every window were over."""
         return self._ended(self._clock())
 
     def _ended(self, began_by: float) -> list[logging.LogRecord]:
@@ -91,7 +91,7 @@ class Folding(logging.Filter):
 
 
 def _summary(kind: _Kind, seconds: float) -> logging.LogRecord:
-    """The record that counts the folded lines. The exception is the last line's, so that its traceback is logged."""
+    """Make the record that counts the folded lines. Its exception is the last line's, whose traceback is logged."""
     last = kind.last
     text = f"... {kind.folded} more like it in {max(1.0, seconds):.0f} s, the last: {kind.last_text}"
     return logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, text, None, last.exc_info)

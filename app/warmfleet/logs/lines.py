@@ -45,7 +45,7 @@ def _request_of_task() -> tuple[str, str]:
 
 
 def prepared(record: logging.LogRecord) -> logging.LogRecord:
-    """The record for another thread: its text is made, and it holds no argument of the line any more."""
+    """Prepare the record for another thread by making its text, so that it holds no argument of the line."""
     record.msg, record.args = record.getMessage(), None
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)
@@ -59,7 +59,7 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def in_ascii(record: logging.LogRecord) -> logging.LogRecord:
-    """Text, time and place of a prepared record that cannot be formatted. Every format takes ASCII."""
+    """Return text, time and code line of a prepared record that no format takes, in ASCII, which every format takes."""
     text = ascii(record.getMessage())
     plain = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
     plain.created, plain.msecs = record.created, record.msecs
@@ -77,7 +77,7 @@ class TextLines(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)s {self._name}%(name)s %(message)s")
 
     def line(self, content: Line) -> str:
-        """As ``format``, for a line without a record."""
+        """Make the text that ``format`` makes, of a line without a LogRecord."""
         second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, time.strftime(self.default_time_format, self.converter(second))
@@ -103,7 +103,7 @@ class JsonLines(logging.Formatter):
         self._second, self._shown = 0, ""
 
     def line(self, content: Line) -> str:
-        """As ``format``, for a line without a record."""
+        """Make the JSON that ``format`` makes, of a line without a LogRecord."""
         second = int(content.at)
         if second != self._second:
             self._second, self._shown = second, datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")

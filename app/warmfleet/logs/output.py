@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from warmfleet.logs.lines import Line
 
-MAX_WAITING = 10_000  # lines, a few MB: some seconds of the fullest access log
-FOLDED_LOOK_S = 5.0  # between two looks whether a window of folded lines has ended
-GATHERED_S = 0.05  # lines that the thread makes are gathered for so long, and written at once
-CLOSE_S = 2.0  # for writing the lines that wait at the end
+MAX_WAITING = 10_000  # most lines that wait: a few MB, or some seconds of the fullest access log
+FOLDED_LOOK_S = 5.0  # time between two looks whether a window of folded lines has ended
+GATHERED_S = 0.05  # length of the time for which lines that the thread makes are gathered, to be written at once
+CLOSE_S = 2.0  # longest time for writing the lines that wait at the end
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}
 
@@ -43,7 +43,7 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = lambda: None
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
-        # No Queue, as QueueHandler has: its lock is not safe in the handler of a signal.
+        # QueueHandler has a Queue, whose lock is not safe in the handler of a signal; this queue is safe there.
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | Literal["later"] | None] = SimpleQueue()
         self._unmade: deque[tuple[Callable[[Any], Line], Any]] = deque()
         self._dropped = 0

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     Lora = tuple[str, str] | None
 
-MAX_BLOCKS = 8_192  # in one chain: lua/decide.lua accepts no more
-BLOCKS_AT_ONCE = 512  # hashes made in one call, which holds the interpreter lock for 0.3 ms
-NO_KEYS = cbor.encode(None)  # the extra keys of most blocks: none
-TABLE_TOKENS = 262_144  # ids whose CBOR form is made in advance: the largest vocabularies in use have so many
+MAX_BLOCKS = 8_192  # most blocks in one chain, because lua/decide.lua accepts no more
+BLOCKS_AT_ONCE = 512  # most hashes made in one call, which holds the interpreter lock for 0.3 ms
+NO_KEYS = cbor.encode(None)  # CBOR of the extra keys (salt, adapter) of most blocks, which have none
+TABLE_TOKENS = 262_144  # number of ids whose CBOR form is made in advance, as many as the largest vocabularies have
 
-TEXT_BLOCK_BYTES = 64  # a block of text counts as 16 tokens: about four bytes make one token
-TEXT_BLOCK_TOKENS = 16
+TEXT_BLOCK_BYTES = 64  # length of a block of text
+TEXT_BLOCK_TOKENS = 16  # tokens that a block of text counts as, because about four bytes make one token
 #: Prompts for workers whose tokenizer is not known are hashed as text. The seed gives this scheme an id of its own.
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
 class Chain(NamedTuple):
-    """The block hashes of one prompt under one scheme: packed, 8 bytes each, without a block of its last token."""
+    """The block hashes of a prompt under one scheme: 8 bytes each, joined, without a block that has its last token."""
 
     scheme_id: int
     block_tokens: int
@@ -54,21 +54,21 @@ class Hasher:
         self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
 
     def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
-        """The chain of a whole prompt. lora: name and path of its adapter."""
+        """Return the chain of a whole prompt. lora: name and path of its adapter."""
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def packed(self, digests: Sequence[bytes]) -> bytes:
-        """``wire.pack_hashes`` of these digests, four times as fast."""
+        """Do ``wire.pack_hashes`` for these digests, four times as fast."""
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """The chain without a block of the prompt's last token: engines always compute that token."""
+        """Return the chain without a block of the prompt's last token, because engines always compute that token."""
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
 
     def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        """Full digests of a chain from block number ``blocks`` on; the chain has at most MAX_BLOCKS blocks.
+        """Compute the full digests of a chain from block number ``blocks`` on, up to MAX_BLOCKS blocks in all.
 
         previous: the digest of the block before. ids: the tokens from that block on. The salt is part of a prompt's
         first block only; lora (name and path of the adapter) is part of every block.
@@ -114,12 +114,12 @@ class Hasher:
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:
-    """The hash function of one of vLLM's algorithm names: SHA-256 or XXH3-128."""
+    """Return the hash function of one of vLLM's algorithm names: SHA-256 or XXH3-128."""
     return xxh3_128 if algorithm.startswith("xxhash") else hashlib.sha256
 
 
 def text_chain(text: bytes) -> Chain:
-    """The chain of a text whose tokenizer is not known: 64 bytes make a block that counts as 16 tokens."""
+    """Return the chain of a text whose tokenizer is not known. A block has 64 bytes and counts as 16 tokens."""
     previous, packed = TEXT_SCHEME.none_hash, []
     count = min((len(text) - 1) // TEXT_BLOCK_BYTES, MAX_BLOCKS) if text else 0
     for start in range(0, count * TEXT_BLOCK_BYTES, TEXT_BLOCK_BYTES):
@@ -129,22 +129,22 @@ def text_chain(text: bytes) -> Chain:
 
 
 def text_tokens(length: int) -> int:
-    """The number of tokens that ``length`` bytes of text count as, at least 1."""
+    """Return the number of tokens that ``length`` bytes of text count as, at least 1."""
     return max(1, length * TEXT_BLOCK_TOKENS // TEXT_BLOCK_BYTES)
 
 
 def text_block_tokens(length: int, tokens: int) -> int:
-    """The tokens that a text block counts as, in a prompt of ``length`` bytes and ``tokens`` tokens."""
+    """Return the tokens that a text block counts as, in a prompt of ``length`` bytes and ``tokens`` tokens."""
     return max(1, min(TEXT_BLOCK_TOKENS, tokens * TEXT_BLOCK_BYTES // max(1, length)))
 
 
 def cbor_array_head(length: int) -> bytes:
-    """The bytes that begin a CBOR array of ``length`` items."""
+    """Return the bytes that begin a CBOR array of ``length`` items."""
     return cbor.encode((0,) * length)[: -length or None]
 
 
 @cache
 def _cbor_table() -> tuple[bytes, ...]:
-    """The CBOR form of every token id below TABLE_TOKENS. The table takes 0.1 s and 10 MB, so it is made once."""
+    """Make the CBOR form of each token id below TABLE_TOKENS: once, because that takes 0.1 s and 10 MB."""
     small = [cbor.encode(number) for number in range(65_536)]
     return (*small, *[struct.pack(">BI", 26, number) for number in range(65_536, TABLE_TOKENS)])

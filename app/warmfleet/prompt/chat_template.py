@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Parameters of transformers' apply_chat_template that a request may set even if the template does not name them.
 BASE_PARAMETERS = frozenset({"add_generation_prompt", "continue_final_message", "documents"})
 _NAMES_OF_DICT = frozenset(dir(dict))
-#: Parameters that apply_chat_template uses up itself: no template ever sees them.
+#: Parameters that apply_chat_template uses up itself, so that no template ever sees them.
 SWALLOWED = frozenset(
     {
         *("conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
@@ -58,7 +58,7 @@ class DirectCode(jinja2.compiler.CodeGenerator):
         self._write_look(node.node, repr(node.attr), "getattr", frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:  # noqa: N802
-        """Compiles ``message["role"]`` to the same look."""
+        """Compile ``message["role"]`` to the same look into a plain dict."""
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None
         if not isinstance(node.node, nodes.Name) or not isinstance(key, str):
             super().visit_Getitem(node, frame)
@@ -129,9 +129,9 @@ class ChatTemplate:
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
+        """Render the prompt text. Of ``arguments`` the template gets those that it names; of ``fixed`` it gets all.
 
-        Raises NotReproducible if the template refuses the messages: the engine then tells the client why.
+        Raises NotReproducible if the template refuses the messages; the engine then tells the client why.
         """
         names = self._names
         arguments = {name: value for name, value in arguments.items() if name in names}
@@ -148,13 +148,13 @@ class ChatTemplate:
             raise NotReproducible("template") from error
 
     def _rendered(self, values: dict[str, Any]) -> str:
-        """As jinja2's ``Template.render``, which copies the values twice more and rewrites tracebacks."""
+        """Render as jinja2's ``Template.render``, but without its two copies of the values and its own tracebacks."""
         template = self._template
         context = self._environment.context_class(self._environment, values, None, template.blocks, self._globals)
         return "".join(template.root_render_func(context))
 
     def _continued(self, messages: list[Message], arguments: dict[str, Any]) -> str:
-        # As in transformers: a tag behind the last message shows where the text of the template must be cut off.
+        # As in transformers, a tag behind the last message shows where the text of the template must be cut off.
         last = dict(messages[-1])
         content = last["content"]
         if isinstance(content, list):
@@ -173,7 +173,7 @@ class ChatTemplate:
 
 
 def knows_developer(source: str) -> bool:
-    """The template names the role ``developer``, by the test that vLLM makes."""
+    """Return whether the template names the role ``developer``, by the test that vLLM makes."""
     return '"developer"' in source or "'developer'" in source
 
 
@@ -202,7 +202,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """``node`` reads the variable ``name`` (or its ``key``), perhaps through filters, tests and slices."""
+    """Return whether ``node`` reads the variable ``name`` (or its ``key``), perhaps through filters and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
         node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
     if key is not None:
@@ -215,7 +215,7 @@ def _is_slice(node: nodes.Node | None) -> bool:
 
 
 def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:
-    """The node ``x`` of ``x[key]`` or ``x.key``; None for any other node."""
+    """Return the node ``x`` of ``x[key]`` or ``x.key``; None for any other node."""
     if isinstance(node, nodes.Getitem):
         return node.node if isinstance(node.arg, nodes.Const) and node.arg.value == key else None
     return node.node if isinstance(node, nodes.Getattr) and node.attr == key else None
@@ -256,7 +256,7 @@ def _content_loops(tree: nodes.Template) -> Iterator[nodes.For]:
 
 
 def _macro_contents(tree: nodes.Template, messages: list[str]) -> tuple[dict[int, set[str]], set[int]]:
-    """For each loop inside a macro: the macro's parameters that receive a message's content; and all such loops."""
+    """Return for each loop in a macro the macro's parameters that receive a message's content, and all such loops."""
     parameters: dict[int, set[str]] = {}
     loops: set[int] = set()
     for macro in tree.find_all(nodes.Macro):

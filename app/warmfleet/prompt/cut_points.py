@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from tokenizers import AddedToken, Tokenizer
 
-GRID = 1_024  # characters that a piece has at least
-WINDOW = 65_536  # characters searched in one call, which holds the interpreter lock for 1 ms
-MAX_SEPARATORS = 16  # of those that the chat template uses: a search for hundreds would be slow
-CHECKS = 1_000
+GRID = 1_024  # fewest characters of a piece
+WINDOW = 65_536  # most characters searched in one call, which holds the interpreter lock for 1 ms
+MAX_SEPARATORS = 16  # most separators that are searched for: hundreds would make the search slow
+CHECKS = 1_000  # number of texts on which each rule is tried
 #: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKZz]|\^|\$")
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
@@ -42,7 +42,7 @@ class Cuts:
         self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
-        """The end of the piece that begins at ``start``, and the end of the text that decides this; None at the last.
+        """Return the end of the piece from ``start``, and the end of the text that decides it; None at the last piece.
 
         The first number depends only on the text before the second, so texts that begin alike are cut alike.
         """
@@ -66,7 +66,7 @@ class Cuts:
         return None
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces, first to last."""
+        """Yield the text in pieces, first to last."""
         start = 0
         while (cut := self.next(text, start)) is not None:
             yield text[start : cut[0]]
@@ -88,7 +88,7 @@ class Facts:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Facts:
-        """The facts of a tokenizer of the ``tokenizers`` library."""
+        """Return the facts of a tokenizer of the ``tokenizers`` library."""
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
         plain = tokenizer.normalizer is None
         hard = tuple(
@@ -99,7 +99,7 @@ class Facts:
         return cls(hard, _spaces_are_safe(tokenizer, added), tuple(token.content for token in added))
 
     def cuts(self, template: str, encode: Callable[[str], Sequence[int]]) -> Cuts:
-        """The rules that this tokenizer passes. Takes some 20 ms.
+        """Return the rules that this tokenizer passes. Takes some 20 ms.
 
         template: the source of the chat template. encode: text → ids without the special tokens around it.
         """
@@ -112,18 +112,18 @@ class Facts:
         return Cuts((), spaces=False)
 
     def _overlapped(self, token: str) -> bool:
-        """Another token may begin before ``token`` in a text and take a part of it."""
+        """Return whether another token may begin before ``token`` in a text and take a part of it."""
         starts = tuple(token[:length] for length in range(1, len(token)))
         return any(other.endswith(starts) or (other != token and token in other) for other in self.added)
 
 
 def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> bool:
-    """The pieces of ``text`` give the ids of the whole."""
+    """Return whether the pieces of ``text`` give the ids of the whole."""
     return list(encode(text)) == list(itertools.chain.from_iterable(map(encode, cuts.pieces(text))))
 
 
 def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
-    """As its file shows, no step of this tokenizer looks across the gap between a letter and a space behind it."""
+    """Return whether, by its file, no step of this tokenizer looks across a gap between a letter and a space."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return False
@@ -143,7 +143,7 @@ def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
 
 
 def _flat(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer as its file describes them. Sequences are taken apart."""
+    """Yield the parts of a normalizer or pre-tokenizer as its file describes them. Sequences are taken apart."""
     if part is None:
         return
     described = part if isinstance(part, dict) else json.loads(part.__getstate__())
@@ -169,7 +169,7 @@ def _left_to_right(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _samples(separators: Sequence[str], added: Sequence[str]) -> Iterator[str]:
-    """Texts full of places where a rule would cut, with difficult characters beside them."""
+    """Yield texts full of places where a rule would cut, with difficult characters beside them."""
     rng = random.Random(7)
     words = ["a", "The", "end", "I", "x2", "don't", "we'LL", "def"]
     words += ["caf\u00e9", "e\u0301", "na\u00efve", "\u00df", "\ufb01x"]

@@ -1,7 +1,7 @@
 """The paths of engines that clients may use, and what a request to each of them asks of an engine. Pure.
 
 A path that is not here, and that no pattern of the operator covers, is answered with 404. The paths of ``NEVER`` are
-refused whatever the operator's patterns say: they steer one engine, or report on it, and a router has many.
+refused whatever the operator's patterns say, because they steer or show one engine, and a router has many.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from warmfleet.errors import BadArgument
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-#: How a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read. ``none``: the
-#: engine computes no prompt at all.
+#: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
+#: ``none``: the engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
 #: The content of a good answer in JSON: one object; one value, which is whole only at its end; or anything, such as a
 #: value in pieces that a client reads as they come.
@@ -115,7 +115,7 @@ _PLAIN = re.compile(rf"(?:/{SEGMENT})+")
 
 
 def is_anthropic(target: bytes) -> bool:
-    """Whether clients of this path, as it stands in a request line, speak Anthropic's API; else they speak OpenAI's."""
+    """Return whether clients of this path of a request line speak Anthropic's API; else they speak OpenAI's."""
     return _ANTHROPIC.match(target) is not None
 
 
@@ -134,7 +134,7 @@ class EnginePaths:
         self._above = tuple(text[:-1] for text in texts if text.endswith("/*"))
 
     def find(self, path: str) -> EnginePath | None:
-        """The entry of a request's decoded path; None if the path does not go to engines."""
+        """Return the entry of a request's decoded path; None if the path does not go to engines."""
         known = KNOWN.get(path)
         if known is not None:
             return known
@@ -145,12 +145,12 @@ class EnginePaths:
         return _other(path)
 
     def all(self) -> list[EnginePath]:
-        """All paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
+        """Return all paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
         return [*_KNOWN, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
 
 
 def _other(path: str) -> EnginePath:
-    """A path that only a pattern of the operator covers."""
+    """Return a path that only a pattern of the operator covers."""
     return EnginePath(
         path, "other", generates=True, takes_salt=False, methods=("GET", "POST"), answer="any", takes_all_types=True
     )

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.request import Endpoint
 
-MAX_MARKS = 4_096  # brackets and strings that a search for the prompt passes in a body
-MAX_LOOKS = 256  # escaped quotes that are examined one by one, at 0.2 us each
-MAX_SLASHES = 64  # backslashes before a quote that are counted
+MAX_MARKS = 4_096  # most brackets and strings that a search for the prompt passes in a body
+MAX_LOOKS = 256  # most escaped quotes that are examined one by one, at 0.2 us each
+MAX_SLASHES = 64  # most backslashes before a quote that are counted
 
 _EMPTY = re.compile(rb"\s*\{\s*\}")
 _NESTED = re.compile(rb'["{}\[\]]')
@@ -28,7 +28,7 @@ _QUOTE, _BACKSLASH, _OPENING = ord('"'), ord("\\"), b"{["
 
 
 def with_key(body: bytes, key: str, *value: bytes) -> bytes:
-    """``body`` with ``key`` and ``value`` at its end. The cost is one copy.
+    """Return ``body`` with ``key`` and ``value`` at its end, at the cost of one copy.
 
     body: valid JSON of an object. key: a name that needs no escapes. value: the pieces of one JSON value.
     """
@@ -38,7 +38,7 @@ def with_key(body: bytes, key: str, *value: bytes) -> bytes:
 
 
 def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], characters: int = 0) -> bytes | None:
-    """``raw`` with token ids in place of its prompts; None if the place of the prompts is not found within the limits.
+    """Put token ids in place of the prompts in ``raw``; return None if the limits end the search for the prompts.
 
     raw: JSON of an object that was parsed before. ids: for each prompt a JSON list, in parts to be joined. characters:
     the length of the prompt if it is a single text.
@@ -56,7 +56,7 @@ def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], char
 
 
 def value_span(raw: bytes, key: str, characters: int = 0) -> tuple[int, int] | None:
-    """Begin and end of the value of ``key`` in a JSON object; of the last value if the key comes twice.
+    """Return begin and end of the value of ``key`` in a JSON object; of the last value if the key comes twice.
 
     None if the object has no such key, or more than MAX_MARKS strings and brackets. characters: the length of the
     value if it is a string; the search then jumps to its end.
@@ -93,7 +93,7 @@ class _Text:
         self._looks = MAX_LOOKS
 
     def far_end(self, start: int, characters: int) -> int:
-        """The end of a string of ``characters`` characters, found in one step; 0 if the string has another length."""
+        """Find in one step the end of a string of ``characters`` characters; return 0 if it has another length."""
         if characters < MAX_LOOKS:
             return 0
         try:
@@ -104,7 +104,7 @@ class _Text:
         return end
 
     def string_end(self, start: int) -> int:
-        """The position behind the string that begins at ``start``."""
+        """Return the position behind the string that begins at ``start``."""
         text, at = self.raw, start
         while self._looks:
             at = text.index(b'"', at + 1)
@@ -123,7 +123,7 @@ class _Text:
         return self.raw.index(b'"', start + 1) + 1
 
     def nested_end(self, start: int) -> int:
-        """The position behind the object or list that begins at ``start``; -1 if it has more than MAX_MARKS parts."""
+        """Return the position behind the object or list at ``start``; -1 if it has more than MAX_MARKS parts."""
         depth, at = 0, start
         for _ in range(MAX_MARKS):
             at = _position(_NESTED, self.raw, at)

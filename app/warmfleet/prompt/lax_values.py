@@ -9,13 +9,13 @@ _WHOLE = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
 _FLAGS = dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True) | dict.fromkeys(
     ("0", "f", "false", "n", "no", "off"), False
 )
-MAX_DIGITS = 4_300  # of a number that is written as text; Python converts no more
+MAX_DIGITS = 4_300  # most digits of a number that is written as text; Python converts no more
 
 
 def whole(value: Any) -> int | None:
-    """The value as a whole number; None if it is not one.
+    """Return the value as a whole number; None if it is not one.
 
-    A number beyond 64 bits may arrive as a float: orjson reads it so, though vLLM takes it.
+    A whole number beyond 64 bits may arrive as a float, because orjson reads it so; vLLM takes it as it is.
     """
     if isinstance(value, int):
         return int(value)  # true and false become 1 and 0
@@ -28,7 +28,7 @@ def whole(value: Any) -> int | None:
 
 
 def flag(value: Any) -> bool | None:
-    """The value as true or false; None if it is neither."""
+    """Return the value as true or false; None if it is neither."""
     if isinstance(value, str):
         return _FLAGS.get(value.lower())
     if isinstance(value, int | float) and value in (0, 1):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_IDS = 4_096  # in one body, with all other keys of these names: replacing an id takes 3 us
+MAX_IDS = 4_096  # most ids in a body, with all other keys of their names, because replacing an id takes 3 us
 #: Fields of a body that hold messages, or other objects with content parts: an object, a list, or a list of lists.
 HOLDERS = (
     *("messages", "input", "inputs", "query", "queries", "documents", "items"),
@@ -31,7 +31,7 @@ PARTS = ("content", "output")
 
 
 def _spelled(name: str) -> bytes:
-    """A pattern of the string ``name``, any character of which may be written as an escape."""
+    """Return a pattern of the string ``name``, any character of which may be written as an escape."""
     return b"".join([b"(?:%b|\\\\u(?i:%04x))" % (re.escape(letter.encode()), ord(letter)) for letter in name])
 
 
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
-    """``body`` with ``rename(id)`` in place of every id. rename: returns characters that JSON does not escape.
+    """Put ``rename(id)`` in place of every id in ``body``. rename: returns characters that JSON does not escape.
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
@@ -73,7 +73,7 @@ def renamed(body: bytes, rename: Callable[[str], str]) -> bytes:
 
 
 def places(body: bytes) -> list[Place]:
-    """The places of all ids, in their order. body: as ``request.decoded`` takes it, or a form, which has none.
+    """Return the places of all ids, in their order. body: as ``request.decoded`` takes it, or a form, which has none.
 
     Raises BadRequest for an id that cannot be read, TooLarge for more than MAX_IDS.
     """
@@ -93,7 +93,7 @@ def places(body: bytes) -> list[Place]:
         at = place.end
     try:
         data = decoded(b"".join((*pieces, body[at:])))
-    except BadRequest:  # the body is a form: no engine finds ids there
+    except BadRequest:  # the body is a form, where no engine finds ids
         return []
     ids = [place for number in sorted(_numbers(data)) for place in _ids_in(body, values[number])]
     if len(ids) > MAX_IDS:
@@ -102,7 +102,7 @@ def places(body: bytes) -> list[Place]:
 
 
 def _ids_in(body: bytes, place: Place) -> list[Place]:
-    """The place itself if it holds one id, or the places of all ids in its lists."""
+    """Return the place itself if it holds one id, or the places of all ids in its lists."""
     if place.field == "uuid":
         return [place]
     strings = _STRINGS.finditer(body, place.start, place.end)
@@ -110,7 +110,7 @@ def _ids_in(body: bytes, place: Place) -> list[Place]:
 
 
 def _numbers(data: Json) -> Iterator[int]:
-    """The numbers that stand in the places of ids. Raises BadRequest for an id whose type no engine takes."""
+    """Yield the numbers that stand in the places of ids. Raises BadRequest for an id whose type no engine takes."""
     for part in _parts(data):
         if (number := _number(part, "uuid")) is not None:
             yield number
@@ -128,7 +128,7 @@ def _number(value: Json, field: str) -> int | None:
 
 
 def _parts(data: Json) -> Iterator[Json]:
-    """Every content part of a body."""
+    """Yield every content part of a body."""
     waiting: list[Any] = [data.get(name) for name in HOLDERS]
     waiting.append({"content": data.get("content_parts")})
     while waiting:

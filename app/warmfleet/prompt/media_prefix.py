@@ -35,11 +35,11 @@ MODALITIES = {
 }
 #: Words that stand for a part. They differ in their first character from each other and from any placeholder.
 REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
-UNSAFE_TOKENS = 8  # given up before a part: an engine's processor may change the text around it
+UNSAFE_TOKENS = 8  # number of ids given up before a part, because an engine's processor may change the text around it
 
 
 def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:
-    """The requests to render for ``agreed``, each with a change to make to the messages that the template gets.
+    """Return the requests to render for ``agreed``, each with a change to make to the messages that the template gets.
 
     placeholders: the model's own text for each modality, for templates that take text only. Raises NotReproducible if
     the place of the parts cannot be known.
@@ -62,7 +62,7 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
 
 
 def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[int], int]:
-    """The ids that the prompt certainly begins with, and about how many ids it has. texts: of the rendered variants.
+    """Return the ids that the prompt certainly begins with, and about how many it has. texts: the rendered variants.
 
     Raises NotReproducible if the template drops the parts.
     """
@@ -74,7 +74,7 @@ def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[i
 
 
 def common(left: Line, right: Line) -> Line:
-    """The longest common beginning, found by bisection: slices are compared fast."""
+    """Return the longest common beginning, found by bisection, because slices are compared fast."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -105,7 +105,7 @@ def _is_item(part: Any) -> bool:
 
 
 def _with(message: Message, word: str, form: Format) -> Message:
-    """``word`` and the modality in place of each media part; ``word`` in place of a content with unknown parts."""
+    """Put ``word`` and the modality for each media part, or ``word`` alone for a content with unknown parts."""
     parts = _parts(message)
     if all(map(is_text, parts)):
         return message
@@ -118,7 +118,7 @@ def _with(message: Message, word: str, form: Format) -> Message:
 
 
 def _without(request: Request) -> Request:
-    """The request without its media parts. Each becomes an empty text: some templates want a message to have text."""
+    """Make each media part of the request an empty text, because some templates want a message to have text."""
     messages = [
         message | {"content": [part if is_text(part) else "" for part in _parts(message)]}
         if _parts(message)
@@ -129,7 +129,7 @@ def _without(request: Request) -> Request:
 
 
 def _as_engine(messages: list[Message], placeholders: Mapping[str, Any]) -> list[Message]:
-    """The messages with each stand-in replaced as the engine replaces the part."""
+    """Return the messages with each stand-in replaced as the engine replaces the part."""
     return [message | {"content": _content(message["content"], placeholders)} for message in messages]
 
 

@@ -26,7 +26,7 @@ KNOWN_PART_FIELDS = frozenset(
 )
 #: Roles whose messages are never just copied, even if they have a text and nothing else.
 _OTHER_FIELDS = frozenset({"system", "developer"})
-BILLING_HEADER = "x-anthropic-billing-header"  # a client's first line of system text: it differs in every request
+BILLING_HEADER = "x-anthropic-billing-header"  # begins a client's first line of system text, another in each request
 
 
 class NotReproducible(Exception):  # noqa: N818  not an error: the engine serves such a request
@@ -38,14 +38,14 @@ class NotReproducible(Exception):  # noqa: N818  not an error: the engine serves
 
 
 def checked_list(value: Any, reason: str = "content") -> list[Any]:
-    """``value``, if it is a list. Raises NotReproducible with ``reason``."""
+    """Return ``value`` if it is a list, else raise NotReproducible with ``reason``."""
     if not isinstance(value, list):
         raise NotReproducible(reason)
     return value
 
 
 def conversation(messages: Iterable[Message], content_format: Format) -> list[Message]:
-    """The messages as the template gets them. Raises NotReproducible if a part is not text."""
+    """Return the messages as the template gets them. Raises NotReproducible if a part is not text."""
     if content_format != "string":
         return [_message(message, content_format) for message in messages]
     return [
@@ -108,7 +108,7 @@ def _text(part: Any) -> str | None:
 
 
 def is_text(part: Any) -> bool:
-    """The part is text, or a text part without any."""
+    """Return whether the part is text, or a text part without any."""
     if isinstance(part, str):
         return True
     if not isinstance(part, dict) or not isinstance(part.get("type"), str) or part["type"] not in TEXT_PARTS:
@@ -118,7 +118,7 @@ def is_text(part: Any) -> bool:
 
 
 def _without_billing_header(part: Any) -> Any:
-    """The part without the line of the billing header; None if nothing is left. vLLM looks at "text" parts only."""
+    """Return a part without its billing header; None if nothing is left. As in vLLM, only "text" parts can have one."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
@@ -127,7 +127,7 @@ def _without_billing_header(part: Any) -> Any:
 
 
 def _tool_call(call: Any) -> Message:
-    """A tool call with its keys in the engine's order, and its arguments as an object."""
+    """Return a tool call with its keys in the engine's order, and its arguments as an object."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise NotReproducible("tool_calls")
     function = call["function"]
@@ -145,7 +145,7 @@ def _tool_call(call: Any) -> Message:
 
 
 def _developer_tools(tools: Any) -> list[Message] | None:
-    """The tools of a developer message, unchanged but for the order of their keys."""
+    """Return the tools of a developer message, unchanged but for the order of their keys."""
     if tools is None:
         return None
     made = []
@@ -160,7 +160,7 @@ def _developer_tools(tools: Any) -> list[Message] | None:
 
 
 def tool_schemas(tools: Any) -> list[Message] | None:
-    """Tools as the engine dumps them: known fields in its order; an absent description or parameters becomes null."""
+    """Return tools as the engine dumps them: known fields in its order, null for missing description or parameters."""
     return [_tool_schema(tool) for tool in checked_list(tools, "tools")] if tools else None
 
 
@@ -180,7 +180,7 @@ def _tool_schema(tool: Any) -> Message:
 
 
 def developer_to_system(messages: list[Message]) -> list[Message]:
-    """The messages for a template without the role ``developer``: such messages become ``system``.
+    """Turn ``developer`` messages into ``system`` ones, for a template without the role ``developer``.
 
     All system text goes to the front.
     """

@@ -1,6 +1,6 @@
 """Counts the prefixes that prompts of one model have in common. A joining worker is warmed with the most used ones.
 
-A prompt counts once: at its last piece that an earlier prompt had as well. The users of one system prompt thus all
+A prompt counts once, at its last piece that an earlier prompt had as well. The users of one system prompt thus all
 count at its end; the turns of a conversation count in different places. All counts are halved every HALF_LIFE_S, and
 when there are MAX_COUNTED. A prefix that the trie forgets is forgotten here, too.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.prefix_trie import Mark, Node, Prompt
 
-MAX_COUNTED = 1_024
-HALF_LIFE_S = 300.0
-LEAST = 2.0  # uses; a prefix with fewer may belong to a single conversation
+MAX_COUNTED = 1_024  # most prefixes that are counted; with so many, all counts are halved early
+HALF_LIFE_S = 300.0  # time between two halvings of all counts
+LEAST = 2.0  # fewest uses of a prefix that is common; one with fewer may belong to a single conversation
 
 
 class PopularPrefixes:
-    """The counts of one model under one identity. Only the event loop uses them."""
+    """The counts of one model under one identity (tokenizer and template). Only the event loop uses them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -48,7 +48,7 @@ class PopularPrefixes:
         counts[mark] = counts.get(mark, 0.0) + 1.0
 
     def most_used(self, limit: int) -> list[Node]:
-        """The last nodes of at most ``limit`` prefixes, the most used first. No prefix is the beginning of another."""
+        """Return the last nodes of at most ``limit`` prefixes, most used first; no prefix begins another one."""
         self._age()
         chosen: list[Node] = []
         covered: set[Node] = set()  # the chosen nodes and all nodes above them

@@ -1,9 +1,9 @@
-"""A trie of earlier prompts: each run of text with its token ids and block hashes, so that only new text costs time.
+"""A trie of earlier prompts. It keeps runs of text with their token ids and block hashes, so only new text costs time.
 
 A text is cut into pieces by rules under which the ids of the pieces, joined, are the ids of the whole (``cut_points``).
 A node is a run of pieces behind the pieces of the nodes above it, so a long beginning that is known is found by one
-comparison. A prompt that leaves a run at the end of one of its pieces splits the run there: two new nodes take the
-place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
+comparison. A prompt that leaves a run at the end of one of its pieces splits the run there, so that two new nodes take
+the place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
 their parents, children and marks, and the count of bytes. When the trie has more than ``limit_bytes``, the least
 recently used nodes leave; a node leaves after all nodes below it.
 """
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
 PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
-TOKEN_BYTES = 11  # bytes per token: its id, and the digits of the id once a request needed them
+TOKEN_BYTES = 11  # bytes per token, for its id, and for the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
-MAX_ENDING = 2_048  # characters of an ending that is kept: only a text with few places to cut has a longer one
-ONE_PROMPT = 4  # a single prompt may fill a fourth of the trie; the rest is for other prompts
+MAX_ENDING = 2_048  # most characters of an ending that is kept; only a text with few places to cut has a longer one
+ONE_PROMPT = 4  # divisor of the trie's limit: a single prompt may fill a fourth; the rest is for other prompts
 
 NO_IDS = array("I")
 
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Mark:
-    """The end of one node, however its run is split later: ``popular_prefixes`` counts by it.
+    """The end of one node, however its run is split later, so that ``popular_prefixes`` can count by it.
 
     node: a weak reference to the node that ends there.
     """
@@ -66,7 +66,7 @@ class Mark:
 
 
 class Ids:
-    """Token ids, and how they stand in a JSON list."""
+    """Token ids, and their text in a JSON list."""
 
     __slots__ = ("_digits", "ids")
 
@@ -76,14 +76,14 @@ class Ids:
 
     @property
     def digits(self) -> bytes:
-        """The ids as they stand in a JSON list. Made once."""
+        """The ids as text in a JSON list, made at the first call."""
         if self._digits is None:
             self._digits = _digits(self.ids)
         return self._digits
 
 
 class Ending(Ids):
-    """The end of a prompt, behind its last piece. Kept for the prompt that comes again.
+    """The end of a prompt, behind its last piece, kept in case the same prompt comes again.
 
     suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
     the last full one of the node.
@@ -102,7 +102,7 @@ class Ending(Ids):
         return ENDING_BYTES + _text_bytes(self.text) + TOKEN_BYTES * len(self.ids) + hashes
 
     def matches(self, text: str, at: int, suffix: array[int]) -> bool:
-        """Whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
+        """Return whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
         return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
 
 
@@ -137,14 +137,14 @@ class Node(Ids):
         self.end: int = self.pieces[-1].end if self.pieces else 0
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.children: dict[Hashable, Node] = {}
-        self.latest: Node | None = None  # the child that was used last: ``find`` compares it before it looks for a cut
+        self.latest: Node | None = None  # the child used last, which ``find`` compares before it looks for a cut
         self.mark: Mark | None = None
         self.origin: Node | None = None
         self.ending: Ending | None = None
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
-        """The node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
+        """Make the node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
         begin = parent.end
         run = text[: pieces[0].decided_at - begin], text[: max([piece.decided_at for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
@@ -159,7 +159,7 @@ class Node(Ids):
         return NODE_BYTES + objects + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
 
     def common(self, text: str) -> int:
-        """The number of pieces of this node that a prompt's text has as well."""
+        """Return the number of pieces of this node that a prompt's text has as well."""
         done = begin = self.parent.end if self.parent else 0
         for number, piece in enumerate(self.pieces):
             if not text.startswith(self.text[done - begin : piece.decided_at - begin], done):
@@ -168,7 +168,7 @@ class Node(Ids):
         return len(self.pieces)
 
     def first(self, count: int, hashers: Sequence[Hasher]) -> Node:
-        """A node of the first ``count`` pieces, to take the place of this one."""
+        """Make a node of the first ``count`` pieces, to take the place of this one."""
         parent = cast("Node", self.parent)
         pieces = self.pieces[:count]
         ids = self.ids[: pieces[-1].tokens - parent.tokens]
@@ -179,20 +179,20 @@ class Node(Ids):
         return Node.of(parent, self.text, pieces, ids, hashes)
 
     def behind(self, head: Node) -> Node:
-        """A node of the pieces behind ``head``, which has the first ones."""
+        """Make a node of the pieces behind ``head``, which has the first ones."""
         hashes = [packed[len(first) :] for packed, first in zip(self.hashes, head.hashes, strict=True)]
         begin = cast("Node", head.parent).end
         text, pieces = self.text[head.end - begin :], self.pieces[len(head.pieces) :]
         return Node.of(head, text, pieces, self.ids[len(head.ids) :], hashes)
 
     def marked(self) -> Mark:
-        """The mark of this node's end."""
+        """Return the mark of this node's end, made at the first call."""
         if self.mark is None:
             self.mark = Mark(self)
         return self.mark
 
 
-@dataclass(slots=True)  # never changed, but not frozen: a frozen one is slower to make
+@dataclass(slots=True)  # never changed, but not frozen, because frozen ones are slower to make
 class Prompt:
     """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
@@ -216,7 +216,7 @@ class Prompt:
         return whole.tolist()
 
     def json(self) -> list[bytes]:
-        """The ids as a JSON list, in parts to be joined. The digits of earlier prompts' nodes are not made again."""
+        """Write the ids as a JSON list, in parts to be joined, with the digits that earlier prompts' nodes keep."""
         made = [b"["]
         for node in self.nodes:
             if node.ids:
@@ -228,7 +228,7 @@ class Prompt:
         return made
 
 
-@dataclass(slots=True)  # never changed, but not frozen, as above
+@dataclass(slots=True)  # never changed, but not frozen, for the same reason as Prompt
 class Reading:
     """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 
@@ -264,9 +264,9 @@ class Trie:
         return len(self._used)
 
     def find(self, text: str, reading: Reading) -> list[Node]:
-        """The longest path of pieces that ``text`` begins with, as nodes, root first.
+        """Return the longest path of pieces that ``text`` begins with, as nodes, root first.
 
-        The root may be new, and the last node the first pieces of one in the trie: ``read`` puts them into the trie.
+        The root may be new, and the last node may have the first pieces of one in the trie; ``read`` then adds these.
         """
         node = self._top.children.get(reading.key) or self._root(reading)
         path = [node]
@@ -285,7 +285,7 @@ class Trie:
             node = child
 
     def read(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
-        """The prompt of a text, whose new pieces are put into the trie. path: the result of ``find``, if at hand."""
+        """Make the prompt of a text, and put its new pieces into the trie. path: result of ``find``, if at hand."""
         path = self.find(text, reading) if path is None else path
         last = path[-1]
         ending = last.ending
@@ -326,7 +326,7 @@ class Trie:
         return Prompt(parts, total, tuple(chains), tokens, nodes, last if last is not path[0] else None)
 
     def _known(self, path: list[Node], ending: Ending, reading: Reading) -> Prompt:
-        """The prompt of a whole text that is known."""
+        """Return the prompt of a text that an earlier prompt had in full."""
         last, hashers = path[-1], reading.hashers
         total = last.tokens + len(ending.ids)
         chains = [_chain(k, hasher, path, ending.packed[k], total) for k, hasher in enumerate(hashers)]
@@ -425,7 +425,7 @@ class Trie:
 
 
 def whole(node: Node) -> tuple[list[int], str | None, Lora]:
-    """The ids of a prompt up to the end of this node, and the salt and the adapter of such prompts."""
+    """Return the ids of a prompt up to the end of this node, and the salt and the adapter of such prompts."""
     path = [node]
     while (above := path[-1].parent) is not None:
         path.append(above)
@@ -446,7 +446,7 @@ def _text_bytes(text: str) -> int:
 
 
 def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: int) -> Chain:
-    """The chain, by hasher number ``k``, of a path and the packed hashes behind it."""
+    """Make the chain of a path and of the packed hashes behind it. k: number of the hasher."""
     if len(path) > 1 or path[0].tokens:
         packed = b"".join([*[node.hashes[k] for node in path], packed])
     return hasher.capped(packed, tokens)
@@ -455,9 +455,9 @@ def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: 
 def _hashed(
     k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """The work of hasher number ``k`` on the ids behind a path: packed hashes, and the two parts that a node keeps.
+    """Hash the ids behind a path with hasher number ``k``; return all hashes, and the hashes and digests for a node.
 
-    The hashes are of all full blocks behind the last full one of the path. The node of the new pieces keeps the hashes
+    The first are those of all full blocks behind the last full one of the path. The node of the new pieces keeps those
     of the blocks that end in its pieces, and for each piece the digest of the last block. cuts: as in ``read``.
     """
     hasher, last = reading.hashers[k], path[-1]
@@ -471,7 +471,7 @@ def _hashed(
 
 
 def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> tuple[list[bytes], bytes]:
-    """The digests that hasher number ``k`` makes of the ids behind the last full block of a path, also as hashes."""
+    """Hash the ids behind the last full block of a path with hasher number ``k``; return digests and block hashes."""
     hasher, last = reading.hashers[k], path[-1]
     ids = _open_block(path, hasher) + new if last.tokens else new
     digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), ids, reading.salt, reading.lora)
@@ -479,7 +479,7 @@ def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> 
 
 
 def _open_block(path: Sequence[Node], hasher: Hasher) -> array[int]:
-    """The ids of a path behind its last full block."""
+    """Return the ids of a path behind its last full block."""
     blocks, ids = _blocks(path[-1].tokens, hasher), array("I")
     need = path[-1].tokens - blocks * hasher.scheme.block_tokens if blocks < MAX_BLOCKS else 0
     for node in reversed(path):

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
 
-MAX_WAITING = 64  # texts that wait for the executor; further requests are routed by load
-INLINE_BYTES = 65_536  # larger bodies are rendered and read in the executor: they take more than 1 ms
-INLINE_CHARACTERS = 2_000  # a longer new text is tokenised in a thread: 1.5 ms of the event loop with the slow engine
-FAST_FACTOR = 20  # the fast tokenizer reads so many times INLINE_CHARACTERS in 1.5 ms of the event loop
+MAX_WAITING = 64  # most texts that wait for the executor; further requests are routed by load
+INLINE_BYTES = 65_536  # most bytes of a body that the event loop renders; a larger one takes over 1 ms, in the executor
+INLINE_CHARACTERS = 2_000  # most new characters tokenised in the event loop: 1.5 ms with the slow tokenizer
+FAST_FACTOR = 20  # number of times INLINE_CHARACTERS that the fast tokenizer reads in the same 1.5 ms
 
 Result = TypeVar("Result")
 Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
@@ -56,10 +56,10 @@ class WorkerTemplate(Protocol):
         """For people: ``approved``, or the state of the process that renders."""
 
     async def ready(self) -> Format:
-        """The content format. Raises NotReproducible if the template cannot be used."""
+        """Wait until the template is ready; return its content format. Raises NotReproducible if it cannot be used."""
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Raises NotReproducible."""
+        """Render the prompt text. Raises NotReproducible."""
 
 
 class Identity:
@@ -112,7 +112,7 @@ class Identity:
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
-        """All prompts of the request. Of several, only the longest gets chains: it decides where all of them go.
+        """Make all prompts of the request. Only the longest gets chains, because it decides where all of them go.
 
         A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
         FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
@@ -141,9 +141,9 @@ class Identity:
         return [self._read_now(text, reading, path)]
 
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
-        """The way in which the texts of this request are read: mostly that of the request before."""
+        """Return the way in which the texts of this request are read, mostly the same as for the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
-        # Objects are compared, which is fast: each base reading has its own name, each view its own hashers.
+        # Comparing objects is fast, and enough, because each base reading has its own name, each view its own hashers.
         same = last.name is base.name and last.hashers is hashers
         if not (same and last.salt == request.salt and last.lora == lora):
             last = replace(base, hashers=hashers, salt=request.salt, lora=lora)
@@ -151,11 +151,11 @@ class Identity:
         return last
 
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
-        """The ids alone, one list for each prompt. Raises NotReproducible with the reason."""
+        """Make the ids alone, one list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
-        """The certain first ids of a chat with images, and about how many ids it has. Raises NotReproducible."""
+        """Make the certain first ids of a chat with images, and estimate how many it has. Raises NotReproducible."""
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
@@ -177,7 +177,7 @@ class Identity:
         return await self._in_executor(lambda: local.render(*make()))
 
     def render(self, request: Request) -> str:
-        """The prompt text of a chat, rendered in this process. Raises NotReproducible."""
+        """Render the prompt text of a chat in this process. Raises NotReproducible."""
         return self._rendered(request, None if self._template is None else self._template.local)
 
     def _rendered(self, request: Request, template: ChatTemplate | None) -> str:
@@ -187,7 +187,7 @@ class Identity:
         return template.render(*rendering)
 
     async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
-        """The prompt text of a chat, rendered in the template's own process. Raises NotReproducible."""
+        """Render the prompt text of a chat in the template's own process. Raises NotReproducible."""
         form = await template.ready()
         make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
         large = request.size_bytes > INLINE_BYTES
@@ -196,7 +196,7 @@ class Identity:
     def _rendering(
         self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
     ) -> Rendering:
-        """The messages, the request's variables and the fixed ones, as the template gets them.
+        """Return the messages, the request's variables and the fixed ones, as the template gets them.
 
         change: applied to the messages of ``conversation``.
         """
@@ -222,7 +222,7 @@ class Identity:
         )
 
     def _of_anthropic(self, request: Request) -> tuple[list[Message], dict[str, Any]]:
-        """A chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
+        """Return a chat of Anthropic's API and the template's arguments, as the engine's settings make them."""
         messages, arguments = request.messages, request.arguments
         if any(message["role"] == "system" for message in messages[1:]):
             if not isinstance(self._merges_system, bool):
@@ -238,7 +238,7 @@ class Identity:
     def _read_now(self, text: str, reading: Reading, path: list[Node] | None = None) -> Prompt:
         try:
             return self._trie.read(text, reading, path)
-        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # half a surrogate pair: the engine answers 400
+        except (UnicodeEncodeError, UnicodeDecodeError) as error:  # the engine answers half a surrogate pair with 400
             raise NotReproducible("unicode") from error
 
     def _read_all(self, sources: Sequence[str | list[int]], reading: Reading) -> list[Prompt]:
@@ -264,7 +264,7 @@ class Identity:
 
 
 def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """The way in which texts are read, without hashers, salt and adapter, which differ by request."""
+    """Return the way in which texts are read, without hashers, salt and adapter, which differ by request."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))
@@ -280,7 +280,7 @@ def _prompt_of_ids(ids: list[int], reading: Reading) -> Prompt:
 
 
 def canonical_text(request: Request) -> list[bytes]:
-    """For each prompt, the bytes that are hashed in place of token ids while no tokenizer is known.
+    """Return for each prompt the bytes that are hashed in place of token ids while no tokenizer is known.
 
     Equal prompts give equal bytes, and prompts that begin alike give bytes that begin alike. Raises NotReproducible.
     """

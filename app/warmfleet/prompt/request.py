@@ -28,13 +28,13 @@ Dialect = Literal["chat", "messages", "responses"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
 MAX_SAMPLES = 256
-MAX_MESSAGES = 4_096
-#: Values of a body, counted by its commas and opening brackets: parsing more would hold up all other requests.
+MAX_MESSAGES = 4_096  # most messages of a chat
+#: Most values of a body, counted by its commas and opening brackets; parsing more would hold up all other requests.
 MAX_VALUES = 1_100_000
-MAX_MODEL_LEN = 2**20  # tokens, where an engine announces no limit
-TOKEN_BYTES = 16  # bytes of JSON for one token, at most: real text has less than half of that
-EXPECTED_OUTPUT_TOKENS = 256  # booked for an answer whose request asks for no less: most answers of chats are shorter
-MAX_BOOKED_TOKENS = 2**22  # for a request: more could overflow the sums of a load row
+MAX_MODEL_LEN = 2**20  # most tokens of a sequence, where an engine announces no limit
+TOKEN_BYTES = 16  # most bytes of JSON for one token; real text has less than half of that
+EXPECTED_OUTPUT_TOKENS = 256  # most tokens booked for an answer, whatever its limit, because few are longer
+MAX_BOOKED_TOKENS = 2**22  # most tokens booked for a request; more could overflow the sums of a load row in Redis
 
 #: Fields by which an engine makes another prompt than the router, or gets KV cache from elsewhere. A request with one
 #: of them is refused unless the operator allows the field by name.
@@ -73,11 +73,11 @@ _ASKS_FOR_MORE = (
     }
 )
 NO_LABELS: frozenset[str] = frozenset()
-MAX_SALT = 1_024  # characters; newer engines take 128
+MAX_SALT = 1_024  # most characters of a salt; newer engines take 128
 #: orjson reads an integer of more than 64 bits as a float; vLLM reads it exactly.
 _LONG = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else ord(" ") for byte in range(256))
 _LONG_NUMBER = re.compile(rb"[\[:,]\s*-?\d{19}")
-MAX_LONG_NUMBERS_BYTES = 1_000_000  # of a body with such numbers: the exact parser is slow
+MAX_LONG_NUMBERS_BYTES = 1_000_000  # most bytes of a body whose long numbers are read exactly, because that is slow
 #: Half of a surrogate pair, escaped or not. Python's json reads it, and no text with it can be encoded.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u.)[c-fC-F][0-9a-fA-F]{2})"
@@ -125,7 +125,7 @@ class Request:
 
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
-    """The fields of the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.
+    """Read the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.
 
     Raises BadRequest, whose ``param`` is the field at fault (None if the body is no JSON object), and TooLarge.
     """
@@ -149,7 +149,7 @@ class Approximate(dict[str, Any]):
 
 
 def decoded(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises BadRequest, TooLarge.
+    """Parse a body into its JSON object. Raises BadRequest, TooLarge.
 
     Long numbers are exact, as vLLM reads them, unless the body is larger than MAX_LONG_NUMBERS_BYTES.
     """
@@ -169,7 +169,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def _as_python_reads(body: bytes) -> Any:
-    """The value of a body that orjson does not take: vLLM's server reads it by ``json.loads`` of its bytes.
+    """Parse a body that orjson does not take as vLLM's server does, which reads it by ``json.loads`` of its bytes.
 
     Halves of surrogate pairs become question marks, because nothing could be written with them. Raises BadRequest.
     """
@@ -181,20 +181,20 @@ def _as_python_reads(body: bytes) -> Any:
 
 
 def _without_halves(body: bytes) -> bytes:
-    """A body in UTF-8 with a question mark in place of each half of a surrogate pair.
+    """Put a question mark in place of each half of a surrogate pair in a body in UTF-8.
 
     Replacing them in the parsed texts would take ten times as long as parsing.
     """
     if b"\xed" in body:
         body = _HALF_PAIR_BYTES.sub(b"?", body)
-    if b"\\u" not in body or b"\0" in body:  # a zero byte: no JSON, which writes it as an escape
+    if b"\\u" not in body or b"\0" in body:  # a body with a zero byte is no JSON, which escapes it
         return body
     escaped = body.replace(rb"\\", b"\0\0")  # in valid JSON each other backslash then begins an escape
     return _HALF_PAIR.sub(b"?", escaped).replace(b"\0\0", rb"\\")
 
 
 def in_utf8(body: bytes) -> bytes:
-    """A JSON object in UTF-8 and without a byte order mark, whatever it came in. Other bodies stay as they are.
+    """Turn a JSON object in any encoding into UTF-8 without a byte order mark. Other bodies stay as they are.
 
     vLLM's server also reads UTF-16 and UTF-32. Only in UTF-8 can a key be put into the body (``json_splice``).
     """
@@ -208,7 +208,7 @@ def in_utf8(body: bytes) -> bytes:
 
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
-    """The request of a body that is parsed already. size_bytes: of the body."""
+    """Make the request of a body that is parsed already. size_bytes: length of the body."""
     if _ASKS_FOR_MORE.isdisjoint(data):
         return _plain(endpoint, data, size_bytes)
     refuse_fields(data, allowed)
@@ -239,7 +239,7 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
 
 
 def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request:
-    """``from_dict`` for a body with none of _ASKS_FOR_MORE: most bodies have only a model, a limit and a prompt."""
+    """Make the request of a body with none of _ASKS_FOR_MORE: most have only a model, a limit and a prompt."""
     model, stream, limit = typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
     request = Request(endpoint, model, stream, 1, limit, None, endpoint == "completions", "")
     request.size_bytes = size_bytes
@@ -252,7 +252,7 @@ def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request
 
 
 def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
-    """Raises BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
+    """Raise BadRequest if the body has a field of REFUSED that is not among the ``allowed`` ones."""
     if _MAY_BE_REFUSED.isdisjoint(data):
         return
     sampling = data.get("sampling_params")
@@ -267,7 +267,7 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
 
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
-    """orjson may have changed a number that reaches the prompt, so the exact parser must read the body."""
+    """Return whether orjson may have changed a number that reaches the prompt, so that the exact parser is needed."""
     if (
         _MAY_HAVE_NUMBERS.isdisjoint(data) or not any(data.get(name) for name in NOT_ONLY_TEXT)
     ) and not _holds_more_than_text(data.get("messages")):
@@ -276,7 +276,7 @@ def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
 
 
 def _holds_more_than_text(messages: Any) -> bool:
-    """A field of some message is no text."""
+    """Return whether some message has a field that is no text."""
     if isinstance(messages, list):
         for message in messages:
             if isinstance(message, dict):
@@ -287,7 +287,7 @@ def _holds_more_than_text(messages: Any) -> bool:
 
 
 def priority(request: Request) -> int:
-    """The priority that the request names, 0 if it names none; lower goes first. Raises BadRequest."""
+    """Return the priority that the request names, 0 if it names none; lower goes first. Raises BadRequest."""
     if request.priority is None:
         return 0
     if type(request.priority) is not int:
@@ -296,7 +296,7 @@ def priority(request: Request) -> int:
 
 
 def estimated_tokens(request: Request) -> int:
-    """The tokens that are booked for a prompt that cannot be known: one for four characters of its text, at least 1."""
+    """Return the tokens booked for a prompt that cannot be known: one for four characters of its text, at least 1."""
     if request.estimated:
         return request.estimated
     characters, tokens = 0, 0
@@ -315,7 +315,7 @@ def estimated_tokens(request: Request) -> int:
 
 
 def too_long(request: Request, max_model_len: int) -> bool:
-    """Whether no engine with a limit of ``max_model_len`` tokens takes this prompt, by a quick estimate."""
+    """Return whether no engine with a limit of ``max_model_len`` tokens takes this prompt, by a quick estimate."""
     limit = max_model_len * TOKEN_BYTES
     if 0 < request.size_bytes <= max_model_len:
         return False
@@ -335,14 +335,14 @@ def _text_only(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_tokens(request: Request, prompt_tokens: int) -> int:
-    """Context tokens that each decode step of this request reads, counted once for each of its samples."""
+    """Return the context tokens that each decode step of this request reads, counted once for each of its samples."""
     limit = request.max_tokens
     output = EXPECTED_OUTPUT_TOKENS if limit is None or limit > EXPECTED_OUTPUT_TOKENS else limit
     return min(request.samples * (prompt_tokens + output), MAX_BOOKED_TOKENS)
 
 
 def salt_of(data: Mapping[str, Any]) -> str | None:
-    """The body's ``cache_salt``; None if it has none. Raises BadRequest."""
+    """Return the body's ``cache_salt``; None if it has none. Raises BadRequest."""
     salt: str | None = typed(data, "cache_salt", str, None)
     if salt is not None and len(salt) > MAX_SALT:
         raise BadRequest(f"cache_salt has {len(salt)} characters; at most {MAX_SALT} are allowed.", "cache_salt")
@@ -391,7 +391,7 @@ def _read_prompts(request: Request, data: dict[str, Any]) -> None:
 
 
 def is_ids(value: Any) -> bool:
-    """``value`` is a list of at least one token id, each of 32 bits."""
+    """Return whether ``value`` is a list of at least one token id, each of 32 bits."""
     if not isinstance(value, list) or set(map(type, value)) != {int}:
         return False
     try:
@@ -417,7 +417,7 @@ def _read_messages(request: Request, data: dict[str, Any]) -> None:
 
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
-    """The template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
+    """Return the template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
     if _ARGUMENTS.isdisjoint(data):
         return {"add_generation_prompt": True, "continue_final_message": False}
     arguments = typed(data, "chat_template_kwargs", dict, None) or {}
@@ -434,12 +434,12 @@ def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those that leave the choice to the server (null and ``auto``)."""
+    """Return the values without those that leave the choice to the server (null and ``auto``)."""
     return {name: value for name, value in values.items() if value is not None and value != "auto"}
 
 
 def typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """The value of a field, or ``default`` for null. kind: str or dict. Raises BadRequest for any other type."""
+    """Return the value of a field, or ``default`` for null. kind: str or dict. Raises BadRequest for any other type."""
     value = data.get(name)
     if value is None:
         return default
@@ -449,7 +449,7 @@ def typed(data: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _flag(data: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """The value of a field that is true or false, or ``default`` for null. Raises BadRequest."""
+    """Return the value of a field that is true or false, or ``default`` for null. Raises BadRequest."""
     value = data.get(name)
     if value is None:
         return default
@@ -466,7 +466,7 @@ def _may_be_set(data: dict[str, Any], name: str) -> bool:
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
-    """The value of a field that is a whole number. Raises BadRequest."""
+    """Return the value of a field that is a whole number. Raises BadRequest."""
     value = data.get(name)
     if value is None or type(value) is int:
         return value
@@ -477,7 +477,7 @@ def _whole(data: dict[str, Any], name: str) -> int | None:
 
 
 def _limit(data: dict[str, Any], name: str) -> int | None:
-    """A limit of tokens; None if the body has none, or one that an engine refuses. Raises BadRequest."""
+    """Return a limit of tokens; None if the body has none, or one that an engine refuses. Raises BadRequest."""
     limit = _whole(data, name)
     return None if limit is None or limit < 0 else limit
 
@@ -488,17 +488,17 @@ def _chats_limit(data: dict[str, Any]) -> int | None:
 
 
 def samples_to_book(n: int | None) -> int:
-    """The number of answers that is booked for a request's ``n``, of which an engine refuses all below 1."""
+    """Return the number of answers that is booked for a request's ``n``, of which an engine refuses all below 1."""
     return min(max(n or 1, 1), MAX_SAMPLES)
 
 
 def priority_of(data: Mapping[str, Any]) -> Any:
-    """The body's ``priority``, as a whole number if it can be read as one."""
+    """Return the body's ``priority``, as a whole number if it can be read as one."""
     value = data.get("priority")
     return value if value is None or type(value) is int or (read := whole(value)) is None else read
 
 
 def request_id_of(data: Mapping[str, Any]) -> str:
-    """The body's ``request_id``; empty if it has none."""
+    """Return the body's ``request_id``; empty if it has none."""
     value = data.get("request_id")
     return value if isinstance(value, str) else ""

@@ -29,8 +29,8 @@ logger = logging.getLogger("warmfleet.prompt.tokenizer")
 #: core, up to 32, each with 64 MiB of address space. A single thread is as fast for a text. The libraries read these
 #: variables at their first use.
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
-PROBES = 300
-MAX_SPECIAL = 256  # characters of a special token that is put into probe texts
+PROBES = 300  # number of random texts on which the fast library is compared with the slow one
+MAX_SPECIAL = 256  # most characters of a special token that is put into probe texts
 NO_FACTS = Facts((), spaces=False, added=())
 
 
@@ -57,7 +57,7 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokenizer_json: bytes) -> Encoder:
-        """``load`` for a file that ``read`` has read. Raises ValueError."""
+        """Do the rest of ``load`` for a file that ``read`` has read. Raises ValueError."""
         try:
             slow = _slow(tokenizer)
             facts = Facts.of(tokenizer)
@@ -75,7 +75,7 @@ class Encoder:
         return cls(digest(tokenizer_json), encode, fast, NO_FACTS, affixes)
 
     def cuts(self, template: str) -> Cuts:
-        """Where texts of this tokenizer may be cut. template: the source of the chat template that makes the texts."""
+        """Find where texts of this tokenizer may be cut. template: source of the chat template that makes the texts."""
         if self.affixes is None:
             return Cuts((), spaces=False)
         try:
@@ -84,28 +84,28 @@ class Encoder:
             return Cuts((), spaces=False)
 
     def plain(self, text: str) -> array[int]:
-        """The ids of the text alone."""
+        """Return the ids of the text alone."""
         return self.encode(text, False)
 
     def whole(self, text: str) -> array[int]:
-        """The ids of the text with the special tokens that the tokenizer adds."""
+        """Return the ids of the text with the special tokens that the tokenizer adds."""
         return self.encode(text, True)
 
 
 def read(tokenizer_json: bytes) -> Tokenizer:
-    """A tokenizer of the library. Raises ValueError. Holds the interpreter for 50 ms per MB."""
+    """Read a file with the slow library, which holds the interpreter for 50 ms per MB. Raises ValueError."""
     with _value_error("not a tokenizer"):
         tokenizer: Tokenizer = _unlimited(Tokenizer.from_str(tokenizer_json.decode()))
     return tokenizer
 
 
 def digest(content: bytes) -> str:
-    """The SHA-256 of a file, which is the name of the tokenizer in it."""
+    """Return the SHA-256 of a file, which is the name of the tokenizer in it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def in_words(error: BaseException | None) -> str:
-    """The message of a library's error in one line of at most 200 characters, for a log."""
+    """Return the message of a library's error in one line of at most 200 characters, for a log."""
     return " ".join(str(error).split())[:200]
 
 
@@ -132,7 +132,7 @@ def _unlimited(tokenizer: Any) -> Any:
 
 
 def _guarded(encode: Encode) -> Encode:
-    """``encode``, with NotReproducible in place of every error of a library: only that text is routed by load."""
+    """Wrap ``encode``, to raise NotReproducible for every error of a library, so that only that text is affected."""
 
     def guarded(text: str, special: bool) -> array[int]:
         try:
@@ -149,7 +149,7 @@ def _slow(tokenizer: Tokenizer) -> Encode:
     def encode(text: str, special: bool) -> array[int]:
         if not text.isascii():
             text.encode()  # raises UnicodeEncodeError for half a surrogate pair; the library would raise TypeError
-        # Only this function of the library releases the interpreter: other requests go on meanwhile.
+        # Of the library's functions only this one releases the interpreter, so that other requests go on meanwhile.
         return array("I", tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     return _guarded(encode)
@@ -164,7 +164,7 @@ def _fast(text: str) -> Encode:
 
         encode_all = _unlimited(fastokens.Tokenizer.from_json_str(text)).encode_batch_flat
 
-    def encode(text: str, special: bool) -> array[int]:  # ``_guarded`` in one call: it runs for every piece of a text
+    def encode(text: str, special: bool) -> array[int]:  # ``_guarded`` written out, for speed: it runs for each piece
         try:
             return array("I", encode_all([text], add_special_tokens=special)[0])
         except (UnicodeError, *ENDINGS):
@@ -176,7 +176,7 @@ def _fast(text: str) -> Encode:
 
 
 def _proven_fast(text: str, slow: Encode, samples: list[str]) -> Encode | None:
-    """The fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
+    """Return the fast encoding of this file, or None if it does not give the ids of ``slow`` for every sample."""
     try:
         fast = _fast(text)
     except ValueError as error:  # the slow tokenizer is used
@@ -196,7 +196,7 @@ def _proven_fast(text: str, slow: Encode, samples: list[str]) -> Encode | None:
 
 
 def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
-    """The special tokens before and behind every sample, or None if they are not the same for all."""
+    """Return the special tokens before and behind every sample, or None if they are not the same for all."""
     plain, whole = encode("a", False), encode("a", True)
     ends = range(len(whole) - len(plain) + 1)
     at = next((k for k in ends if whole[k : k + len(plain)] == plain), None)
@@ -208,7 +208,7 @@ def _affixes(encode: Encode, samples: list[str]) -> Affixes | None:
 
 
 def _samples(specials: tuple[str, ...]) -> list[str]:
-    """Texts in which tokenizers differ: scripts, digits, odd white space, normalisation, special tokens in the text."""
+    """Make texts in which tokenizers differ, by scripts, digits, odd white space, normalisation or special tokens."""
     rng = random.Random(20)
     pieces = ["def f(x):\n    return x ** 2\n", "The quick brown fox", " jumps", "don't", "I'LL", "1234567890", "3.14"]
     pieces += [

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.tracing")
 
-MAX_WAITING = 4_096  # requests; each takes about 2 kB until it is sent
-MAX_BATCH = 256  # requests in one message: about 300 kB
-RETRYABLE = frozenset({429, 502, 503, 504})  # statuses, by the standard
-MAX_REFUSAL_BYTES = 200  # of a collector's refusal, for the log
-CLOSE_S = 2.0
+MAX_WAITING = 4_096  # most requests that wait to be sent; each takes about 2 kB until then
+MAX_BATCH = 256  # most requests in one message, which then has about 300 kB
+RETRYABLE = frozenset({429, 502, 503, 504})  # statuses after which the standard lets a message be sent again
+MAX_REFUSAL_BYTES = 200  # most bytes of a collector's refusal that are logged
+CLOSE_S = 2.0  # longest time for sending what waits at the end
 
 
 class Tracing:
@@ -50,7 +50,7 @@ class Tracing:
         self._options = options
         self._timing = timing
         self.context = Sampler(options.share, by_parent=options.by_parent).context
-        # A counter may be counted by one thread only: the first one by the event loop's, the two others by ours.
+        # Only one thread may count a counter: the event loop's thread the first, the exporter's thread the two others.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
         self._tls = _tls(options)
         self._waiting: deque[RequestSpan] = deque()
@@ -66,7 +66,7 @@ class Tracing:
     # ------------------------------------------------ in the event loop
 
     def end(self, request: RequestSpan) -> None:
-        """The request is over. The spans wait for the next round, and the caller waits for nothing."""
+        """Queue the spans of a request that is over for the next round. The caller waits for nothing."""
         if len(self._waiting) >= MAX_WAITING:
             self._dropped.inc()
             return
@@ -117,7 +117,7 @@ class Tracing:
         spans = []
         for finished in batch:
             spans.append(request_spans(finished))
-            time.sleep(0)  # lets the event loop go on: making all spans of a batch may take 20 ms
+            time.sleep(0)  # lets the event loop go on, because making all spans of a batch may take 20 ms
         body = export_request(self._resource, self._resource["service.version"], spans)
         headers = {"Content-Type": "application/x-protobuf", **self._options.headers}
         if self._options.gzip:
@@ -132,18 +132,18 @@ class Tracing:
 
 
 def tracing_of(environment: Mapping[str, str], timing: Timing, metrics: Metrics) -> Tracing | None:
-    """The tracing that these variables ask for; None if it is off. Raises BadArgument."""
+    """Return the tracing that these variables ask for; None if it is off. Raises BadArgument."""
     options = tracing_options(environment)
     return None if options is None else Tracing(options, timing, metrics)
 
 
 def unsampled(context: TraceContext) -> bytes:
-    """The traceparent by which an engine learns that this trace is not kept. Else the engine would decide by itself."""
+    """Return the traceparent that tells an engine that this trace is not kept, so that it does not decide by itself."""
     return traceparent(context.trace_id, new_span_id(), sampled=False)
 
 
 def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[str, bool]:
-    """Why the collector did not take the request, empty if it did; and whether trying again may help."""
+    """Send a request; return why the collector did not take it (empty if it did), and whether trying again may help."""
     try:
         answer = transport.handle_request(request)
         try:
@@ -160,7 +160,7 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
 
 
 def _tls(options: TracingOptions) -> ssl.SSLContext | None:
-    """The context for an endpoint with TLS; None without. Raises BadArgument."""
+    """Return the context for an endpoint with TLS; None without. Raises BadArgument."""
     if not options.endpoint.startswith("https:"):
         return None
     try:

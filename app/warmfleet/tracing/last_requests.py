@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord
 
-#: Last requests, each of about 1.5 kB. If the cache of a core does not hold them, each request costs 5 us more.
+#: Number of last requests kept, each of about 1.5 kB. If the CPU's cache does not hold them, a request costs 5 us more.
 KEPT = 512
-SLOWEST, MINUTES = 16, 60  # requests of each minute, and minutes in which there were requests
-FAILED = 256  # of the last requests that the fleet failed, or whose client hung up
+SLOWEST, MINUTES = 16, 60  # numbers of slow requests kept of each minute, and of minutes that had requests
+FAILED = 256  # number of last requests kept that the fleet failed, or whose client hung up
 MINUTE_S = 60.0
-UNBOOKED = "unbooked."  # an engine's id of a request that Redis did not book begins so; the request's id follows
+UNBOOKED = "unbooked."  # begins an engine's id of a request that Redis did not book; the request's id follows
 _RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{RESERVATION_LENGTH - len(RESERVATION_PREFIX)}}}")
 
 Slow = tuple[float, int, "RequestRecord"]  # seconds that the client waited, a unique number, the request
@@ -48,9 +48,9 @@ class LastRequests:
         self._last.append(record)
 
     def ended(self, record: RequestRecord) -> None:
-        """The request is over: keep it for longer if it failed, or is among the slowest of this minute.
+        """Keep a request that is over for longer if it failed, or is among the slowest of this minute.
 
-        A request of an unknown client was never kept, and displaces none.
+        A request of an unknown client was never kept, so it displaces none.
         """
         if not record.kept:
             return
@@ -75,23 +75,23 @@ class LastRequests:
         self._least_s = heap[0][0] if len(heap) == SLOWEST else 0.0
 
     def all(self) -> list[RequestRecord]:
-        """Every request that is kept, the newest first."""
+        """Return every request that is kept, the newest first."""
         return sorted({*self._last, *self._failed, *self._slow()}, key=lambda record: -record.began_at)
 
     def _slow(self) -> Iterator[RequestRecord]:
         return (record for minute in self._minutes for _, _, record in minute)
 
     def failed(self) -> list[RequestRecord]:
-        """The requests that the fleet failed, or whose answer did not reach its end; the newest first."""
+        """Return the requests that the fleet failed, or whose answer did not reach its end; the newest first."""
         return list(reversed(self._failed))
 
     def slowest(self) -> list[RequestRecord]:
-        """The slowest requests, the slowest first. Requests that are still under way are among them."""
+        """Return the slowest requests, the slowest first. Requests that are still under way are among them."""
         now, under_way = time.perf_counter(), (record for record in self._last if not record.ended_at)
         return sorted({*self._slow(), *under_way}, key=lambda record: -lateness_s(record, now))
 
     def found(self, identifier: str, request_id: str) -> list[RequestRecord]:
-        """The requests with this id, the newest first.
+        """Return the requests with this id, the newest first.
 
         identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
         placement; else the X-Request-Id of a client. request_id: the latter as routers read it.
@@ -113,7 +113,7 @@ def _reservations(record: RequestRecord) -> Iterator[str]:
 
 
 def lateness_s(record: RequestRecord, now: float = 0.0) -> float:
-    """How long the client waited at a stretch: for the first byte, or in the middle of its answer.
+    """Return the client's longest wait at a stretch, for the first byte or in the middle of its answer.
 
     now: the end of the wait, for a request that is still under way.
     """

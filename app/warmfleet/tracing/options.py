@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT_MS = 10_000.0
 DEFAULT_SERVICE = "warmfleet"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\t -~]*")
-#: Sampler → whether a caller's decision counts, and the share of all other traces; None: OTEL_TRACES_SAMPLER_ARG.
+#: Sampler → whether a caller's decision counts, and the share of other traces kept; None = OTEL_TRACES_SAMPLER_ARG.
 SAMPLERS: dict[str, tuple[bool, float | None]] = {
     "parentbased_always_on": (True, 1.0),
     "parentbased_traceidratio": (True, None),
@@ -57,7 +57,7 @@ class TracingOptions:
 
 
 def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
-    """The options in these variables; None if tracing is off. Raises BadArgument that names a variable at fault."""
+    """Read the options in these variables; return None if tracing is off. Raises BadArgument that names a variable."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
@@ -96,7 +96,7 @@ def tracing_options(environment: Mapping[str, str]) -> TracingOptions | None:
 
 
 def _number(text: str) -> float:
-    """The number that the text writes; NaN if it writes none."""
+    """Return the number that the text writes; NaN if it writes none."""
     try:
         return float(text)
     except ValueError:
@@ -104,12 +104,12 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """The value of an exporter's variable. The variable for traces wins over the one for everything."""
+    """Return the value of an exporter's variable: of that for traces if it is set, else of that for everything."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The URL that spans are posted to; empty if no variable names a collector. Raises BadArgument."""
+    """Return the URL that spans are posted to; empty if no variable names a collector. Raises BadArgument."""
     for name, path in (f"{PREFIX}TRACES_ENDPOINT", ""), (ENDPOINT, "/v1/traces"):
         url = environment.get(name, "").strip()
         if not url:
@@ -133,7 +133,7 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 
 def _timeout_s(environment: Mapping[str, str]) -> float:
-    """The time-out of a try, which the variable has in milliseconds. Raises BadArgument."""
+    """Return the time-out of a try, which the variable has in milliseconds. Raises BadArgument."""
     text = _of_exporter(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
     ms = _number(text)
     if not 0 < ms < math.inf:
@@ -142,7 +142,7 @@ def _timeout_s(environment: Mapping[str, str]) -> float:
 
 
 def _sampler(environment: Mapping[str, str]) -> tuple[bool, float]:
-    """Whether a caller's decision counts, and the share of all other traces. Raises BadArgument."""
+    """Return whether a caller's decision counts, and the share of all other traces. Raises BadArgument."""
     name = environment.get("OTEL_TRACES_SAMPLER", "").strip() or "parentbased_always_on"
     if name not in SAMPLERS:
         raise BadArgument(f"OTEL_TRACES_SAMPLER={name!r}: known are {', '.join(SAMPLERS)}")
@@ -157,7 +157,7 @@ def _sampler(environment: Mapping[str, str]) -> tuple[bool, float]:
 
 
 def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """``key=value,key=value`` with escapes as in a URL. Raises BadArgument that does not show the value."""
+    """Parse ``key=value,key=value`` with escapes as in a URL. Raises BadArgument that does not show the value."""
     found = {}
     for part in filter(None, map(str.strip, environment.get(name, "").split(","))):
         key, equals, value = part.partition("=")
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The ``_pairs``, if HTTP allows them. Else the first request would fail, with an error that shows the value."""
+    """Return the ``_pairs``, but refuse those that HTTP does not allow, because its error would show the value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

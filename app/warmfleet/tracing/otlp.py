@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 SERVER, CLIENT = 2, 3  # kinds of spans
 STATUS_ERROR = b"\x18\x02"  # the field with the status code of an error
-LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span: whether its parent is in another process
+LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span whose parent is in this process, in another
 SCOPE = "warmfleet"
-KEYS = 256  # names of attributes that are kept: there are a few dozen
+KEYS = 256  # most names of attributes whose bytes are kept; there are a few dozen names
 
 
 def export_request(resource: Mapping[str, str], version: str, spans: Iterable[bytes]) -> bytes:
-    """The body of a request to a collector. spans: of ``request_spans``. version: of this package."""
+    """Return the body of a request to a collector. spans: of ``request_spans``. version: of this package."""
     described = b"".join(_attribute(1, name, value) for name, value in resource.items())
     scope = _message(1, _text(1, SCOPE) + _text(2, version))
     return _message(1, _message(1, described) + _message(2, scope + b"".join(spans)))
 
 
 def request_spans(request: RequestSpan) -> bytes:
-    """All spans of one request."""
+    """Return all spans of one request."""
     trace_id = bytes.fromhex(request.trace_id)
     state = _text(3, request.tracestate.decode("ascii", "replace")) if request.tracestate else b""
     first = _span(
@@ -58,7 +58,7 @@ def request_spans(request: RequestSpan) -> bytes:
 
 
 def _span(head: bytes, span: RequestSpan | TrySpan, request: RequestSpan, flags: int) -> bytes:
-    """A span as a field of ScopeSpans. A span that never ended ends with its request."""
+    """Return a span as a field of ScopeSpans. A span that never ended ends with its request."""
     offset_ns = request.offset_ns
     parts = [
         head,
@@ -78,7 +78,7 @@ def _event(offset_ns: int, event: Event) -> bytes:
 
 
 def _status(error: Failure | None) -> bytes:
-    """The status of a span; empty unless the span failed: a collector reads that as unset."""
+    """Return the status of a span; empty, which a collector reads as unset, unless the span failed."""
     if error is None:
         return b""
     return _message(15, (_text(2, error.message) if error.message else b"") + STATUS_ERROR)
@@ -89,7 +89,7 @@ def _unix_ns(offset_ns: int, at_s: float) -> int:
 
 
 def _attribute(number: int, name: str, value: Value) -> bytes:
-    """A KeyValue."""
+    """Return a KeyValue."""
     return _message(number, _key(name) + _message(2, _value(value)))
 
 
@@ -99,7 +99,7 @@ def _key(name: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """An AnyValue. For Python a bool is an int as well, so bools come first."""
+    """Return an AnyValue. For Python a bool is an int as well, so bools come first."""
     if isinstance(value, str):
         return _text(1, value)
     if isinstance(value, bool):
@@ -114,7 +114,7 @@ def _text(number: int, text: str) -> bytes:
 
 
 def _message(number: int, data: bytes) -> bytes:
-    """A field that begins with its length: a message, a string or bytes. number: below 16."""
+    """Return a field that begins with its length: a message, a string or bytes. number: below 16."""
     size = len(data)
     if size < 128:
         return b"%c%c%b" % (number << 3 | 2, size, data)
@@ -130,7 +130,7 @@ def _fixed64(number: int, value: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits in each byte, the lowest first; all but the last have the highest bit set."""
+    """Encode with seven bits in each byte, the lowest first; all bytes but the last have the highest bit set."""
     made = bytearray()
     while value > 127:
         made.append(value & 127 | 128)

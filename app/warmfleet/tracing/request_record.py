@@ -5,7 +5,7 @@ notes a time or a reference, and no more. The words for people are made when som
 in the thread of the log. Of a prompt and an answer a record holds the sizes and nothing else. All times are by
 ``time.perf_counter``, 0 = it did not happen.
 
-A field that was not set has the value of its class, which costs nothing: most requests set few fields.
+A field that was not set has the value of its class, which costs nothing, because most requests set few fields.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     #: Logs a step of the request; None unless the log is at debug level.
     LogStep = Callable[[str], None]
 
-MAX_ERROR_CHARACTERS = 300
-MAX_MODEL_CHARACTERS = 200  # of a model's name, as the client wrote it
-MAX_EVENTS = 16  # of a request: it has at most four tries, one second worker and one continuation
+MAX_ERROR_CHARACTERS = 300  # most characters kept of an error's message
+MAX_MODEL_CHARACTERS = 200  # most characters kept of a model's name, as the client wrote it
+MAX_EVENTS = 16  # most events of a request, which has at most four tries, one second worker and one continuation
 HUNG_UP = "client_hung_up"
 USAGE = b'"usage"'
 LONGEST_OPENING = len(USAGE) + len(" : {")
@@ -49,14 +49,14 @@ class Event(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a request or a try failed. word: one of few, for queries, such as the code of an error."""
+    """The reason why a request or a try failed. word: one of few, for queries, such as the code of an error."""
 
     word: str
     message: str
 
 
 def _failure(error: WarmfleetError) -> Failure:
-    """The failure without the words of an engine, which stand behind a colon: they may quote the request."""
+    """Return the failure without an engine's words, which follow a colon, because they may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
     return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
@@ -66,12 +66,12 @@ class TryRecord:
     """A try at a worker, from before the decision until everything is given back.
 
     ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and
-    seconds of prefill in the queue when this one got its ticket. ``policy``: the policy that chose; empty if Redis did
+    seconds of prefill in the queue when this one joined it. ``policy``: the policy that chose; empty if Redis did
     not choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
     speed is known. ``pool``: the tag of the chosen pool; empty where the model has one pool. ``engine_request_id``:
     the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
     try. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence between two of them.
-    ``usage``: the engine's count of tokens in its own words, without anything behind it. ``cached_tokens``: of the
+    ``usage``: the engine's JSON that counts tokens, without anything behind it. ``cached_tokens``: those of the
     prompt, as the plugin reported them; None before. ``client_s``: how long the engine's answer waited for the client.
     """
 
@@ -93,7 +93,7 @@ class TryRecord:
         self.began_at = time.perf_counter()
 
     def queued(self, waiting: int, work_s: float) -> None:
-        """The request waits for its worker. Only the first call counts: a decision is asked for again and again."""
+        """Note that the request waits for its worker. Only the first of the many calls while it waits counts."""
         if not self.queued_at:
             self.queued_at = time.perf_counter()
             self.waiting, self.work_s = waiting, work_s
@@ -101,7 +101,7 @@ class TryRecord:
                 self.log_step(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
 
     def decided(self, decision: Decision, policy: str, asked_at: float, token_s: float, fallback: str = "") -> None:
-        """A worker was chosen. fallback: why Redis did not choose it."""
+        """Note the chosen worker. fallback: why Redis did not choose it."""
         self.decided_at = time.perf_counter()
         self.decision, self.policy, self.asked_at, self.token_s = decision, policy, asked_at, token_s
         if fallback:
@@ -112,19 +112,19 @@ class TryRecord:
             self.log_step(f"decided: {decision.worker_id} {by}, cost {decision.cost_s:.4f} s, {held}")
 
     def sent(self, engine_request_id: str, *, with_ids: bool) -> None:
-        """The request is sent to the worker. with_ids: with token ids in place of the text."""
+        """Note that the request is sent to the worker. with_ids: with token ids in place of the text."""
         self.sent_at, self.engine_request_id, self.sent_ids = time.perf_counter(), engine_request_id, with_ids
         if self.log_step is not None:
             self.log_step(f"sent as {engine_request_id}" + (", with token ids" if with_ids else ""))
 
     def first_byte(self, status: int, at: float) -> None:
-        """The first byte of the worker's answer came, and will be passed on."""
+        """Note that the first byte of the worker's answer came, and will be passed on."""
         self.first_byte_at, self.status = at, status
         if self.log_step is not None:
             self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
-        """The answer is complete, or no more of it will come."""
+        """Note the facts of an answer that is complete, or of which no more will come."""
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail
         begins = tail.rfind(USAGE, -TAIL_BYTES)
@@ -135,13 +135,13 @@ class TryRecord:
             self.usage = tail[begins:ends]
 
     def failed(self, error: WarmfleetError) -> None:
-        """The worker failed, or its answer broke off."""
+        """Note that the worker failed, or that its answer broke off."""
         self.failure = _failure(error)
         if self.log_step is not None:
             self.log_step(f"failed: {self.failure.message}")
 
     def end(self, outcome: Outcome) -> None:
-        """Everything was given back."""
+        """Note that all that was booked for this try was given back."""
         self.ended_at, self.outcome = time.perf_counter(), outcome
         if self.decision is not None and self.decision.seen is not None:
             self.decision = replace(self.decision, seen=None)  # a record lives long, and ``seen`` is the whole fleet
@@ -154,8 +154,8 @@ class RequestRecord:
 
     ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: of the client's answer, 0
     if none came. ``error_status``: of the error that ended the request, also if the answer had begun with another
-    status. ``complete``: the answer did not break off. ``placed``: a gateway sends the request by itself. ``kept``: the
-    record is among the last requests.
+    status. ``complete``: the answer did not break off. ``placed``: the router only chose the worker; a gateway sends
+    the request. ``kept``: the record is among the last requests.
     """
 
     model = kind = reason = trace_id = ""
@@ -171,7 +171,7 @@ class RequestRecord:
         self.tries: list[TryRecord] = []
 
     def begin_try(self, reservation: str) -> TryRecord:
-        """The record of a new try at a worker."""
+        """Add and return the record of a new try at a worker."""
         made = TryRecord(reservation)
         self.tries.append(made)
         if self.log_step is not None:
@@ -183,7 +183,7 @@ class RequestRecord:
         log_step(f"try {len(self.tries)}, reservation {made.reservation}")
 
     def identified(self, model: str, kind: str, reason: str, tokens: int, *, streams: bool) -> None:
-        """The prompt was identified."""
+        """Note that the prompt was identified."""
         self.identified_at = time.perf_counter()
         self.model = model if len(model) <= MAX_MODEL_CHARACTERS else model[:MAX_MODEL_CHARACTERS]
         self.kind, self.reason, self.prompt_tokens, self.streams = kind, reason, tokens, streams
@@ -200,17 +200,17 @@ class RequestRecord:
             self.log_step(f"{name}: {values}")
 
     def refused(self, error: WarmfleetError) -> None:
-        """The client got this error as its answer, or as the end of its answer."""
+        """Note the error that the client got as its answer, or as the end of its answer."""
         self.failure, self.error_status = _failure(error), error.status
         if self.log_step is not None:
             self.log_step(f"refused: {error.status} {error.code}")
 
     def hung_up(self) -> None:
-        """The client hung up before its answer was complete."""
+        """Note that the client hung up before its answer was complete."""
         self.failure = Failure(HUNG_UP, "The client hung up before its answer was complete.")
 
     def end(self, status: int, *, complete: bool) -> None:
-        """The answer is complete, or will never be."""
+        """Note the end: the answer is complete, or will never be."""
         self.ended_at, self.status, self.complete = time.perf_counter(), status, complete
 
     @property

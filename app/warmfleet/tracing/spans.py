@@ -35,7 +35,7 @@ class TrySpan(TryRecord):
         self.headers = b"traceparent: %b\r\n" % traceparent(trace_id, self.span_id, sampled=True)
 
     def attributes(self) -> Attributes:
-        """The names and values that the collector gets."""
+        """Return the names and values that the collector gets."""
         found: Attributes = {"warmfleet.outcome": self.outcome or "cancelled"}
         decision = self.decision
         if decision is not None:
@@ -77,7 +77,7 @@ class TrySpan(TryRecord):
         return self.failure
 
     def events(self) -> Iterator[Event]:
-        """The moments of this try."""
+        """Yield the moments of this try."""
         for at, name in (
             (self.queued_at, "queued"),
             (self.decided_at, "decided"),
@@ -123,7 +123,7 @@ class RequestSpan(RequestRecord):
         return next((attempt.failure for attempt in reversed(self.tries) if attempt.failure is not None), None)
 
     def attributes(self) -> Attributes:
-        """The names and values that the collector gets."""
+        """Return the names and values that the collector gets."""
         found: Attributes = {
             "http.request.method": self.method,
             "url.path": self.path.path[:MAX_PATH_CHARACTERS],
@@ -153,14 +153,14 @@ class RequestSpan(RequestRecord):
         return found
 
     def events(self) -> Iterator[Event]:
-        """The moments of this request that belong to no single try."""
+        """Yield the moments of this request that belong to no single try."""
         if self.identified_at:
             yield Event(self.identified_at, "identified", {})
         yield from self.happened
 
 
 def _address(url: str) -> Attributes:
-    """Host and port of an engine, without user and password."""
+    """Return host and port of an engine, without user and password."""
     try:
         parts = urlsplit(url)
         return {"server.address": parts.hostname or ""} | ({"server.port": parts.port} if parts.port else {})

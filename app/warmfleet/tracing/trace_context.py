@@ -9,8 +9,8 @@ from typing import NamedTuple
 VERSION_0_LENGTH = 55  # characters of a traceparent of version 00; later versions may append to it
 #: version, trace id, id of the caller's span, flags
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-MAX_STATE_BYTES = 512  # longer ones may be left out
-SAMPLED = 1  # the flag
+MAX_STATE_BYTES = 512  # most bytes of a tracestate; the standard lets longer ones be left out
+SAMPLED = 1  # flag of a traceparent whose trace is kept
 
 
 class TraceContext(NamedTuple):
@@ -34,7 +34,7 @@ class Sampler:
         self._by_parent = by_parent
 
     def context(self, header: bytes, state: bytes = b"") -> TraceContext:
-        """The trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
+        """Return the trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
 
         Both count as absent if the header is not valid, as the standard has it: a new trace begins.
         """
@@ -55,5 +55,5 @@ def new_span_id() -> str:
 
 
 def traceparent(trace_id: str, span_id: str, *, sampled: bool) -> bytes:
-    """The header's value for the next server, whose caller is this span."""
+    """Return the header's value for the next server, whose caller is this span."""
     return f"00-{trace_id}-{span_id}-{'01' if sampled else '00'}".encode()

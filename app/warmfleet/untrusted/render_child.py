@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warmfleet.prompt.chat_template import ChatTemplate
 
-CPU_S = 0.25  # for one render, or for compiling, which usually takes 0.02 s
-MEMORY_BYTES = 256 * 2**20
-HEAD_BYTES = 4
+CPU_S = 0.25  # longest CPU time of one render, or of compiling, which usually takes 0.02 s
+MEMORY_BYTES = 256 * 2**20  # most address space of the process
+HEAD_BYTES = 4  # length of the number that says how long a request or an answer is
 
 #: Status byte of an answer. DONE: the rendered text follows, or the content format after compiling. REFUSED: the reason
 #: follows. MEMORY: the process ran out of memory.
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _compiled(request: bytes) -> tuple[ChatTemplate | None, Answer]:
-    """The template of the first request and its content format, or the name of the error that compiling raises."""
+    """Compile the first request's template; return it and its content format, or the name of the error raised."""
     from warmfleet.prompt.chat_template import ChatTemplate
 
     source, form = marshal.loads(request)  # noqa: S302  the parent has written it
@@ -74,7 +74,7 @@ def _rendered(template: ChatTemplate, request: bytes) -> Answer:
 
 
 def _import_all() -> None:
-    """Import every module now, also those that jinja2 imports late: after ``close_doors`` no file can be opened."""
+    """Import each module now, even those that jinja2 imports late, because ``close_doors`` forbids to open files."""
     import pprint  # noqa: F401  for jinja2.utils
 
     import jinja2.constants
@@ -102,7 +102,7 @@ def close_doors(memory_bytes: int) -> None:
 
 
 def read_request() -> bytes | None:
-    """The next request, or None when the parent has closed the socket."""
+    """Read the next request; return None when the parent has closed the socket."""
     head = _exactly(HEAD_BYTES)
     return None if head is None else _exactly(int.from_bytes(head, "little"))
 

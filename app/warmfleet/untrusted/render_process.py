@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.untrusted.render_process")
 
-START_S = 10.0
-WALL_S = 3.0  # for one answer: a process that is stopped uses no CPU time, so the CPU limit does not end it
-WAIT_S = 2.0  # a request waits so long for its turn; then it is routed by load
-MAX_WAITING = 64
+START_S = 10.0  # longest time in which a process may start and compile
+WALL_S = 3.0  # longest wall time of an answer; the CPU limit does not end a stopped process, which uses no CPU time
+WAIT_S = 2.0  # longest time that a request waits for its turn; then it is routed by load
+MAX_WAITING = 64  # most requests that wait for one template
 MAX_REQUEST_BYTES = 4 * 2**20
-PIECE_BYTES = 2**20  # bytes per write to the socket: copying more at once would delay the event loop
+PIECE_BYTES = 2**20  # most bytes per write to the socket, because copying more at once would delay the event loop
 #: A prompt is hardly longer than its request. A longer output would keep the tokenizer busy while others wait.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
-STRIKES, WITHIN_S = 3, 60.0  # a template that meets so many limits within this time is held back
-FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # doubled with each further hold
+STRIKES, WITHIN_S = 3, 60.0  # number of limits met within a time, after which a template is held back (not run)
+FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # length of the first hold, doubled with each further one up to the longest
 
 
 def folders_of(*modules: ModuleType) -> Sequence[str]:
-    """The folders that a process needs on its path to import these modules."""
+    """Return the folders that a process needs on its path to import these modules."""
     return sorted({str(Path(str(module.__file__)).parents[1]) for module in modules})
 
 
@@ -93,7 +93,7 @@ class Child:
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 
     async def ask(self, request: bytes, seconds: float | None = None) -> tuple[bytes, bytes]:
-        """Status and body of the answer. Raises LimitMet; the caller must then ``end`` the process."""
+        """Send a request; return status and body of the answer. Raises LimitMet; the caller must then call ``end``."""
         try:
             async with asyncio.timeout(seconds or WALL_S):
                 self._writer.write(len(request).to_bytes(HEAD_BYTES, "little") + request[:PIECE_BYTES])
@@ -135,7 +135,7 @@ def _spawn(program: str, folders: Sequence[str]) -> tuple[subprocess.Popen[bytes
             env=zone,
             start_new_session=True,
         )
-    except BaseException:  # cancelled or failed: nothing else would close the socket
+    except BaseException:  # if the start is cancelled or fails, nothing else closes the socket
         ours.close()
         raise
     finally:
@@ -169,7 +169,7 @@ class Sandboxed:
         return "does not compile" if self._refused else "held back" if self._held else "sandbox"
 
     async def ready(self) -> Format:
-        """The content format; compiles the template first if that was not done yet. Raises NotReproducible."""
+        """Compile the template if that was not done yet, and return its content format. Raises NotReproducible."""
         if self.content_format is None:
             await self._in_turn(b"")
         if self.content_format is None:
@@ -177,7 +177,7 @@ class Sandboxed:
         return self.content_format
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text. Raises NotReproducible if the template refuses, meets a limit or has too many requests."""
+        """Render the prompt. Raises NotReproducible if the template refuses, meets a limit or has too many requests."""
         try:
             request = marshal.dumps((messages, arguments, fixed))
         except ValueError as error:  # nested too deep
@@ -193,7 +193,7 @@ class Sandboxed:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Ask the process in turn. Shielded: a client that hangs up must leave no answer in the socket."""
+        """Ask the process in turn, shielded, because a client that hangs up must leave no answer in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))
@@ -230,7 +230,7 @@ class Sandboxed:
             return ""
         status, body = await self._child.ask(request)
         if status != DONE:
-            raise NotReproducible("template")  # without the template's own words: a reason becomes a label
+            raise NotReproducible("template")  # without the template's own words, because a reason becomes a label
         return _text(body)
 
     async def _start(self) -> None:
@@ -276,7 +276,7 @@ class Sandboxed:
 
 
 def _text(body: bytes) -> str:
-    """The text of an answer. Raises LimitMet if the answer is no text."""
+    """Return the text of an answer. Raises LimitMet if the answer is no text."""
     try:
         return body.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.prompt.messages import Format, Message
 
-ALL = "*"  # in place of a digest: every template is approved
+ALL = "*"  # stands in place of a digest, and approves every template
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
 
-MAX_TEMPLATES = 16
-MAX_PROCESSES = 4  # of at most 256 MiB each; a further process ends the one that was started first
-MAX_SOURCE_BYTES = 2**20
+MAX_TEMPLATES = 16  # most templates that are remembered
+MAX_PROCESSES = 4  # most processes, of at most 256 MiB each; a further one ends that which was started first
+MAX_SOURCE_BYTES = 2**20  # most bytes of a template's source
 
 
 class Template:
@@ -55,12 +55,12 @@ class Template:
         return "approved" if self.local is not None else self.sandbox.state
 
     async def ready(self) -> Format:
-        """The content format. Raises NotReproducible."""
+        """Compile where the template may run, and return the content format. Raises NotReproducible."""
         local = self.local
         return local.content_format if local is not None else await self.sandbox.ready()
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """The prompt text, rendered in this process or in the template's. Raises NotReproducible."""
+        """Render the prompt text in this process or in the template's. Raises NotReproducible."""
         local = self.local
         if local is not None:
             return local.render(messages, arguments, fixed)
@@ -89,11 +89,11 @@ class Templates:
         self._ending: set[asyncio.Task[None]] = set()
 
     def is_approved(self, sha256: str) -> bool:
-        """Whether the template with this digest may run in this process."""
+        """Return whether the template with this digest may run in this process."""
         return self.trust_all or sha256 in self._approved
 
     async def take(self, source: bytes, content_format: str) -> Template:
-        """The template with this source, ready to render. Raises ValueError if it is too large or no UTF-8.
+        """Make the template with this source ready to render. Raises ValueError if it is too large or no UTF-8.
 
         Raises jinja2.TemplateError if it is approved and does not compile.
         """

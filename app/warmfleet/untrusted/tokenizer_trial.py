@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.untrusted.tokenizer_trial")
 
-MAX_TOKENIZERS = 4  # of 30 to 340 MB each
-MAX_VERDICTS = 64
-AT_ONCE = 2  # trials that run at the same time
-AGAIN_S = 600.0
+MAX_TOKENIZERS = 4  # most tokenizers kept in memory, of 30 to 340 MB each
+MAX_VERDICTS = 64  # most results of trials that are remembered
+AT_ONCE = 2  # most trials that run at the same time
+AGAIN_S = 600.0  # time after a failed trial until the tokenizer is tried again
 #: Longest trial in seconds of wall time: a constant, and seconds per MB of the file. It is above the limit of CPU time
 #: in ``trial_child``, and ends a process that is stopped and so uses no CPU time.
 WALL_S, WALL_PER_MB = 30.0, 3.0
@@ -74,10 +74,10 @@ class Encoders:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(self, tokenizer_json: bytes, template: str, *, trusted: bool) -> tuple[Encoder, Cuts]:
-        """The encoder, and where texts of the chat template ``template`` may be cut.
+        """Load a file, and return its encoder and where texts of the chat template ``template`` may be cut.
 
-        trusted: the operator chose the file, so it needs no trial. Raises ValueError: for a file that is not trusted,
-        Refused.
+        trusted: the operator chose the file, so it needs no trial. Raises ValueError, which is Refused for a file that
+        is not trusted.
         """
         name = await asyncio.to_thread(digest, tokenizer_json)
         if trusted:
@@ -135,7 +135,7 @@ async def _tried(name: str, tokenizer_json: bytes, template: str) -> Verdict:
 
 
 def _verdict(body: bytes) -> Verdict:
-    """The results in the answer of the process. Raises LimitMet if the answer has another form."""
+    """Read the results in the answer of the process. Raises LimitMet if the answer has another form."""
     try:
         answer = orjson.loads(body)
         affixes = answer["affixes"]
@@ -149,7 +149,7 @@ def _verdict(body: bytes) -> Verdict:
 
 
 def _folders() -> list[str]:
-    """The folders that the process may import from."""
+    """Return the folders that the process may import from."""
     found = {*folders_of(warmfleet, tokenizers)}
     if (fast := importlib.util.find_spec("fastokens")) is not None and fast.origin:
         found.add(str(Path(fast.origin).parents[1]))

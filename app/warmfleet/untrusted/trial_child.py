@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 #: 12 bytes per byte, and 0.2 s of CPU time plus 0.2 s per MB.
 MEMORY_BYTES, MEMORY_PER_BYTE = 512 * 2**20, 24
 CPU_S, CPU_PER_MB = 5.0, 1.0
-SHORT, LONG = 2_500, 20_000  # characters of the two texts that are timed for each unit
-MAX_SECONDS = 0.25  # of CPU time for the long text: the slower library usually takes 0.03 s
-UNNOTICED_SECONDS = 0.03  # a long text that takes no more CPU time passes, whatever the short text takes
-TRIES = 5  # a busy machine makes single measurements slow, but not five in a row
-MAX_GROWTH = 32  # ratio of the long text's CPU time to the short text's: 8 is linear, 64 quadratic
-MAX_IDS = 8  # token ids per character of the long text: a character has at most 4 bytes
-MAX_AFFIXES = 64  # token ids that the tokenizer adds to every text
-MAX_REPLACEMENT = 16  # characters that all replacements of the file together may make of one character
-MAX_CHARSMAP = 40  # bytes that may replace one character: the longest of Unicode's own replacements has 33
+SHORT, LONG = 2_500, 20_000  # lengths in characters of the two texts that are timed for each repeated unit
+MAX_SECONDS = 0.25  # most CPU time for the long text, for which the slower library usually takes 0.03 s
+UNNOTICED_SECONDS = 0.03  # CPU time up to which a long text passes, whatever the short text takes
+TRIES = 5  # most measurements: a busy machine makes single ones slow, but not five in a row
+MAX_GROWTH = 32  # highest ratio of the long text's CPU time to the short text's; 8 is linear, 64 quadratic
+MAX_IDS = 8  # most token ids per character of the long text; a character has at most 4 bytes
+MAX_AFFIXES = 64  # most token ids that the tokenizer may add to every text
+MAX_REPLACEMENT = 16  # most characters that all replacements of the file together may make of one character
+MAX_CHARSMAP = 40  # most bytes that may replace one character; the longest of Unicode's own replacements has 33
 UNITS = ("a", "A", " ", "\n", "\t\n", "1", "=", "'s", "a ", "ab", "\x00", "é", "\u0301", "中", "😀", "\u2581")
-MAX_UNITS = 48  # further units from the patterns of the file
+MAX_UNITS = 48  # most further units, taken from the patterns of the file
 _ESCAPED = re.compile(r"\\[pP]\{[^}]*\}|\\.")
 _TINY = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _tried(tokenizer_json: bytes, template: str) -> str:
-    """The results as JSON. Raises ValueError with the reason why no replica should load this tokenizer."""
+    """Try a tokenizer; return the results as JSON. Raises ValueError with the reason why none should load it."""
     from warmfleet.prompt.tokenizer import Encoder, read
 
     tokenizer = read(tokenizer_json)
@@ -102,7 +102,7 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
-    """How many characters a table of SentencePiece may make of one.
+    """Return the most bytes that SentencePiece's table makes of a character; 1 if MAX_CHARSMAP allows them.
 
     The table is a length, a tree, and the replacement texts, each with a zero byte at its end.
     """
@@ -132,7 +132,7 @@ def _check_texts(encoder: Encoder, tokenizer: Tokenizer) -> None:
 
 
 def _check_run(encode: Encode, unit: str, tail: str) -> None:
-    """Try texts that repeat ``unit`` and end with ``tail``: a bad pattern searches to the end from each character."""
+    """Try texts that repeat ``unit`` and end with ``tail``, where a bad pattern searches to the end from each place."""
     short, long = ((unit * size)[:size] + tail for size in (SHORT, LONG))
     quick, (slow, ids) = _seconds(encode, short)[0], _seconds(encode, long)
     if ids > MAX_IDS * LONG:
@@ -146,14 +146,14 @@ def _check_run(encode: Encode, unit: str, tail: str) -> None:
 
 
 def _seconds(encode: Encode, text: str) -> tuple[float, int]:
-    """Seconds of CPU time, and the number of ids."""
+    """Encode a text; return the seconds of CPU time and the number of ids."""
     begun = time.process_time()
     ids = encode(text, True)
     return time.process_time() - begun, len(ids)
 
 
 def _units(tokenizer: Tokenizer) -> list[str]:
-    """The units of long texts: common ones, and the characters and words in this tokenizer's own patterns."""
+    """Return the units of long texts: common ones, and the characters and words in this tokenizer's own patterns."""
     found: dict[str, None] = {}
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         pattern = part.get("pattern")
@@ -164,12 +164,12 @@ def _units(tokenizer: Tokenizer) -> list[str]:
 
 
 def _parts(part: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer as its file describes them."""
+    """Yield the parts of a normalizer or pre-tokenizer as its file describes them."""
     return _objects(json.loads(part.__getstate__())) if part is not None else iter(())
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object within a JSON value, the value itself among them."""
+    """Yield every object within a JSON value, the value itself among them."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())

@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-LAG_PERIOD = 0.05  # seconds between looks at the loop's clock
+LAG_PERIOD = 0.05  # seconds between two looks at the loop's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Client:
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
-    """The last usage in a stream of events; empty if there is none or it cannot be read."""
+    """Return the last usage in a stream of events; empty if there is none or it cannot be read."""
     at = raw.rfind(b'"usage":{')
     if at < 0:
         return {}

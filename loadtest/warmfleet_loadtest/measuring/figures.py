@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # of the mean TTFT, of a core: a client that is later or busier measures itself
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # bounds of lateness (share of mean TTFT) and CPU (of a core) of a good client
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
-    """The figures of one run. TTFT counts from when a request was due.
+    """Return the figures of one run. TTFT counts from when a request was due.
 
     speed: trace seconds per second. skip: the share of the requests that warms up; of these only failures and requests
     without a decision count. The engines' counters include the warm-up.
@@ -50,32 +50,32 @@ def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, s
 
 
 def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
-    """The replies without the first ones, ``skip`` being their share."""
+    """Return the replies without the first ones, ``skip`` being their share."""
     return replies[int(skip * len(replies)) :]
 
 
 def hit_ratio(replies: Iterable[Reply]) -> float:
-    """The share of all prompt tokens that engines found in their caches; 0 without any tokens."""
+    """Return the share of all prompt tokens that engines found in their caches; 0 without any tokens."""
     tokens = [(reply.prompt_tokens, reply.cached_tokens) for reply in replies]
     prompt = sum(whole for whole, _ in tokens)
     return sum(cached for _, cached in tokens) / prompt if prompt else 0.0
 
 
 def failures(replies: Iterable[Reply]) -> tuple[int, list[str]]:
-    """(number of failed requests, the three most frequent errors)."""
+    """Return (number of failed requests, the three most frequent errors)."""
     errors = Counter(reply.error for reply in replies if reply.error is not None)
     return sum(errors.values()), [text for text, _ in errors.most_common(3)]
 
 
 def due_ttft(replies: Sequence[Reply], speed: float) -> list[float]:
-    """The sorted TTFT of all answered requests, in trace seconds from when each was due."""
+    """Return the sorted TTFT of all answered requests, in trace seconds from when each was due."""
     return sorted(speed * (reply.ttft_s + reply.late_s) for reply in replies if reply.error is None)
 
 
 def health(
     replies: Sequence[Reply], watch: dict[str, float], speed: float, cpu_s: dict[str, float], wall_s: float
 ) -> dict[str, Any]:
-    """The client's own health, and the CPU time of every kind of process. Lateness is in trace seconds, as TTFT is."""
+    """Return the client's own health, and CPU time by kind of process. Lateness is in trace seconds, as TTFT is."""
     late = sorted(speed * reply.late_s for reply in replies)
     ttft = due_ttft(replies, speed)
     late_p99, mean = quantile(late, 0.99), statistics.fmean(ttft) if ttft else 0.0
@@ -89,7 +89,7 @@ def health(
 
 
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Each figure of the runs that is a number, as its mean over the runs.
+    """Return each figure of the runs that is a number, as its mean over the runs.
 
     The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
     has, by name, half the width of the 95 % interval of each mean; for the three counts, too, it is that of their mean.
@@ -104,23 +104,23 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
+    """Return half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
     freedom = len(values) - 1
     factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too large
     return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of sorted values; 0 without values."""
+    """Return the quantile of sorted values; 0 without values."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
-    """The largest value over the mean; ``nothing`` if the values sum up to 0."""
+    """Return the largest value over the mean; ``nothing`` if the values sum up to 0."""
     return max(values) * len(values) / sum(values) if sum(values) else nothing
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table of a head and rows of cells."""
+    """Return a Markdown table of a head and rows of cells."""
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.measuring.sampling import Sample
 
-WINDOW = 10  # samples from which a hit ratio is computed
-COLUMNS = 3  # panels side by side
+WINDOW = 10  # number of samples from which a hit ratio is computed
+COLUMNS = 3  # number of panels side by side
 
 
 def save_plots(
@@ -49,7 +49,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def _hit_ratio(samples: Sequence[Sample], speed: float) -> tuple[list[float], list[float]]:
-    """(times, ratios): the cached share of the prompt tokens that were scheduled in the last WINDOW samples."""
+    """Return (times, ratios). A ratio is the cached share of the prompt tokens scheduled in the last WINDOW samples."""
     times, ratios = [], []
     for before, now in zip(samples, samples[WINDOW:], strict=False):
         prompt = sum(now.prompt) - sum(before.prompt)
@@ -67,7 +67,7 @@ def line_figure(
     marks: Sequence[tuple[float, str]] = (),
     **scales: str,
 ) -> Any:
-    """A figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear.
+    """Return a figure with lines. lines: (x values, y values) by name. scales: ``xscale`` and ``yscale`` if not linear.
 
     marks: (x value, text) of events, which get a vertical line each.
     """
@@ -96,7 +96,7 @@ def line_figure(
 
 
 def _loads(samples: Mapping[str, Sequence[Sample]], speed: float) -> Any:
-    """A figure with a panel per fleet, all to the same scale, and a line per engine."""
+    """Return a figure with a panel per fleet, all to the same scale, and a line per engine."""
     from matplotlib.figure import Figure  # the import takes 0.3 s
 
     rows = -(-len(samples) // COLUMNS)

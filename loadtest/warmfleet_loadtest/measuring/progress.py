@@ -6,7 +6,7 @@ import sys
 import time
 
 REDRAW_S = 0.5
-STEPS = 10  # lines in all if standard error is no terminal
+STEPS = 10  # number of lines in all if standard error is no terminal
 WIDTH = 24
 
 

@@ -16,9 +16,9 @@ from warmfleet_loadtest.stacks.processes import StackError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-PERIOD_S = 1.0
-ANSWER_S = 10.0
-#: For each field of a Sample the begin of those lines of ``/metrics`` that it is the sum of.
+PERIOD_S = 1.0  # time between two samples
+ANSWER_S = 10.0  # longest time for the answer of an engine
+#: Field of a Sample → the begin of those lines of ``/metrics`` whose sum it is.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",
     "prompt": r"^vllm:prompt_tokens_total\{",
@@ -47,7 +47,7 @@ class Sample:
 
 @asynccontextmanager
 async def sampled(urls: Sequence[str]) -> AsyncIterator[list[Sample]]:
-    """Samples of the engines at these URLs: at the begin and at the end of the block, and every PERIOD_S between them.
+    """Sample the engines at these URLs at the begin and at the end of the block, and every PERIOD_S between them.
 
     Raises StackError if an engine does not answer at the begin or at the end.
     """
@@ -85,10 +85,10 @@ async def _text(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _values(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """The fields of a Sample, from the text of each engine's ``/metrics``."""
+    """Return the fields of a Sample, from the text of each engine's ``/metrics``."""
     return {name: tuple(sum(map(float, line.findall(text))) for text in texts) for name, line in _LINES.items()}
 
 
 def spent(samples: Sequence[Sample], name: str) -> list[float]:
-    """By how much the counter ``name`` of each engine has grown over the run."""
+    """Return for each engine by how much its counter ``name`` has grown over the run."""
     return [end - begin for begin, end in zip(getattr(samples[0], name), getattr(samples[-1], name), strict=True)]

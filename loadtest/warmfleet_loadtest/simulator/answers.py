@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 DONE = b"data: [DONE]\n\n"
-MADE_UP = -1.0  # the logprob of every token
+MADE_UP = -1.0  # logprob that every token gets
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 
 def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
-    """The usage of a request. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
+    """Return the usage. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
     output_tokens = sum(request.output_tokens for request in requests)
     cached = sum(request.cached_tokens for request in requests[:: ask.n])
     return {
@@ -36,14 +36,14 @@ def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
 
 
 def _logprobs(texts: list[str]) -> dict[str, Any]:
-    """The logprobs of a completion, in vLLM's form."""
+    """Return the logprobs of a completion, in vLLM's form."""
     offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
     likely: list[dict[str, float]] = [{text: MADE_UP} for text in texts]
     return {"text_offset": offsets, "token_logprobs": [MADE_UP] * len(texts), "tokens": texts, "top_logprobs": likely}
 
 
 def _prompt_logprobs(prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-    """An entry for each token; the first has none, because no token before it could foretell it."""
+    """Return an entry for each token; the first has none, because no token before it could foretell it."""
     return [None, *({str(token_id): {"logprob": MADE_UP, "rank": 1}} for token_id in prompt[1:])]
 
 
@@ -59,7 +59,7 @@ class Writer:
         self._object = "chat.completion" if ask.chat else "text_completion"
 
     def whole(self) -> bytes:
-        """The answer when all sequences are finished."""
+        """Return the answer when all sequences are finished."""
         choices = [self._choice(index, request) for index, request in enumerate(self._requests)]
         body = {**self._head, "object": self._object, "choices": choices, "usage": usage(self.ask, self._requests)}
         if self.ask.chat and self.ask.token_ids:
@@ -69,7 +69,7 @@ class Writer:
         return orjson.dumps(body)
 
     def chunk(self, output: Output) -> bytes:
-        """An event of a stream. The first event of a chat names the role, too."""
+        """Return an event of a stream. The first event of a chat names the role, too."""
         text = self._tokenizer.text(output.token_ids)
         choice: dict[str, Any] = {"index": self._index[output.request], "logprobs": None}
         choice["finish_reason"] = self._reason(output.request) if output.finished else None

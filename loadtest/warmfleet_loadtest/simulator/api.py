@@ -122,7 +122,7 @@ class Api:
     async def _write(
         self, http: web.Request, writer: answers.Writer, sink: asyncio.Queue[Output], open_sequences: int
     ) -> web.StreamResponse:
-        """The answer, whole or as a stream, when all its sequences are finished."""
+        """Return the answer, whole or as a stream, when all its sequences are finished."""
         stream = web.StreamResponse(headers=EVENTS) if writer.ask.stream else None
         if stream is not None:
             await stream.prepare(http)
@@ -142,7 +142,7 @@ class Api:
         return stream
 
     async def render(self, http: web.Request) -> web.Response:
-        """The token ids of a chat: of the fields in vLLM's answer only that which routers need."""
+        """Return the token ids of a chat: of the fields in vLLM's answer only that which routers need."""
         return web.json_response({"token_ids": self._ids(await http.read())})
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -178,7 +178,7 @@ class Api:
         return web.Response(text=text)
 
     async def table(self, _http: web.Request) -> web.Response:
-        """Every held block hash. The fleet's index must be equal to this."""
+        """Return every held block hash. The fleet's index must be equal to this."""
         held = sorted(block_hash.hex() for block_hash in self.core.scheduler.pool.held())
         return web.json_response({"count": len(held), "hashes": held})
 

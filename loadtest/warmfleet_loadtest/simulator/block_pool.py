@@ -56,15 +56,15 @@ class BlockPool:
         return 1.0 - len(self._free) / (self.blocks - 1)
 
     def held(self) -> list[bytes]:
-        """Every hash that a request could hit now; copies count once."""
+        """Return every hash that a request could hit now; copies count once."""
         return list(self._holders)
 
     def holds(self, block_hash: bytes) -> bool:
-        """True if a request could hit this block now."""
+        """Return whether a request could hit this block now."""
         return block_hash in self._holders
 
     def prefix(self, hashes: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks of the longest held prefix of a chain, at most ``limit``; of several copies the oldest."""
+        """Return the blocks of the longest held prefix of a chain, at most ``limit``; of several copies the oldest."""
         found = []
         for block_hash in hashes[:limit]:
             holders = self._holders.get(block_hash)
@@ -74,7 +74,7 @@ class BlockPool:
         return found
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """The number of these blocks that are in the free queue; to use them makes the queue shorter."""
+        """Return the number of these blocks that are in the free queue; to use them makes the queue shorter."""
         return sum(not self._references[block] for block in blocks)
 
     # ------------------------------------------------ changes
@@ -99,7 +99,7 @@ class BlockPool:
         return taken
 
     def insert(self, block: int, block_hash: bytes) -> None:
-        """The content of a used block is complete, and requests may hit it from now on."""
+        """Note that the content of a used block is complete, so that requests may hit it from now on."""
         self._hash_of[block] = block_hash
         holders = self._holders.get(block_hash)
         if holders is not None:

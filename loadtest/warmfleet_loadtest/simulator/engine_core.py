@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
-MAX_CATCH_UP = 0.25  # seconds
+MAX_CATCH_UP = 0.25  # longest delay in seconds that later steps make good
 
 
 class EngineCore:
@@ -94,7 +94,7 @@ class EngineCore:
         now = asyncio.get_running_loop().time()
         timeout = None if due is None else max(0.0, due - now)
         try:
-            async with asyncio.timeout(timeout):  # not wait_for: before Python 3.12 it may swallow a cancellation
+            async with asyncio.timeout(timeout):  # not wait_for, which may swallow a cancellation before Python 3.12
                 await self._arrived.wait()
         except TimeoutError:
             self._deliver(self.scheduler.collect(due or now))
@@ -111,19 +111,19 @@ class EngineCore:
                     del self._sinks[output.request]
 
     def moved(self) -> None:
-        """The engine has left a pool; called in the publisher's thread."""
+        """Note that the engine has left a pool. The publisher's thread calls this."""
         queues = self.scheduler.running.copy(), self.scheduler.waiting.copy()
         self._left = frozenset(request.request_id for queue in queues for request in queue)
 
     def load(self) -> Load:
-        """The present load of this engine; called in the publisher's thread."""
+        """Return the present load of this engine. The publisher's thread calls this."""
         load = load_of(self.scheduler, self._meter.speed_tps, self._left)
         steps = self.steps if load.running + load.waiting else None
         return replace(load, steps=steps, step_us=self._meter.step_us)
 
 
 def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:
-    """The load of an engine. Any thread may call it: each copy of a list is one C call.
+    """Return the load of an engine. Any thread may call this, because each list is copied by one C call.
 
     left: ids of requests that count as foreign, because they were booked in a pool that the engine has left.
     """

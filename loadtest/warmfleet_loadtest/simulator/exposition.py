@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def metrics_text(scheduler: Scheduler, model: str, busy_s: float) -> str:
-    """Prometheus text, version 0.0.4. busy_s: seconds spent in steps.
+    """Write Prometheus text, version 0.0.4. busy_s: seconds spent in steps.
 
     Two counters are not vLLM's: seconds spent in steps, and evicted blocks.
     """

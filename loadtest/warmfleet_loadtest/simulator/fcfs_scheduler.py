@@ -46,7 +46,7 @@ class FcfsScheduler(Scheduler):
         return Step([(request, tokens)], StepWork(tokens, 1, 0.0, 0, 0))
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:
-        """The prefill is over: return its first token. The others are due when ``decode_s`` per token has passed."""
+        """End the prefill and return its first token. The others are due when ``decode_s`` per token has passed."""
         ((request, _tokens),) = step.tokens
         if request.finished:  # aborted
             return []
@@ -58,11 +58,11 @@ class FcfsScheduler(Scheduler):
         return [Output(request, request.answer[:1], first=True, finished=request.max_tokens == 1)]
 
     def next_due(self) -> float | None:
-        """When the next answer will be complete; None if no request is decoding."""
+        """Return the time at which the next answer will be complete; None if no request is decoding."""
         return self._due[0][0] if self._due else None
 
     def collect(self, now: float) -> list[Output]:
-        """The rest of all answers that are complete by ``now``."""
+        """Return the rest of all answers that are complete by ``now``."""
         outputs = []
         while self._due and self._due[0][0] <= now:
             _at, _order, request = heapq.heappop(self._due)

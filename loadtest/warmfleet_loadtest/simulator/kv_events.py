@@ -18,16 +18,16 @@ import zmq
 if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
 
-HIGH_WATER = 100_000  # messages that may wait for a subscriber, as in vLLM; further ones are dropped
-KEPT_BATCHES = 10_000  # for replays
-REPLAY_POLL_MS = 100
+HIGH_WATER = 100_000  # most messages that wait for a subscriber, as in vLLM; further ones are dropped
+KEPT_BATCHES = 10_000  # number of last batches that are kept for replays
+REPLAY_POLL_MS = 100  # time between two looks whether the publisher was closed
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEvents:
     """Gathers the changes of a scheduler and its pool; call ``publish`` after each step.
 
-    ports: of events and replays; 0: any free one. kept: how many batches can be asked for again.
+    ports: of events and replays; 0: any free one. kept: the number of last batches that can be asked for again.
     """
 
     def __init__(self, scheduler: Scheduler, ports: tuple[int, int] = (0, 0), kept: int = KEPT_BATCHES) -> None:
@@ -50,7 +50,7 @@ class KvEvents:
         scheduler.on_cached = self.cached
 
     def cached(self, request: Request, start: int, end: int) -> None:
-        """Blocks ``start`` to ``end`` of a request have entered the cache: one event, also for further copies."""
+        """Note one event for blocks ``start`` to ``end`` of a request, which have entered the cache, copies or not."""
         size = self._block_tokens
         extra = [None] * (end - start)
         self._events.append(
@@ -104,14 +104,14 @@ class KvEvents:
                 if not router.poll(REPLAY_POLL_MS):
                     continue
                 client, _empty, start = router.recv_multipart()
-                for number, batch in list(self._kept):  # an atomic copy: the engine's thread goes on publishing
+                for number, batch in list(self._kept):  # an atomic copy, because the engine's thread goes on publishing
                     if number >= int.from_bytes(start, "big"):
                         router.send_multipart([client, b"", b"", number.to_bytes(8, "big"), batch])
                 router.send_multipart([client, b"", b"", END, b""])
 
 
 def _bind(socket: zmq.Socket[bytes], port: int) -> int:
-    """The port that the socket is bound to. A port that was in use gets free a moment after its socket was closed.
+    """Bind the socket and return its port. A port that was in use gets free a moment after its socket was closed.
 
     Raises OSError if the port is taken.
     """

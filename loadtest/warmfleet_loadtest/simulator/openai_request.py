@@ -17,8 +17,8 @@ from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
 if TYPE_CHECKING:
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
-NATURAL_TOKENS = (24, 160)  # an answer has between so many tokens where the client sets no exact number
-MAX_SEQUENCES = 1_024  # prompts x choices of one request
+NATURAL_TOKENS = (24, 160)  # fewest and most tokens of an answer where the client sets no exact number
+MAX_SEQUENCES = 1_024  # most sequences (prompts x choices) of one request
 #: Fields that vLLM heeds and this engine does not imitate, with the values that ask for nothing. A field that changes
 #: only which tokens are sampled is not among them: the words of an answer are made up in any case.
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
@@ -88,7 +88,7 @@ class OpenAIRequest:
         return sum(map(len, self.prompts))
 
     def requests(self, tokenizer: PromptTokenizer, max_model_len: int) -> list[Request]:
-        """A sequence per prompt and choice, with ids as vLLM makes them. Raises RefusedError for too long a prompt."""
+        """Make a sequence per prompt and choice, with vLLM's kind of ids. Raises RefusedError for too long a prompt."""
         made = []
         for position, prompt in enumerate(self.prompts):
             name = self.request_id if self.chat else f"{self.request_id}-{position}"
@@ -107,7 +107,7 @@ class OpenAIRequest:
         return made
 
     def _before_stop(self, tokenizer: PromptTokenizer, answer: list[int]) -> list[int]:
-        """The answer without the word in which a text of ``stop`` begins, and all words behind it; a word at least."""
+        """Cut the answer before the word in which a text of ``stop`` begins, but keep at least one word."""
         if not self.stop:
             return answer
         text = tokenizer.text(answer)
@@ -169,7 +169,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
 
 
 def _as_python_reads(raw: bytes) -> Any:
-    """JSON that orjson does not take, such as NaN: vLLM's server reads it by Python's json. Raises RefusedError."""
+    """Read JSON that orjson does not take, such as NaN, by Python's json as vLLM's server does. Raises RefusedError."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -177,7 +177,7 @@ def _as_python_reads(raw: bytes) -> Any:
 
 
 def _check_imitated(kind: str, body: dict[str, Any]) -> None:
-    """Raises RefusedError that names the first field whose effect an answer of this engine would lack."""
+    """Raise RefusedError that names the first field whose effect an answer of this engine would lack."""
     for name, nothing in NOT_IMITATED.items():
         if body.get(name) not in nothing:
             raise _not_imitated(name)
@@ -216,7 +216,7 @@ def _not_imitated(name: str) -> RefusedError:
 
 
 def _chat(body: dict[str, Any], tokenizer: PromptTokenizer) -> list[list[int]]:
-    """The token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
+    """Return the token ids of a chat. As in vLLM, ids in the request replace the messages unless ``echo`` is set."""
     ids = _object(body, "kv_transfer_params").get("prompt_token_ids")
     return [tokenizer.chat_ids(body) if ids is None or body.get("echo") else _ids(ids)]
 
@@ -246,7 +246,7 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """The wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
+    """Return the wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return max(1, _number(body, name, 1))
@@ -266,13 +266,13 @@ def _number(body: dict[str, Any], name: str, default: int) -> int:
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
-    """A boolean, also as one of the words and numbers that vLLM takes for it."""
+    """Read a boolean, also from one of the words and numbers that vLLM takes for it."""
     value = body.get(name)
     return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
 
 
 def for_model(ask: OpenAIRequest, models: tuple[str, ...]) -> OpenAIRequest:
-    """The request with its model's name filled in. Raises RefusedError (404) for a model that is not served."""
+    """Return the request with its model's name filled in. Raises RefusedError (404) for a model that is not served."""
     if not ask.model:
         return replace(ask, model=models[0])
     if ask.model not in models:

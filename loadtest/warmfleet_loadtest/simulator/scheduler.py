@@ -73,7 +73,7 @@ class Request:
         return self.output_tokens >= self.max_tokens
 
     def slice(self, start: int, end: int) -> list[int]:
-        """The token ids from ``start`` to ``end``, prompt and answer alike."""
+        """Return the token ids from ``start`` to ``end``, prompt and answer alike."""
         size = len(self.prompt)
         if end <= size:
             return list(self.prompt[start:end])
@@ -164,7 +164,7 @@ class Scheduler:
     # ------------------------------------------------ a step
 
     def schedule(self) -> Step | None:
-        """The next step's work, with its blocks taken; None if there is nothing to do."""
+        """Return the next step's work, with its blocks taken; None if there is nothing to do."""
         planned: dict[Request, int] = {}
         budget, preempted = self._schedule_running(planned, self.limits.step_tokens)
         if not preempted:
@@ -177,7 +177,7 @@ class Scheduler:
         return Step(list(planned.items()), work)
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """The step is over. Sample one token for each request that has all its known tokens computed."""
+        """End a step: sample one token for each request that has all its known tokens computed."""
         outputs = []
         for request, _tokens in step.tokens:
             if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
@@ -195,11 +195,11 @@ class Scheduler:
         return outputs
 
     def next_due(self) -> float | None:
-        """When outputs are due that need no step; here there are none."""
+        """Return the time at which outputs that need no step are due; here there are none."""
         return None
 
     def collect(self, now: float) -> list[Output]:  # noqa: ARG002 - for schedulers with a clock
-        """Outputs that need no step and are due by ``now``; here there are none."""
+        """Return outputs that need no step and are due by ``now``; here there are none."""
         return []
 
     def _schedule_running(self, planned: dict[Request, int], budget: int) -> tuple[int, bool]:
@@ -273,7 +273,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _end(self, request: Request) -> None:
-        """A running request is over, answered or aborted."""
+        """Take away a running request that is over, answered or aborted."""
         self.running.remove(request)
         if self.follower is not None:
             self.follower.over(request)
@@ -298,7 +298,7 @@ def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
 
 
 def _work(planned: dict[Request, int]) -> StepWork:
-    """The sums of a step, taken before its requests advance."""
+    """Return the sums of a step, taken before its requests advance."""
     prefill = prompts = decodes = context = 0
     pairs = 0.0
     for request, tokens in planned.items():

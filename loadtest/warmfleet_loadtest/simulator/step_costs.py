@@ -43,7 +43,7 @@ class StepCosts:
     first_token_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        """Duration of a step."""
+        """Return the duration of a step."""
         return (
             self.base_s
             + self.prefill_token_s * work.prefill_tokens
@@ -54,11 +54,11 @@ class StepCosts:
         )
 
     def arrival_seconds(self, prompt_tokens: int) -> float:
-        """The API server's time for a request, before the engine core sees it."""
+        """Return the API server's time for a request, before the engine core sees it."""
         return self.request_s + self.request_token_s * prompt_tokens
 
     def scaled(self, factor: float) -> StepCosts:
-        """The same engine, ``factor`` times slower."""
+        """Return the same engine, ``factor`` times slower."""
         return StepCosts(**{name: value * factor for name, value in asdict(self).items()})
 
 
@@ -87,7 +87,7 @@ PRESETS = {
 
 
 def load_costs(name: str) -> StepCosts:
-    """The costs that ``name`` means: a preset, a factor for the preset ``demo``, or a JSON file of ``calibrate``.
+    """Return the costs that ``name`` means: a preset, a factor for the preset ``demo``, or a file of ``calibrate``.
 
     Raises ValueError.
     """

@@ -92,7 +92,7 @@ class Running:
 
 
 def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
-    """Warmfleet fleets: every policy, of those that are known, with every number of replicas. Raises ValueError."""
+    """Return Warmfleet fleets: each policy that is known with each number of replicas. Raises ValueError."""
     names = list(known) if policies == "all" else policies.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -107,7 +107,7 @@ def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
 
 
 def others(names: str) -> list[Fleet]:
-    """The other fleets by their names, such as ``bridge:4,vllm-router-kv:4,session-sticky``. Raises ValueError."""
+    """Return the other fleets by names such as ``bridge:4,vllm-router-kv:4,session-sticky``. Raises ValueError."""
     return [_other(name) for name in names.split(",") if name]
 
 
@@ -197,7 +197,7 @@ def _start_bridge(processes: Processes, store: str, engines: Sequence[tuple[str,
 def _start_engines(
     processes: Processes, setup: Setup, more: Sequence[str], name: str = "engines"
 ) -> tuple[tuple[str, ...], list[int]]:
-    """(URLs, ports of KV events) of the engines of one process, as they print them."""
+    """Start engines in one process; return their (URLs, ports of KV events), as they print them."""
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
     argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", name.replace("engines", "sim")]
     argv += ["--mode", setup.mode, "--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
@@ -211,7 +211,7 @@ def _start_engines(
 
 
 def _chooser_url(processes: Processes) -> str:
-    """The URL of the engines' chooser, as they print it."""
+    """Wait for the URL of the engines' chooser, which they print, and return it."""
 
     def urls() -> list[str]:
         return re.findall(r"chooses among them on (http://\S+)\n", processes.log("engines"))
@@ -249,12 +249,12 @@ def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], eve
 
 
 def _all_healthy(url: str, engines: int) -> bool:
-    """True if a peer knows all its engines. Both peers answer /health earlier than that."""
+    """Return whether a peer knows all its engines. Both peers answer /health earlier than that."""
     return bool((get_json(url) or {}).get("healthy_workers") == engines)
 
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
-    """haproxy.cfg of the load test with these servers. readyz: check them by GET /readyz, else by connecting."""
+    """Return the load test's haproxy.cfg with these servers. readyz: check by GET /readyz, else by connecting."""
     lines = HAPROXY_CONFIG.read_text().splitlines()
     if not readyz:
         lines = [line for line in lines if "httpchk" not in line]

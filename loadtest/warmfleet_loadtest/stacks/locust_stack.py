@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 MODEL = "loadtest"
 WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
 SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
-WATCH_S = 0.5
-TERMINATE_S = 10.0  # for a process to end by itself
+WATCH_S = 0.5  # time between two looks at the processes
+TERMINATE_S = 10.0  # longest time for a process to end by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class LocustStack(Processes):
         start_haproxy(self, self.balancer_config(), int(self.url.rsplit(":", 1)[1]))
 
     def balancer_config(self) -> str:
-        """haproxy's configuration: all places of this fleet, the spare ones, too."""
+        """Return haproxy's configuration with all ports of this fleet, also those of processes that start later."""
         if self.fleet == WARMFLEET:
             return with_servers(HAPROXY_CONFIG.read_text(), self.replicas)
         return with_servers(SESSION_CONFIG.read_text(), self.engines)
@@ -118,11 +118,11 @@ class LocustStack(Processes):
         self.spawn("replicas", name, command, environment)
 
     def spare(self, places: Mapping[str, int]) -> str:
-        """The first of these names that was never started. Raises StackError."""
+        """Return the first of these names that was never started. Raises StackError."""
         return self._one([name for name in places if name not in self._started], "place is left")
 
     def first(self, places: Mapping[str, int]) -> str:
-        """The first of these names that runs. Raises StackError."""
+        """Return the first of these names that runs. Raises StackError."""
         return self._one([name for name in places if name in self._running], "process is left")
 
     def _one(self, names: list[str], what: str) -> str:
@@ -156,12 +156,12 @@ class LocustStack(Processes):
             self._gone_s[kind] = self._gone_s.get(kind, 0.0) + times.user + times.system
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by kind, with children and with what was taken away."""
+        """Return CPU seconds so far, by kind, with children and with processes that were taken away."""
         spent = super().cpu_s()
         return {kind: spent.get(kind, 0.0) + self._gone_s.get(kind, 0.0) for kind in {**spent, **self._gone_s}}
 
     def sessions(self) -> dict[str, int]:
-        """The number of connections that haproxy has made to each server. Raises StackError without an answer."""
+        """Ask haproxy for the number of connections made to each server. Raises StackError without an answer."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(5)

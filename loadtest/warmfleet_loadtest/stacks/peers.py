@@ -26,7 +26,7 @@ INSTALL_S = 900.0
 
 
 def install() -> Path:
-    """The folder with the peers' commands. The first call downloads 100 MB. Raises StackError if that fails."""
+    """Install the peers at the first call (100 MB); return the folder of their commands. Raises StackError."""
     ready, wanted = FOLDER / "ready", REQUIREMENTS.read_text()
     if ready.is_file() and ready.read_text() == wanted:
         return FOLDER / "bin"
@@ -48,7 +48,7 @@ def install() -> Path:
 
 
 def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
-    """The peers of these names that the environment in ``folder`` lacks."""
+    """Return the peers of these names that the environment in ``folder`` lacks."""
     look = "import sys\nfrom importlib.util import find_spec\nprint(*(n for n in sys.argv[1:] if not find_spec(n)))"
     packages = {name.removesuffix("-kv").replace("-", "_"): name for name in names}
     argv = [str(folder / "bin/python"), "-I", "-c", look, *packages]
@@ -60,7 +60,7 @@ def missing(names: Sequence[str], folder: Path = FOLDER) -> list[str]:
 
 
 def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Sequence[int]) -> list[str]:
-    """vllm-router, policy ``kv_aware``, which listens to the engines' KV events."""
+    """Return the command of vllm-router with policy ``kv_aware``, which listens to the engines' KV events."""
     argv = _command(["vllm-router"], port, metrics_port, urls, "kv_aware")
     argv += ["--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_TOKENS)]
     for url, event_port in zip(urls, events, strict=True):
@@ -69,26 +69,26 @@ def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Se
 
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """SMG, policy ``cache_aware``: it keeps a tree of the prompts that it has sent, for it gets no events over HTTP."""
+    """Return the command of SMG with ``cache_aware``: a tree of the prompts sent, for it gets no events over HTTP."""
     # The package sglang-router brings a command `smg`, too; the module is never mistaken.
     argv = _command(["python", "-m", "smg", "launch"], port, metrics_port, urls)
     return [*argv, "--backend", "vllm", "--disable-tokenizer-autoload", "--prometheus-host", "127.0.0.1"]
 
 
 def vllm_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """vllm-router with its default policy: for every request it asks all engines for the prompt's tokens."""
+    """Return the command of vllm-router by default: for every request it asks all engines for the prompt's tokens."""
     return _command(["vllm-router"], port, metrics_port, urls)
 
 
 def sglang_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """sglang-router with its default policy, a tree of the prompts that it has sent."""
+    """Return the command of sglang-router with its default policy, a tree of the prompts that it has sent."""
     return _command(["sglang-router", "launch"], port, metrics_port, urls)
 
 
 def _command(
     begin: list[str], port: int, metrics_port: int, urls: Sequence[str], policy: str = "cache_aware"
 ) -> list[str]:
-    """The command line with the options that all peers have."""
+    """Return the command line with the options that all peers have."""
     argv = [*begin, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
     return [*argv, "--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
 PORTS = range(20_000, 32_768)
-READY_S = 90.0
+READY_S = 90.0  # longest time for a process to become ready
 POLL_S = 0.05
 TAIL_LINES = 15
 HAPROXY_CONFIG = Path(__file__).parents[2] / "haproxy.cfg"
@@ -110,7 +110,7 @@ class Processes:
     def check(self, *names: str, within_s: float = 0.0) -> None:
         """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all.
 
-        within_s: look for so long. A killed process closes its sockets a moment before its end is known.
+        within_s: seconds of looking, because a killed process closes its sockets a moment before its end is known.
         """
         until = time.monotonic() + within_s
         while True:
@@ -129,11 +129,11 @@ class Processes:
         return self._log(name).read_text(errors="replace")
 
     def tail(self, name: str) -> str:
-        """The last lines of a log."""
+        """Return the last lines of a log."""
         return "\n".join(self.log(name).splitlines()[-TAIL_LINES:])
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by kind, with children."""
+        """Return CPU seconds so far, by kind, with children."""
         spent: dict[str, float] = {}
         for kind, process in self._running.values():
             with suppress(psutil.Error):  # the process has ended; ``check`` reports that
@@ -177,7 +177,7 @@ def _accepts(path: Path) -> bool:
 
 
 def with_servers(config: str, servers: Mapping[str, int]) -> str:
-    """A configuration of haproxy with these servers on this machine. servers: ports by name."""
+    """Return a configuration of haproxy with these servers on this machine. servers: ports by name."""
     lines = [f'    server {name} "127.0.0.1:{port}"' for name, port in servers.items()]
     return "\n".join([config.rstrip("\n"), *lines, ""])
 
@@ -192,7 +192,7 @@ def start_haproxy(processes: Processes, config: str, port: int) -> None:
 
 
 def haproxy_binary() -> str:
-    """The path of haproxy. Raises StackError if it is not installed."""
+    """Return the path of haproxy. Raises StackError if it is not installed."""
     found = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     if found is None:
         raise StackError("haproxy is missing: run `make deps` once")
@@ -200,7 +200,7 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """True if a replica can use so many workers, and is ready; else haproxy would take it for down.
+    """Return whether a replica can use ``workers`` workers and is ready; else haproxy would take it for down.
 
     All must be proven, but for engines that join by their URL alone, which are never more than approximate.
     """
@@ -214,7 +214,7 @@ def replica_ready(url: str, workers: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now. Another server may take one meanwhile; the start of ours then fails."""
+    """Return ports that are free now. Another server may take one meanwhile, and then the start of ours fails."""
     free: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(free) == count:
@@ -226,7 +226,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def get_json(url: str) -> Any:
-    """The JSON that a GET answers with, or None if there is no such answer."""
+    """Return the JSON that a GET answers with, or None if there is no such answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return json.load(answer)
@@ -235,7 +235,7 @@ def get_json(url: str) -> Any:
 
 
 def answers(url: str) -> bool:
-    """True if a GET is answered with status 200 now."""
+    """Return whether a GET is answered with status 200 now."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)

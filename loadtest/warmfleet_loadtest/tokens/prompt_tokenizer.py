@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-WORDS = 4_096  # a power of two
+WORDS = 4_096  # number of words that answers are made of, a power of two
 _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
 
 
@@ -43,7 +43,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path | None = None) -> PromptTokenizer:
-        """The demo's, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
+        """Load the demo's tokenizer, or that of a model's folder. Raises FileNotFoundError, ModuleNotFoundError."""
         if folder is not None:
             config = folder / "tokenizer_config.json"
             names = json.loads(config.read_text()) if config.is_file() else {}
@@ -57,16 +57,16 @@ class PromptTokenizer:
     # ------------------------------------------------ prompts
 
     def completion_ids(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids as in vLLM's /v1/completions: with the tokenizer's special tokens, unless told otherwise."""
+        """Encode a text as vLLM's /v1/completions does. special: with the tokenizer's special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def chat_ids(self, body: dict[str, Any]) -> list[int]:
-        """Token ids as in vLLM's /v1/chat/completions: the template writes the special tokens. Raises PromptError."""
+        """Encode a chat as vLLM does, where the template writes the special tokens. Raises PromptError."""
         special = bool(body.get("add_special_tokens"))
         return list(self.tokenizer.encode(self.render(body), add_special_tokens=special).ids)
 
     def render(self, body: dict[str, Any]) -> str:
-        """The prompt's text. Raises PromptError."""
+        """Render the prompt's text. Raises PromptError."""
         messages = [_message(message) for message in body.get("messages") or []]
         if not messages:
             raise PromptError("messages must be a list of at least one message")
@@ -105,7 +105,7 @@ class PromptTokenizer:
         return [(token_id, " " + token[1:]) for token_id, token in repeated[:WORDS]]
 
     def answer(self, seed: int, count: int) -> list[int]:
-        """``count`` token ids of words; equal seeds give equal ids."""
+        """Return ``count`` token ids of words; equal seeds give equal ids."""
         words, stride = self.words, seed >> 16 | 1
         return [words[(seed + index * stride) % WORDS][0] for index in range(count)]
 
@@ -114,11 +114,11 @@ class PromptTokenizer:
         return dict(self.words)
 
     def decoded(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each of any tokens by itself."""
+        """Return for each token id its own text. The ids need not be those of words."""
         return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of an answer made of words."""
+        """Return the text of an answer made of words."""
         return "".join([self._texts[token_id] for token_id in token_ids])
 
     # ------------------------------------------------ what the API server half announces
@@ -127,7 +127,7 @@ class PromptTokenizer:
         return {"tokenizer.json": self.tokenizer.to_str().encode(), "chat_template.jinja": self.template.encode()}
 
     def facts(self, max_model_len: int) -> dict[str, Any]:
-        """The facts under the names that the plugin announces for real vLLM."""
+        """Return the facts under the names that the plugin announces for real vLLM."""
         return {
             "max_model_len": max_model_len,
             "content_format": "string",
@@ -146,7 +146,7 @@ class PromptTokenizer:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message with its content as a string. Text parts are joined by line breaks, as in vLLM."""
+    """Return a message with its content as a string. Text parts are joined by line breaks, as in vLLM."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError("every message needs a role")
     content = message.get("content")
@@ -167,7 +167,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """A tool as vLLM passes it to a template: the known fields in their order, some of the missing ones as null."""
+    """Turn a tool as vLLM does for a template: known fields in their order, some of the missing ones as null."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PromptError("every tool needs a function with a name")

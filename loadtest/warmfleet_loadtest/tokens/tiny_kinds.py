@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-CORPUS_FILES = 60  # modules of the standard library to train on; takes 2 s
+CORPUS_FILES = 60  # number of modules of the standard library to train on, which takes 2 s
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -100,7 +100,7 @@ def _byte_level(kind: Kind, vocabulary: int) -> dict[str, Any]:
 
 
 def _sentencepiece(kind: Kind, vocabulary: int) -> dict[str, Any]:
-    """A BPE trained on "▁" words. As in SentencePiece, the special tokens and the 256 bytes have the first ids."""
+    """Train a BPE on "▁" words. As in SentencePiece, the special tokens and the 256 bytes have the first ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
 

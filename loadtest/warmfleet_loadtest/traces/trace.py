@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BLOCK_TOKENS = 16  # of a replayed block
+BLOCK_TOKENS = 16  # number of tokens of a replayed block
 FIRST_TOKEN, TOKENS = 256, 4_096  # the 4,096 token ids from 256 on are words in any byte-level vocabulary
 SHARED = "../shared/traces"  # a folder beside the checkout; the traces are no part of this repository
-DECODE_S = 0.02  # seconds for a token of an answer in a trace's own time, as in published simulations
+DECODE_S = 0.02  # length of decoding a token of an answer in a trace's own time, as in published simulations
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ PUBLIC = {
 class Arrival:
     """A request of a trace.
 
-    at_s: when it arrives, in the trace's own time. think_s: in a closed loop it arrives so long after the session's
-    previous answer instead.
+    at_s: when it arrives, in the trace's own time. think_s: in a closed loop, the time from the session's previous
+    answer to its arrival, which counts instead.
     """
 
     at_s: float
@@ -65,7 +65,7 @@ class Arrival:
 class Trace:
     """Arrivals in order. closed: a session's next request waits for its previous answer.
 
-    scale: one token of an arrival stands for so many tokens of the trace.
+    scale: the number of tokens of the trace for which one token of an arrival stands.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Trace:
 
 
 def block(identifier: int, seed: int = 0) -> list[int]:
-    """The 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
+    """Return the 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
     generator = random.Random(identifier + (seed << 40))
     head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
     tail = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
@@ -83,12 +83,12 @@ def block(identifier: int, seed: int = 0) -> list[int]:
 
 
 def shared(name: str) -> Path:
-    """The path of a trace in PUBLIC. The file may be missing."""
+    """Return the path of a trace in PUBLIC. The file may be missing."""
     return Path(__file__).resolve().parents[3] / SHARED / PUBLIC[name].file
 
 
 def find(path: str | None = None) -> Path | None:
-    """The file of the trace that ``path`` or $TRACE names (a file, or a name in PUBLIC), else the conversation trace.
+    """Find the trace that ``path`` or $TRACE names (a file, or a name in PUBLIC), else the conversation trace.
 
     None if the conversation trace is missing, because one can be generated. Raises FileNotFoundError for other traces.
     """
@@ -102,7 +102,7 @@ def find(path: str | None = None) -> Path | None:
 
 
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
-    """The trace that ``find`` finds, with tokens by ``seed``, else a generated one of the same shape.
+    """Load the trace that ``find`` finds, with tokens by ``seed``, or generate one of the same shape.
 
     A generated trace has other arrivals with every seed. Raises FileNotFoundError, or ValueError for another format.
     """
@@ -155,7 +155,7 @@ class _Reader:
 
 
 def generate(rows: int, seed: int = 0) -> Trace:
-    """A trace like the conversation trace: 3 requests a second, lognormal lengths, a quarter of them later turns.
+    """Make a trace like the conversation's: 3 requests a second, lognormal lengths, a quarter of them later turns.
 
     Every prompt starts with the same block. A later turn extends its session's prompt by the answer and new text.
     """

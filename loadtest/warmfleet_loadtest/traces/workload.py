@@ -39,7 +39,7 @@ class _Session:
 
 
 def mixed(mix: Mix) -> Trace:
-    """Open-loop arrivals (Poisson). A conversation's next turn extends its prompt by random tokens for the answer."""
+    """Make open-loop Poisson arrivals. A conversation's later turn has random tokens for the answer before it."""
     generator = random.Random(mix.seed)
     systems = [_tokens(generator, mix.system_tokens) for _ in range(mix.system_prompts)]
     documents = [_tokens(generator, generator.randint(*mix.document_tokens)) for _ in range(mix.documents)]

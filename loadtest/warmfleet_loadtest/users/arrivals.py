@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BURST_PERIOD_S, BURST_S, BURST_FACTOR = 60.0, 10.0, 3.0  # in every minute ten seconds with three times the mean rate
-RAMP_FROM, RAMP_TO = 0.2, 1.8  # of the mean rate
-DIURNAL_SWING = 0.8  # the rate goes from 0.2 to 1.8 times its mean and back, once in a run
-ENDLESS_DAY_S = 600.0  # the "day" (and the ramp) of a run without an end
+BURST_PERIOD_S, BURST_S, BURST_FACTOR = 60.0, 10.0, 3.0  # each minute has ten s of three times the mean rate
+RAMP_FROM, RAMP_TO = 0.2, 1.8  # first and last rate of a ramp, as multiples of the mean rate
+DIURNAL_SWING = 0.8  # swing of the rate around its mean: from 0.2 to 1.8 times the mean and back, once in a run
+ENDLESS_DAY_S = 600.0  # length of the "day" (and of the ramp) in a run without an end
 
 #: Each shape in a few words, for ``--help``.
 SHAPES = {
@@ -43,7 +43,7 @@ class Arrivals:
     seed: str = ""
 
     def times(self) -> Iterator[float]:
-        """Seconds from the begin of the run, in order. Ends with the run."""
+        """Yield seconds from the begin of the run, in order. Ends with the run."""
         source = random.Random(f"{self.seed} {self.shape} arrivals")
         gap = 1 / self.rate
         if self.shape == "constant":
@@ -54,7 +54,7 @@ class Arrivals:
             return
         factor, most = self._factor()
         at = 0.0
-        while True:  # thinning: arrivals at the highest rate, of which each is kept by the rate at its time
+        while True:  # thinning makes arrivals at the highest rate, and keeps each by the ratio of the rate at its time
             at += source.expovariate(most * self.rate)
             if at >= self.seconds:
                 return
@@ -62,7 +62,7 @@ class Arrivals:
                 yield at
 
     def _factor(self) -> tuple[Callable[[float], float], float]:
-        """(the rate at a time over the mean rate, the largest value of that)."""
+        """Return (a function: rate at a time over mean rate, its largest value)."""
         day = self.seconds if math.isfinite(self.seconds) else ENDLESS_DAY_S
         if self.shape == "burst":
             between = (BURST_PERIOD_S - BURST_FACTOR * BURST_S) / (BURST_PERIOD_S - BURST_S)

@@ -10,14 +10,14 @@ from typing import Any
 from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, generator
 from warmfleet_loadtest.users.tally import Tally
 
-WARM_UP = 0.1  # of the run, whose requests count in no figure but the failures
+WARM_UP = 0.1  # first share of the run, whose requests count in no figure but the failures
 # A fallback is a correct answer that was routed without the shared decision. A run with a larger share of fallbacks has
-# failed: it says little about the shared decision. On a crowded 2-core machine runs had 0 to 6 % fallbacks, because the
-# store waited for a CPU longer than the routers wait for the store.
+# failed, because it says little about the shared decision. On a crowded 2-core machine runs had 0 to 6 % fallbacks, as
+# the store waited for a CPU longer than the routers wait for the store.
 FALLBACK_SHARE = 0.2
-KILL_WINDOW_S = 3.0  # two health checks (1 s each), and time to send the cut requests again
-STOP_WINDOW_S = 6.0  # the same, behind the seconds that an engine gives its open requests when it is asked to end
-BUSY_SHARE = 0.8  # of a core, for programs with one thread; and of all cores
+KILL_WINDOW_S = 3.0  # time after a kill in which connections may break: two health checks of 1 s, and new tries
+STOP_WINDOW_S = 6.0  # the same after a stop, with the seconds that a stopping engine gives its open requests
+BUSY_SHARE = 0.8  # share of a core (for programs with one thread) or of all cores above which figures are doubtful
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class FleetRun:
 
 
 def verdict(run: FleetRun) -> list[str]:
-    """The reasons why this run has failed; empty if it has passed."""
+    """Return the reasons why this run has failed; empty if it has passed."""
     tally, total = run.tally, run.figures[ALL]
     problems = [f"request failed: {error}" for error in run.summary["errors"]]
     if total["failed"]:
@@ -106,7 +106,7 @@ def _excused(run: FleetRun, at_s: float) -> bool:
 
 
 def warnings(run: FleetRun) -> list[str]:
-    """The reasons that make the figures doubtful, without failing the run."""
+    """Return the reasons that make the figures doubtful, without failing the run."""
     found = []
     own = run.generator
     if own["was_busy"]:
@@ -134,7 +134,7 @@ HEAD = ("requests", "sent", "failed", "hit ratio", "TTFT mean", "p50", "p90", "p
 
 
 def rows(run: FleetRun) -> list[tuple[str, ...]]:
-    """A row of cells for each kind, as HEAD names them. Times are in ms."""
+    """Return a row of cells for each kind, as HEAD names them. Times are in ms."""
     ttft, gap = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99"), ("gap_p50", "gap_p99")
     return [
         (
@@ -147,7 +147,7 @@ def rows(run: FleetRun) -> list[tuple[str, ...]]:
 
 
 def facts(run: FleetRun) -> list[tuple[str, str]]:
-    """(name, text) of the facts that the table of figures leaves out."""
+    """Return (name, text) of the facts that the table of figures leaves out."""
     tally, own = run.tally, run.generator
     breaks = by_name(tally, "broken")
     used = {kind: f"{kind} {seconds / run.seconds:.2f}" for kind, seconds in sorted(run.cpu_s.items())}
@@ -175,7 +175,7 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
 
 
 def describe(run: FleetRun) -> str:
-    """A summary of the run in a few lines."""
+    """Return a summary of the run in a few lines."""
     table = [HEAD, *rows(run)]
     widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
     lines = [f"{run.fleet} (times in ms; the first {WARM_UP:.0%} left out)"]

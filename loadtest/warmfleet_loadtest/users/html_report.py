@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.fleet_run import FleetRun
 
-POINTS = 20  # of a line over the run
+POINTS = 20  # number of points of a line over the run
 SECONDS = "seconds from the first arrival"
 
 _PAGE = """<!doctype html>
@@ -82,13 +82,13 @@ def plan_text(run: FleetRun) -> str:
 
 
 def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
-    """The plots by the names of their files. The marks are those of the first run."""
+    """Return the plots by the names of their files. The marks are those of the first run."""
     window_s = max(1.0, round(runs[0].seconds / POINTS))
     lines = {run.fleet: over_time(run.tally, run.began, run.seconds, window_s) for run in runs}
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]
 
     def over(names: dict[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-        """A line per fleet and figure. names: of the figures, with their words in the legend."""
+        """Return a line per fleet and figure. names: of the figures, with their words in the legend."""
         return {
             f"{fleet}{label}": ([at for at, _ in found[name]], [value for _, value in found[name]])
             for fleet, found in lines.items()
@@ -111,7 +111,7 @@ def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
 
 
 def _cdf(run: FleetRun) -> tuple[list[float], list[float]]:
-    """(TTFT in ms, share of requests that had at most that)."""
+    """Return (TTFT in ms, share of requests that had at most that)."""
     known = distribution(run.tally.total(), "ttft", run.tally.kinds())
     whole = sum(times for _, times in known)
     shares = [count / whole for count in accumulate(times for _, times in known)]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 TRACE_KIND = "trace"
 DEFAULT_MIX = ",".join(f"{kind}={made.share:g}" for kind, made in SESSIONS.items())
 DEFAULT_RATE = 4.0  # requests per second
-LEAD_S = 1.0  # from the plan to the first arrival: the processes of a distributed run get the plan meanwhile
-MOST_SLOTS = 600  # stretches of a run for which figures are kept apart
+LEAD_S = 1.0  # time from the plan to the first arrival, in which the processes of a distributed run get the plan
+MOST_SLOTS = 600  # most stretches of a run for which figures are kept apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Plan:
     began: float
 
     def arrivals(self, kind: str, source: str) -> Arrivals:
-        """The arrivals of a source of this kind. source: its name, which no other source has."""
+        """Return the arrivals of a source of this kind. source: its name, which no other source has."""
         rate = self.rate * self.mix[kind] / sum(self.mix.values()) / self.sources
         return Arrivals(self.shape, rate, self.seconds, f"{self.seed} {kind} {source}")
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1, began: float = 0.0) -> Plan:
-    """The plan that the options ask for. chosen: only these kinds, all if None. Raises ValueError with the remedy."""
+    """Make the plan that the options ask for. chosen: kinds to use, None = all. Raises ValueError with the remedy."""
     mix = {TRACE_KIND: 1.0} if options.trace else mix_of(options.mix)
     kept = {kind: share for kind, share in mix.items() if chosen is None or kind in chosen}
     if not kept:
@@ -69,7 +69,7 @@ def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1
 
 
 def mix_of(text: str) -> dict[str, float]:
-    """The parts of ``chat=4,rag=3``; kinds with 0 are left out. Raises ValueError."""
+    """Return the parts of ``chat=4,rag=3``; kinds with 0 are left out. Raises ValueError."""
     mix: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, share = part.partition("=")

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.tally import Tally
 
 ALL = "all"
-BUSY_SHARE = 0.8  # of a core: a load generator that is busier measures itself
-LATE_SHARE = 0.05  # of the mean TTFT, by which the p99 of its requests may be late
+BUSY_SHARE = 0.8  # most CPU time of a load generator, as a share of a core; a busier one measures itself
+LATE_SHARE = 0.05  # most lateness of its requests at p99, as a share of the mean TTFT
 
 
 def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:
-    """The figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
+    """Return the figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
     counts, kinds = tally.total(since, until), tally.kinds()
     named = {kind: [kind] for kind in kinds} | {ALL: kinds}
     return {name: _of_kinds(counts, chosen) for name, chosen in named.items()}
 
 
 def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
-    """Counts, hit ratio (share of prompt tokens), and times in ms."""
+    """Return counts, hit ratio (share of prompt tokens), and times in ms."""
     prompt = count(counts, "prompt", kinds)
     ttft, total = distribution(counts, "ttft", kinds), distribution(counts, "total", kinds)
     gap = distribution(counts, "gap", kinds)
@@ -46,7 +46,7 @@ def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
 
 
 def generator(tally: Tally, seconds: float) -> dict[str, Any]:
-    """The load generator's own health over a run of so many seconds.
+    """Return the load generator's own health over a run of ``seconds``.
 
     busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
     late_p99_ms: how late requests were sent. was_busy, was_late: the figures may be its own rather than the fleet's.
@@ -69,7 +69,7 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
 
 
 def by_name(tally: Tally, name: str) -> dict[str, int]:
-    """A counter of the whole run by what it counts, such as ``worker`` by its id."""
+    """Return a counter of the whole run by what it counts, such as ``worker`` by its id."""
     return dict(sorted(_named(tally.total(), name).items()))
 
 
@@ -79,7 +79,7 @@ def _named(counts: Counter[str], name: str) -> dict[str, int]:
 
 
 def over_time(tally: Tally, began: float, seconds: float, window_s: float) -> dict[str, list[tuple[float, float]]]:
-    """(seconds from the begin, value) of stretches of ``window_s`` seconds, by name of the figure.
+    """Return by figure (seconds from the begin, value) of stretches of ``window_s`` seconds.
 
     rate: requests per second. hit_ratio: share of prompt tokens. ttft_p50, ttft_p90, gap_p50: ms; a stretch without
     answers has none of these. failed, broken: numbers. began: Unix time. seconds: of the run.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.plan import Plan
 
-SUMMARY_S = 2.0  # between writings of the summary
-WATCH_S = 0.25  # between looks at the CPU time and the loop of a process
-FINISH = "warmfleet-finish"  # the master's message to its workers: begin no further request
+SUMMARY_S = 2.0  # time between two writings of the summary
+WATCH_S = 0.25  # time between two looks at the CPU time and the loop of a process
+FINISH = "warmfleet-finish"  # name of the message by which the master tells its workers to begin no further request
 TAB = "warmfleet"
 COLUMNS = {
     "kind": "Requests",
@@ -54,7 +54,7 @@ class OpenLoop(LoadTestShape):
     """Starts a source of each kind in every process, and ends the run when the last request is answered."""
 
     def tick(self) -> tuple[int, float, list[Any]] | None:
-        """The number of users that should run, and their classes; None ends the run. Locust asks every second."""
+        """Return the number and classes of users that should run; None ends the run. Locust asks every second."""
         runner: Any = self.runner
         if runner.shape_last_tick is None:  # the first look of this run
             return self._begin(runner)
@@ -105,7 +105,7 @@ class Conductor:
             self._extend(environment.web_ui)
 
     def plan(self) -> Plan:
-        """The plan that the options ask for now. Raises ValueError."""
+        """Return the plan that the options ask for now. Raises ValueError."""
         options, kinds = self._environment.parsed_options, {user.kind for user in self._environment.user_classes}
         sources, began = getattr(options, "plan_sources", 1), getattr(options, "plan_began", 0.0)
         return plan_of(options, kinds, sources, began or time.time())
@@ -159,7 +159,7 @@ class Conductor:
             used = now_used
 
     def _name(self) -> str:
-        """The name of this process; a worker learns its number from the master."""
+        """Return the name of this process; a worker learns its number from the master."""
         if isinstance(self._runner, WorkerRunner):
             return f"worker {self._runner.worker_index + 1}"
         return "master" if isinstance(self._runner, MasterRunner) else "locust"
@@ -203,7 +203,7 @@ class Conductor:
 
 
 def table(found: dict[str, dict[str, float]]) -> list[dict[str, object]]:
-    """The rows of our page, by the keys of COLUMNS."""
+    """Return the rows of our page, by the keys of COLUMNS."""
     return [
         {
             "kind": kind,
@@ -236,7 +236,7 @@ def listen(events: Any) -> None:
 
 
 def add_options(parser: ArgumentParser | Any) -> None:
-    """Our options for Locust's command line; all but the summary are on its web page, too."""
+    """Add our options to Locust's command line; all but the summary are on its web page, too."""
     shapes = "; ".join(f"{name}: {text}" for name, text in SHAPES.items())
     add = parser.add_argument
     add(

@@ -48,15 +48,15 @@ class Session:
         self.messages = self.opening(shared)
 
     def opening(self, shared: str) -> list[dict[str, str]]:
-        """The messages that stand before the user's first own words."""
+        """Return the messages that stand before the user's first own words."""
         raise NotImplementedError
 
     def question(self) -> str:
-        """The text that the next request adds."""
+        """Return the text that the next request adds."""
         return prose(self.random, self.random.randint(*self.words))
 
     def ask(self) -> Ask:
-        """The next request."""
+        """Return the next request."""
         self.messages.append({"role": "user", "content": self.question()})
         self._left -= 1
         return Ask("/v1/chat/completions", {"messages": self.messages, "max_tokens": self.answer_tokens})
@@ -144,7 +144,7 @@ class Pool:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def take(self, now: float) -> Session:
-        """The session that has been ready for longest, or a new one if none is ready."""
+        """Return the session that has been ready for longest, or a new one if none is ready."""
         if self._waiting and self._waiting[0][0] <= now:
             return heapq.heappop(self._waiting)[2]
         return self.begin(next(self._numbers))
@@ -162,12 +162,12 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-@lru_cache(maxsize=128)  # more than there are: a text of 1,200 words takes 1 ms, which a request would be late
+@lru_cache(maxsize=128)  # more than there are, lest a request be late by the 1 ms that a text of 1,200 words takes
 def shared_prose(shared: str, name: str, number: int, words: int) -> str:
-    """A text that sessions share."""
+    """Make a text that sessions share."""
     return prose(random.Random(f"{shared} {name} {number}"), words)
 
 
 def prose(source: random.Random, words: int) -> str:
-    """A text of so many words."""
+    """Make a text of as many words as ``words`` says."""
     return " ".join(f"{source.choice(_WORDS)}{source.randrange(100)}" for _ in range(words))

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.plan import Plan
 
-MOST_OPEN = 2_000  # requests of one source; a further one is counted as failed, so that a dead server fills no memory
-LOOK_S = 0.5  # between looks at whether the run was ended early
+MOST_OPEN = 2_000  # most open requests of a source; a further one counts as failed, lest a dead server fill the memory
+LOOK_S = 0.5  # time between two looks whether the run was ended early
 
 
 log = logging.getLogger("warmfleet.loadtest")
@@ -84,11 +84,11 @@ class Source(User):
         self.next_due = next(self.due, math.inf)
 
     def dues(self) -> Iterator[float]:
-        """When requests are due, in seconds from the begin of the run."""
+        """Yield the times at which requests are due, in seconds from the begin of the run."""
         raise NotImplementedError
 
     def begin(self, due: float) -> None:
-        """Begin the request that was due then (``time.perf_counter``). Called in a greenlet of its own."""
+        """Begin the request that was due at ``due`` (``time.perf_counter``). Each call has a greenlet of its own."""
         raise NotImplementedError
 
     def wait_time(self) -> float:
@@ -115,7 +115,7 @@ class Source(User):
         return not len(self.open) and (self.run_state.ended or self.next_due == math.inf)
 
     def send(self, ask: Ask, session: str, due: float) -> str | None:
-        """The answer's text, or None if there is none. Counts the request and its answer."""
+        """Send a request and count it; return the answer's text, or None if there is none."""
         late_s = time.perf_counter() - due
         self.tally.sent(self.kind, time.time())
         try:
@@ -237,7 +237,7 @@ class TraceUser(Source):
 
 
 def by_session(arrivals: list[Arrival]) -> list[list[Arrival]]:
-    """The arrivals of each session, sessions in the order of their first arrival."""
+    """Return the arrivals of each session, sessions in the order of their first arrival."""
     sessions: dict[int, list[Arrival]] = {}
     for arrival in arrivals:
         sessions.setdefault(arrival.session, []).append(arrival)

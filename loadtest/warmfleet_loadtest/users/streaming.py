@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.sessions import Ask
 
-TIMEOUT_S = 60.0  # without a byte
-TRIES = 3
+TIMEOUT_S = 60.0  # longest time without a byte
+TRIES = 3  # most times that a request is sent
 READ_BYTES = 65_536
 DATA = b"data: "
 Result = TypeVar("Result")
@@ -83,13 +83,13 @@ class OpenAIClient:
             return orjson.loads(body)
 
     def answer(self, ask: Ask, session: str, broken: Callable[[Broken], None]) -> Answer:
-        """The answer to a request. session: its X-Session-ID. Raises Refused, or Broken when TRIES are used up."""
+        """Send a request; return the answer. session: X-Session-ID. Raises Refused, or Broken after TRIES tries."""
         options = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         body = orjson.dumps(ask.body | options)
         return retried(lambda: self._stream(ask.path, body, session), broken)
 
     def _stream(self, path: str, body: bytes, session: str) -> Answer:
-        """The answer of a single try. Raises Refused, Broken."""
+        """Send a request in a single try; return the answer. Raises Refused, Broken."""
         answer = Answer()
         with self._connection(answer) as connection:
             connection.request("POST", self._path + path, body, self._headers | {"X-Session-ID": session})
@@ -103,7 +103,7 @@ class OpenAIClient:
 
     @contextmanager
     def _connection(self, answer: Answer) -> Iterator[http.client.HTTPConnection]:
-        """A connection for an answer. Raises Refused, Broken for the errors of the block."""
+        """Yield a connection for an answer. Raises Refused, Broken for the errors of the block."""
         made = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = made(cast("str", self._url.hostname), self._url.port, timeout=TIMEOUT_S)
         try:
@@ -119,7 +119,7 @@ class OpenAIClient:
 
 
 def retried(attempt: Callable[[], Result], broken: Callable[[Broken], None]) -> Result:
-    """The result of ``attempt``, which is called again if its connection breaks. broken: called for every break."""
+    """Call ``attempt``, again if its connection breaks, and return its result. broken: called for every break."""
     for left in reversed(range(TRIES)):
         try:
             return attempt()
@@ -135,7 +135,7 @@ def _kind(answer: Answer) -> str:
 
 
 def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
-    """Fill in the answer from its stream; true if the stream ended as it should. Raises Refused."""
+    """Fill in the answer from its stream; return whether the stream ended as it should. Raises Refused."""
     pieces: list[str] = []
     latest = 0.0
     for event, now in _events(response):
@@ -157,7 +157,7 @@ def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any] | None, float]]:
-    """(an event, when it came); None for the event ``[DONE]``. Comments, such as signs of life, are left out."""
+    """Yield (an event, when it came), with None for ``[DONE]``. Comments, such as signs of life, are left out."""
     partial = b""
     while piece := response.read1(READ_BYTES):
         now = time.perf_counter()
@@ -169,7 +169,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any]
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text of a choice, of a chat or of a completion."""
+    """Return the text of a choice, of a chat or of a completion."""
     delta = choice.get("delta")
     return (delta.get("content") if delta is not None else choice.get("text")) or ""
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.streaming import Answer
 
 SEPARATOR = "|"
-MOST_EVENTS = 1_000  # single events that are kept with their times
+MOST_EVENTS = 1_000  # most single events that are kept with their times
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Tally:
     # ------------------------------------------------ counting
 
     def slot(self, now: float) -> Counter[str]:
-        """The counters of a Unix time."""
+        """Return the counters of a Unix time."""
         return self.slots[int(now // self.slot_s)]
 
     def sent(self, kind: str, now: float) -> None:
@@ -93,7 +93,7 @@ class Tally:
         self.fallbacks.clear()
 
     def take(self) -> dict[str, Any]:
-        """All counts since the last ``take``."""
+        """Take out all counts since the last ``take``."""
         taken = self.as_json()
         self.clear(self.slot_s)
         return taken
@@ -122,11 +122,11 @@ class Tally:
     # ------------------------------------------------ figures
 
     def kinds(self) -> list[str]:
-        """The kinds that were sent."""
+        """Return the kinds that were sent."""
         return sorted({name.split(SEPARATOR)[1] for name in self.total() if name.startswith("sent|")})
 
     def total(self, since: float = 0.0, until: float = float("inf")) -> Counter[str]:
-        """The counters of all slots that lie between two Unix times."""
+        """Return the counters of all slots that lie between two Unix times."""
         added: Counter[str] = Counter()
         for number, counts in self.slots.items():
             if since <= number * self.slot_s < until:
@@ -139,17 +139,17 @@ def key(*parts: object) -> str:
 
 
 def milliseconds(seconds: float, digits: int) -> str:
-    """Milliseconds, rounded to so many significant digits."""
+    """Write seconds as milliseconds with ``digits`` significant digits."""
     return f"{float(f'{1e3 * max(0.0, seconds):.{digits}g}'):g}"
 
 
 def count(counts: Counter[str], name: str, kinds: Iterable[str]) -> int:
-    """The sum of a counter over these kinds."""
+    """Return the sum of a counter over these kinds."""
     return sum(counts[key(name, kind)] for kind in kinds)
 
 
 def distribution(counts: Counter[str], name: str, kinds: Iterable[str]) -> list[tuple[float, int]]:
-    """The (value in ms, how often) of these kinds, sorted."""
+    """Return the values in ms of these kinds, sorted, each with how often it occurred."""
     wanted, found = {(name, kind) for kind in kinds}, Counter[float]()
     for full, times in counts.items():
         parts = full.split(SEPARATOR)
@@ -159,7 +159,7 @@ def distribution(counts: Counter[str], name: str, kinds: Iterable[str]) -> list[
 
 
 def quantile(values: Iterable[tuple[float, int]], share: float) -> float:
-    """The quantile of a sorted distribution; 0 if it is empty."""
+    """Return the quantile of a sorted distribution; 0 if it is empty."""
     known = list(values)
     left = share * sum(times for _, times in known)
     for value, times in known:
@@ -170,7 +170,7 @@ def quantile(values: Iterable[tuple[float, int]], share: float) -> float:
 
 
 def mean(values: Iterable[tuple[float, int]]) -> float:
-    """The mean of a distribution; 0 if it is empty."""
+    """Return the mean of a distribution; 0 if it is empty."""
     known = list(values)
     whole = sum(times for _, times in known)
     return sum(value * times for value, times in known) / whole if whole else 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
-    """The request of a body that was sent to ``path``. allowed: fields of ``request.REFUSED`` that are let through.
+    """Read a body that was sent to ``path``. allowed: fields of ``request.REFUSED`` that are let through.
 
     content_type: the header, by which a form is known. Raises BadRequest, TooLarge.
     """
@@ -32,7 +32,7 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def from_dict(path: EnginePath, data: dict[str, Any], allowed: Collection[str], size_bytes: int) -> Request:
-    """The request of a body that is parsed already. size_bytes: of the body. Raises BadRequest."""
+    """Make the request of a body that is parsed already. size_bytes: length of the body. Raises BadRequest."""
     if path.form == "completions" or path.form == "chat":
         return requests.from_dict(path.form, data, allowed, size_bytes)
     requests.refuse_fields(data, allowed)

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 URL_ENCODED, MULTIPART = b"application/x-www-form-urlencoded", b"multipart/form-data"
-MAX_FIELDS = 2_000  # Starlette takes 1,000 fields and 1,000 files
-MAX_LOOKS = 8_000  # searches for a boundary, of some microseconds each
-MAX_HEAD_BYTES = 8_192  # of the headers of a part
-MAX_OPTIONS_BYTES = 1_024  # of a header whose options are read
-MAX_VALUE_BYTES = 8_192  # of a field: the fields that routing reads are short
+MAX_FIELDS = 2_000  # most parts of a form; Starlette takes 1,000 fields and 1,000 files
+MAX_LOOKS = 8_000  # most searches for a boundary, of some microseconds each
+MAX_HEAD_BYTES = 8_192  # most bytes of the headers of a part
+MAX_OPTIONS_BYTES = 1_024  # most bytes of a header whose options are read
+MAX_VALUE_BYTES = 8_192  # most bytes of a field that is read: those that routing needs are short
 
 
 def is_form(content_type: bytes) -> bool:
-    """Whether a body of this Content-Type is a form."""
+    """Return whether a body of this Content-Type is a form."""
     return b"form" in content_type.lower() and _options(content_type)[0] in (URL_ENCODED, MULTIPART)
 
 
 def fields(content_type: bytes, body: bytes) -> dict[str, str]:
-    """The fields of a form by their names, without files. If two have one name, the last counts."""
+    """Return the fields of a form by their names, without files. If two have one name, the last counts."""
     kind, options = _options(content_type)
     if kind == URL_ENCODED:
         pieces = body.split(b"&", MAX_FIELDS)[:MAX_FIELDS]
@@ -51,7 +51,7 @@ def fields(content_type: bytes, body: bytes) -> dict[str, str]:
 
 
 def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The head and the content of each part that is complete. line: begins and ends with the boundary."""
+    """Yield the head and the content of each part that is complete. line: begins and ends with the boundary."""
     at = max(body.find(b"-"), 0) if body[:1] in (b"\r", b"\n") else 0
     begin = line[2:] + b"\r\n"
     if not body.startswith(begin, at):
@@ -77,7 +77,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after(body: bytes, at: int) -> bytes:
-    """The bytes behind a boundary, at ``at``: a line end, or ``--`` behind the last boundary; empty if it is none."""
+    """Return what stands at ``at`` behind a boundary: a line end, or ``--`` behind the last; empty if it is neither."""
     if body.startswith(b"--", at):
         return b"--"
     behind = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")

@@ -17,7 +17,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "required"
 
 
 def as_chat(body: Json) -> Json:
-    """The chat's body. Raises NotReproducible."""
+    """Return the chat's body. Raises NotReproducible."""
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
     messages = checked_list(body.get("messages"))
     system = _system_text(body.get("system"))
@@ -36,19 +36,19 @@ def as_chat(body: Json) -> Json:
 
 
 def thinking_off(body: Json) -> bool:
-    """The client has switched thinking off. Engines pass this on in a way that differs from template to template."""
+    """Return whether the client switched thinking off. How engines pass this on differs by template."""
     thinking = body.get("thinking")
     return isinstance(thinking, dict) and thinking.get("type") == "disabled"
 
 
 def with_system_first(messages: list[Json]) -> list[Json]:
-    """The chat as an engine makes it if its template takes system text only at the front: all of it is joined there."""
+    """Join all system text at the front, as an engine does whose template takes it only there."""
     text = "".join([message["content"] for message in messages if message["role"] == "system"])
     return [{"role": "system", "content": text}, *(message for message in messages if message["role"] != "system")]
 
 
 def _system_text(system: Any) -> str:
-    """The text of the field ``system``. As in the engine, the line that accounts a request to a client is left out."""
+    """Return the text of the field ``system`` without the line that bills the request to a client, as engines do."""
     if system is None or isinstance(system, str):
         return system or ""
     texts = [_text(block) for block in checked_list(system) if _word(block, "type") == "text"]
@@ -121,7 +121,7 @@ def _call(block: Json) -> Json:
 
 
 def _result(block: Json) -> list[Json]:
-    """The message of a tool's result, and another one if the result has images."""
+    """Return the message of a tool's result, and another one if the result has images."""
     content = block.get("content")
     call = "" if block.get("tool_use_id") is None else _word(block, "tool_use_id")
     if content is None or isinstance(content, str):
@@ -136,7 +136,7 @@ def _result(block: Json) -> list[Json]:
 
 
 def _images(blocks: list[Json]) -> list[Json]:
-    """Parts that stand for images. The image itself plays no role: no hash of a block behind it can be known."""
+    """Make parts that stand for images, but without data, because no hash of a block behind an image can be known."""
     return [{"type": "image_url", "image_url": {"url": "data:"}} for block in blocks if block.get("source")]
 
 

@@ -18,14 +18,14 @@ SAME = (
 )
 #: Field of the body → reason, if with it the prompt comes from elsewhere than the body.
 ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
-# Tuples, no sets: a client's value that is looked for in them may be a list or an object, for which a set raises.
+# Tuples, because a client's value that is looked for in them may be a list or an object, for which a set would raise.
 TEXTS = ("input_text", "output_text", "text")
 UNFINISHED = ("in_progress", "incomplete")
 ROLES = ("user", "system", "developer")
 
 
 def as_chat(body: Json) -> Json:
-    """The chat's body. Raises NotReproducible."""
+    """Return the chat's body. Raises NotReproducible."""
     for name, reason in ELSEWHERE.items():
         if body.get(name) is not None:
             raise NotReproducible(reason)
@@ -58,7 +58,7 @@ def as_chat(body: Json) -> Json:
 
 
 def with_names_first(messages: list[Json]) -> list[Json]:
-    """The messages with the name of a called function before its arguments, as this path hands them to the template."""
+    """Put the name of a called function before its arguments, as engines do for the template on this path."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             call["function"] = {"name": call["function"]["name"]} | call["function"]
@@ -99,7 +99,7 @@ def _add_to_assistant(chat: list[Json], last: Json | None, name: str, text: str)
 
 
 def _answer(content: Any) -> str:
-    """The text of an earlier answer: the engine takes the first of its parts."""
+    """Return the text of an earlier answer: that of its first part, as the engine does."""
     if isinstance(content, str):
         return content
     parts = checked_list(content)
@@ -139,7 +139,7 @@ def _call(item: Json) -> Json:
 
 
 def _tool(tool: Any) -> Json:
-    """A function. Tools of other types are not shown to the model, or the engine shows them in its own way."""
+    """Turn a tool into a function. Engines show tools of other types to the model not at all, or in their own way."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise NotReproducible("tools")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}

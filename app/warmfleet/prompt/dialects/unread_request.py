@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from warmfleet.prompt.engine_paths import EnginePath
 
 CHARACTERS_PER_TOKEN = 4
-FORM_BYTES_PER_TOKEN = 400  # of audio: some 50 tokens a second, at 16 to 32 kB a second
-MAX_DEPTH = 6  # of lists and objects within each other in which text is counted
+FORM_BYTES_PER_TOKEN = 400  # bytes of audio that count as a token: 16 to 32 kB a second make some 50 tokens
+MAX_DEPTH = 6  # most levels of lists and objects within each other in which text is counted
 #: Fields that limit the length of an answer: each path has one of them.
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_type: bytes = b"") -> Request:
-    """The request of a body that is empty, a JSON object, a form, or of any type if the path takes all types.
+    """Return the request of a body that is empty, a JSON object, a form, or of any type if the path takes all types.
 
     allowed: as in ``request.parse``. content_type: the header. Raises BadRequest, TooLarge.
     """
@@ -42,14 +42,14 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def _unjudged(path: EnginePath, fields: Mapping[str, Any], size_bytes: int) -> Request:
-    """The request of a body that is no JSON object. The engine reads whatever cannot be read here."""
+    """Make the request of a body that is no JSON object, of which the engine may read more than the router can."""
     request = _request(path, fields, size_bytes // FORM_BYTES_PER_TOKEN, takes_salt=False)
     request.from_json = False
     return request
 
 
 def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") -> Request:
-    """The request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
+    """Return the request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
     request = _request(path, data, _characters(data) // CHARACTERS_PER_TOKEN, takes_salt=path.takes_salt)
     request.unforeseen = reason
     return request
@@ -74,7 +74,7 @@ def _request(path: EnginePath, data: Mapping[str, Any], tokens: int, *, takes_sa
 
 
 def _characters(value: Any, depth: int = 0) -> int:
-    """The characters of all texts in a JSON value; a token id counts as one token. Inlined media count for nothing."""
+    """Count the characters of all texts in a JSON value, without inlined media; a token id counts as four."""
     if isinstance(value, str):
         return 0 if value.startswith("data:") else len(value)
     if depth == MAX_DEPTH or not value:

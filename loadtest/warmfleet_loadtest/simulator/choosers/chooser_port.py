@@ -1,6 +1,6 @@
 """A port that sends each request to one of the engines of this process, by a chooser that looks into them.
 
-No router stands in between: the choice costs nothing, and sees the engines as they are at that moment.
+Because no router stands in between, the choice costs nothing, and sees the engines as they are at that moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosers that look into simulated engines: no router can know more, so routers are held against their figures.
+"""Choosers that look into simulated engines. No router can know more, so routers are held against their figures.
 
 They read the block pools and queues of the engines directly, at no cost and without delay. Two of them decide when a
 request arrives, the third keeps requests back:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 CHOOSERS = ("oracle", "sticky", "central")
-SAME_S = 1e-9  # times that differ by less are equal: they were added up in another order
+SAME_S = 1e-9  # difference up to which times are equal, because sums in another order differ a little
 
 
 class Engine(Protocol):
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """The time of a request on an engine: seconds until its prompt is computed, and those for its own tokens."""
+    """The time of a request on an engine: seconds until its prompt is computed, and of these its own tokens' share."""
 
     ready_s: float
     own_s: float
@@ -64,12 +64,12 @@ class Backlog:
             self.queue(request)
 
     def queue(self, request: Request, tokens: int | None = None) -> None:
-        """Count a request that will be computed before those that come. tokens: to compute; else the uncached."""
+        """Count a request that goes before later ones. tokens: the number to compute; None = its uncached ones."""
         self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
     def uncached(self, request: Request) -> int:
-        """The tokens of the request's prompt that the engine would have to compute."""
+        """Return the tokens of the request's prompt that the engine would have to compute."""
         scheduler = self._engine.scheduler
         size, known = scheduler.limits.block_tokens, 0
         for block_hash in request.hashes[: (request.prompt_tokens - 1) // size]:
@@ -84,7 +84,7 @@ class Backlog:
         return Outlook(ready_s, self._seconds(own))
 
     def _seconds(self, tokens: int) -> float:
-        """The time for these prompt tokens, with what all steps for them cost beside them."""
+        """Return the time for these prompt tokens, with what all steps for them cost beside them."""
         steps = -(-tokens // self._engine.scheduler.limits.step_tokens)
         return steps * self._step_s + tokens * self._engine.costs.prefill_token_s
 
@@ -133,7 +133,7 @@ class Sticky(_AtOnce):
 
 
 class Central:
-    """Keeps requests back until an engine is free: it computes no prompt and none waits there.
+    """Keeps requests back until an engine is free, which means that it computes no prompt and none waits there.
 
     Requests are thought through in the order of what they have to compute, least first: each takes the engine on which
     it would be computed first behind those before it, and is sent there if that engine is free. A request that is
