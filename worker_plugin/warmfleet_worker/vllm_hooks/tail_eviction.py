@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 XARG, ENDED = "x-warmfleet-conversation", "ended"  # a key of ``vllm_xargs`` in a request's body, and its value
-LOG_SECONDS = 60.0  # between two lines about what was given up
+LOG_SECONDS = 60.0  # time between two log lines about blocks that were given up
 
 
 def install(
@@ -61,7 +61,7 @@ def install(
 
 
 def obstacle(scheduler: Any) -> str:
-    """Why T-LRU is not possible here; empty if it is.
+    """Say why T-LRU is not possible here; empty if it is.
 
     A KV connector frees blocks on ways of its own (deferred, and after a transfer). Groups that are no full attention
     hit only where all groups hit, so the end of a prompt may be the part worth keeping.
@@ -165,7 +165,7 @@ class TailEvictionHook:
             queue.prepend_n(moved)
 
     def _is_free(self, number: int, block_hash: bytes) -> bool:
-        """Whether the block is in the free queue with this content. A block in use has no neighbours there."""
+        """Tell whether the block is in the free queue with this content. A block in use has no neighbours there."""
         block = self._blocks[number]
         return bool(
             block.ref_cnt == 0
@@ -184,7 +184,7 @@ class TailEvictionHook:
 
 
 def says_ended(request: Any) -> bool:
-    """Whether the client has said that this was the last request of its conversation, to a router or in the body."""
+    """Tell whether the client said, to a router or in the body, that its conversation ends with this request."""
     if conversation_ended(request.request_id):
         return True
     extra = getattr(request.sampling_params, "extra_args", None)  # a pooling model's request has no such parameters
