@@ -165,7 +165,7 @@ class SchedulerReporter:
             self._steps_unreadable = False
 
     def moved(self) -> None:
-        """Count the present requests as foreign from now on, because the engine's new pool has no reservations for them."""
+        """Count the present requests as foreign from now on, because the new pool has no reservations for them."""
         with swallow_errors("could not read the scheduler's requests"):
             self._left = frozenset(list(self._scheduler.requests))
 
