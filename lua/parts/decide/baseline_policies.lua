@@ -34,7 +34,7 @@ return function(s, own, first_in_order, draw)
 
   local function drawn(passes) return (next((least_of(function(i) return draw(s, i) end, passes)))) end
 
-  -- The candidate of the least rank; of equals the least in flight, then a hash of the seed.
+  -- Return the candidate of the least rank; of equals the one with the least in flight, then by a hash of the seed.
   local function least(rank, passes) return drawn((least_of(in_flight, (least_of(rank, passes))))) end
 
   -- The candidates of the deepest match, and its share of the prompt. Tokens that every candidate holds are left out.
@@ -44,7 +44,7 @@ return function(s, own, first_in_order, draw)
     return found, (-best - common) / max(1, s.prompt - common)
   end
 
-  -- How many more the fullest candidate has in flight than the emptiest; both numbers.
+  -- Return how many more requests the fullest candidate has in flight than the emptiest, and both numbers.
   local function spread()
     local _, lowest = least_of(in_flight)
     local _, highest = least_of(function(i) return -in_flight(i) end)

@@ -40,7 +40,7 @@ more than the lowest count as equal to it), and where s.terms is a table by cand
 seconds: wait, uncached, again, lost, overfill and crowd, busy_share, label_price, each with its weight.
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
+local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
 -- The tokens of each match that count, by candidate: prefix_tokens at most. What a candidate holds beyond the

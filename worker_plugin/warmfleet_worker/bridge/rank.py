@@ -169,7 +169,7 @@ class Rank:
         overflows = self.table.unproved["overflow"]
         self.table.apply(events)
         if self.table.unproved["overflow"] > overflows:
-            self._complete = False  # because the table was emptied, but the engine's cache was not
+            self._complete = False  # the table was emptied, but the engine's cache was not
         elif not self._complete:
             self._complete = any(isinstance(event, Cleared) for event in events)
 
