@@ -81,7 +81,7 @@ def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
 
 
 async def four_states(stack: Stack, progress: Progress) -> bool:
-    """Print the verdict of each state as it comes; True if all passed."""
+    """Print the verdict of each state as it comes; return True if all passed."""
     progress.step("walking through the four states")
     chat = Chat(stack.names[0])
     try:

@@ -28,7 +28,7 @@ WELL = ("proven", "approximate")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or with ``--watch`` a table after the other; 1 if at last no worker is routable."""
+    """Print the table, or with ``--watch`` one after the other; return 1 if at last no worker is routable."""
     answer: dict[str, Any] = {"models": []}
 
     def read() -> dict[str, Any]:

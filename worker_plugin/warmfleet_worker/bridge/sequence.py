@@ -30,13 +30,13 @@ class Listener(Protocol):
     """Receives the calls of a ``Sequence``."""
 
     def batch(self, payload: bytes) -> object:
-        """The next batch."""
+        """Apply the next batch."""
 
     def lost(self) -> object:
-        """Batches before the next one are missing for good."""
+        """Note that batches before the next one are missing for good."""
 
     def restarted(self) -> object:
-        """The engine is another process than before, and began with an empty cache."""
+        """Note that the engine is another process than before, which began with an empty cache."""
 
 
 class Sequence:

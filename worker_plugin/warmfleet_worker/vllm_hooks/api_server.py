@@ -60,7 +60,7 @@ def hook_api_server(redis_url: str) -> None:
 
 
 def loaded_server_modules() -> Iterator[Any]:
-    """The server modules that this process has loaded. Only an API server has any, and it loads them before plugins."""
+    """List the server modules that this process has loaded: only an API server has any, before it loads plugins."""
     found = False
     for name in SERVER_MODULES:
         module = sys.modules.get(name)

@@ -88,7 +88,7 @@ class TailEvictionHook:
         self._removed = False
 
     def install(self) -> None:
-        """Replace ``free`` of the manager and ``get_new_blocks`` of its pool."""
+        """Replace ``free`` of the manager and ``get_new_blocks`` of its pool by functions that follow T-LRU."""
         manager, pool = self._manager, self._pool
         base_free, base_get = manager.free, pool.get_new_blocks
 
@@ -153,7 +153,7 @@ class TailEvictionHook:
         self.eviction.finished(finished, time.monotonic())
 
     def _give_up(self, count: int) -> None:
-        """Move so many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
+        """Move as many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
         queue, now, is_silent = self._pool.free_block_queue, time.monotonic(), self.eviction.is_silent
         block = queue.fake_free_list_head.next_free_block
         while count and block is not None and (block.block_hash is None or is_silent(block.block_id, now)):

@@ -117,7 +117,7 @@ class Known:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check and print. 0: no fault; 1: a fault; 2: a check failed by itself. Raises CommandError and BadArgument."""
+    """Check and print; return 0: no fault, 1: a fault, 2: a check failed itself. Raises CommandError, BadArgument."""
     logging.basicConfig(level=logging.CRITICAL)  # the findings tell what matters
     plan = plan_of(options, environment_of(options))
     quiet = bool(options.json)

@@ -117,7 +117,7 @@ def print_answer(value: object, parts: Callable[[], Sequence[Part]], *, as_json:
 
 
 def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
-    """Print the picture every so many seconds until Ctrl-C, which leaves the terminal as it was, and the last picture.
+    """Print the picture at this interval in seconds until Ctrl-C; then restore the terminal and leave the last picture.
 
     At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
     follow each other, each under a line with the time.
