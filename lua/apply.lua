@@ -21,10 +21,10 @@ local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
 local probe_key = prefix .. "probe:" .. worker_id
-local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- the largest cache that is believed: in medians of the fleet; in all
+local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest believed cache: in medians of the fleet, in blocks
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, LIST_BYTES = 8, 16384
-local STEP_CHANGE = 4 -- a change by more than one part in so many is noted
+local STEP_CHANGE = 4 -- a step's time is noted if it changed by more than a quarter (1/STEP_CHANGE)
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
 local call = redis.call
@@ -33,7 +33,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
 local record = raw and packed and cjson.decode(raw)
 if not record or record.rejoin or call("TYPE", stream_key).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
-call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 local ticked = call("GET", tick_key) or ""
 local short, typical_blocks = ticked:match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil, ticked:match("^%d+ %d+ %d+ %d+ %d+ (%d+)")
 local row = { struct.unpack(ROW, packed) }

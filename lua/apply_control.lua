@@ -1,7 +1,7 @@
 --[[
 apply_control: applies the entries of one worker's stream that decide who the worker is and which slots it has: join,
-begin, end, cleared and leave. It also gives the verdict on a stream that breaks the rules. It stops before an entry
-that is apply's.
+begin, end, cleared and leave. It also decides about a stream that breaks the rules. It stops before an entry
+that apply handles.
 
 Guarantee: exactly once, as apply. The latest join says who the worker is. A clear, a restart and a finished snapshot
 rewrite no entries of the index: they give the worker another slot and retire the old one, so that readers see the old
@@ -62,11 +62,11 @@ local function demand_rejoin(reason)
   command.id, command["do"] = redis.sha1hex(worker_id .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
--- The worker gets a new slot and nothing of it is proved. Its load stays: the reservations are still open.
+-- The worker gets a new slot and nothing of it is proved. Its load stays, because its reservations are still open.
 local function join(data, time, nonce, batch, id)
   local fresh = announced(parse(data), worker_id)
   if not fresh then return count("malformed") end
-  local same_process = record and record.nonce == nonce -- the fleet made it join again: its cache is not empty
+  local same_process = record and record.nonce == nonce -- true: the fleet made it join again, so its cache is not empty
   if record then drop_shadow(record) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
@@ -114,7 +114,7 @@ local function enter(fields, good, time, id)
   control[name](data)
 end
 
-call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 local kind = call("TYPE", stream_key).ok
 local cursor = call("HGET", cursor_key, stream) or "0-0"
 local entries, following, hostile = 0, NEXT_NOTHING, kind ~= "stream" and kind ~= "none"

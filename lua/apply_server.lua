@@ -31,7 +31,7 @@ local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local announced, chunks_of = include "apply_server/server_join"
 local function count(name) call("HINCRBY", counts_key, name, 1) end
 
--- For every worker of this server: patch(flags of its row, worker_id) returns the new flags.
+-- Change the flags of every worker of this server: patch(flags of its row, worker_id) returns the new flags.
 local function each_worker(patch)
   for _, worker_id in ipairs(call("HKEYS", load_key)) do
     if worker_id:match("^(.*)%.%d+$") == server_id then
@@ -49,7 +49,7 @@ local function join(data, nonce)
   -- JSON parsers take the last of two equal keys, which is the one of the join itself.
   local text, same = ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2), false
   if record and record.nonce == nonce then
-    if text == raw or record.url ~= fresh.url then return end -- a repeated join; what is proved is proved of its URL
+    if text == raw or record.url ~= fresh.url then return end -- a repeated join, or another URL than the proved one
     same = true
   end
   local kept = chunks_of(fresh.artifacts)
@@ -79,7 +79,7 @@ local function enter(fields, good)
   end
 end
 
-call("ZREM", alive_servers_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+call("ZREM", alive_servers_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 local kind = call("TYPE", stream_key).ok
 local page = kind == "stream" and call("XRANGE", stream_key, "-", "+", "COUNT", max_entries) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil

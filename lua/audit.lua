@@ -7,7 +7,7 @@ at once: each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as man
 need a whole walk. They count if the digest was the same at each piece (else the walk is made again, three times in all)
 and if a second walk finds the same difference. After a difference the worker waits for a snapshot, and its digest is
 spoilt, so that no heartbeat agrees with it before that. One walk at a time for the fleet, one piece in min_gap_ms, each
-worker every period_ms. Not seen: a slot in b:<hash> of a hash that s:<slot> does not have.
+worker every period_ms. It does not see a slot in b:<hash> of a hash that s:<slot> lacks.
 
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
 Returns: {blocks, difference found 0/1, a walk is under way 0/1}
@@ -27,7 +27,7 @@ if not max_blocks or not period_ms or not min_gap_ms or max_blocks < 1 then
   return redis.error_reply("BAD_ARGUMENT audit needs max_blocks, period_ms and min_gap_ms")
 end
 
--- A new worker has its turn a period from now.
+-- Add new workers, whose first turn is a period from now.
 local function enlist()
   local known, names = {}, call("HKEYS", workers_key)
   for _, worker in ipairs(names) do
@@ -78,7 +78,7 @@ local function piece(walk, slot, digest)
   return call("SCARD", members) ~= struct.unpack(DIGEST_COUNT, digest)
 end
 
--- At the end of a walk over a slot that did not change: how far the digest is off, as text; nil if it is right.
+-- Return how far the digest is off after a walk over a slot that did not change, as text; nil if it is right.
 local function difference(walk, digest)
   local count, high, low = struct.unpack(DIGEST_SUMS, digest)
   if count == walk.count and high == walk.high and low == walk.low then return nil end

@@ -11,7 +11,7 @@ Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local retired_key = unpack(KEYS)
 local prefix, max_blocks = ARGV[1], tonumber(ARGV[2])
-local SLOT_BLOCKS = 8 -- ending a slot counts as so many blocks: one call ends many small slots
+local SLOT_BLOCKS = 8 -- blocks that ending a slot counts as, which bounds the small slots that a call ends
 local call = redis.call
 
 local room, removed = max_blocks, 0

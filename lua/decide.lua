@@ -110,7 +110,7 @@ local w, why, match_seen = verified_choice(s, prefix, choose)
 local served -- a function to call with the request's work once it is booked
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
--- A worker without prefill ahead has room in any case. A policy that does not look at costs does not wait for its
+-- A worker without prefill ahead has room in any case. A policy that looks at no costs does not wait for its
 -- choice, only for some room.
 local is_idle = s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0
 if others_wait or max_engine_wait_s > 0 and not is_idle then

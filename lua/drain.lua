@@ -1,5 +1,5 @@
 --[[
-drain: the operator takes a worker out of rotation, or puts it back. A drained worker finishes its requests and
+drain: takes a worker out of rotation for the operator, or puts it back. A drained worker finishes its requests and
 gets no new one.
 
 Guarantee: from this call on decide does not choose the worker, whichever replica asks, until the flag is taken back or
@@ -15,7 +15,7 @@ local worker_id, draining = ARGV[1], ARGV[2]
 local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end
-redis.call("HDEL", load_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+redis.call("HDEL", load_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 local row = redis.call("HGET", load_key, worker_id)
 if not row then return 0 end
 local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)

@@ -3,7 +3,7 @@ forget: deletes a worker that is gone; and its API server, with the artifacts th
 left.
 
 Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 it is deleted
-only if it was silent for so long and its stream is empty: it may have come back since it was found to be due. With 0 it
+only if it was silent for that time and its stream is empty, as it may have come back since it was found due. With 0 it
 is deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
 
 ARGV: prefix, worker_id, silent_ms

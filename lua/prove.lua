@@ -32,7 +32,7 @@ if proof ~= "proven" and probed ~= "" and (record.probed or 0) ~= tonumber(probe
 
 local time = redis.call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local lease = record.warming -- stays in the record after its end, which shows that this incarnation was warmed
+local lease = record.warming -- kept after its end, to show that this incarnation was warmed
 local lives = lease and record.proof == "warming" and now < lease.ends
 local mine = lives and lease.owner == owner
 if lives and not mine or owner ~= "" and not mine and (proof ~= "warming" or lease) then return "TAKEN" end

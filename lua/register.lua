@@ -58,7 +58,7 @@ elseif found ~= "PASSED" then
   return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
 end
 before = before or {}
--- The time of this check, for `tick`: a worker that nobody checks any more is forgotten.
+-- Note the time of this check, because `tick` forgets a worker that nobody checks any more.
 before.checked = now
 
 if found == "FAILED" or found == "SLOW" then

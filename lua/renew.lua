@@ -39,7 +39,7 @@ end
 
 local add_load = (include "shared/row_load")(load_key, now)
 
--- Book what is left of a reservation on the row of its worker. False if the worker is gone.
+-- Book what is left of a reservation on the row of its worker; return false if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)
   if stage == STAGE_STARTED then prefill = 0 end
   local epoch, slot = add_load(worker, nil, prefill, decode, 1)
@@ -49,7 +49,7 @@ local function rebuild(id, worker, prefill, decode, stage)
   return true
 end
 
--- As settle does with a first token.
+-- Start the lease as settle does with a first token.
 local function start(id, lease)
   local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)
@@ -57,7 +57,7 @@ local function start(id, lease)
   call("HSET", lease_key, id, head .. lease:sub(at))
 end
 
-call("ZREM", leases_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+call("ZREM", leases_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 local renewed, rebuilt, refused = 0, 0, 0
 for i = FIRST_RESERVATION, #ARGV, RESERVATION_FIELDS do
   local id = ARGV[i]

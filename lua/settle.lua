@@ -54,7 +54,7 @@ end
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
 if stage > STAGE_STARTED or (stage == STAGE_STARTED and starts) then return { "SAME" } end
 call("HDEL", lease_key, id)
--- Put these bytes into the worker's row, in place of those from one position up to another.
+-- Replace the bytes of the worker's row from one position up to another.
 local function change(worker, from, bytes, to)
   local row = call("HGET", load_key, worker)
   call("HSET", load_key, worker, row:sub(1, from - 1) .. bytes .. row:sub(to))
@@ -80,7 +80,7 @@ else
   if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or 0) end
 end
 
--- Whether the worker is approximate and has computed the prompt. Then its mirror notes it, once it is over: engines
+-- Tell whether the worker is approximate and has computed the prompt. Then its mirror notes it at the end: engines
 -- evict in the order in which requests end.
 local function mirrors()
   if not row or outcome ~= "finished" and stage == STAGE_BOOKED then return false end

@@ -23,10 +23,10 @@ local tick_key, hello_key, cursor_key, alive_key, alive_servers_key, servers_key
 local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
-local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: memory is short from SHORT_FROM on, until below SHORT_TO
+local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from the first on, enough below the second
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- RUSH_ENTRIES take about 4 s of the usual share
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
-local HELLOS, HELLOS_KEPT = 256, 4096 -- hints that a tick reads, some 0.3 ms; hints that wait at most
+local HELLOS, HELLOS_KEPT = 256, 4096 -- most hints that a tick reads (0.3 ms), and most that wait
 local GRANTED_US = 5 -- the position of granted us in the answer
 
 local call = redis.call
@@ -36,11 +36,11 @@ local before = call("GET", tick_key) or ""
 local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
 start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: the median capacity, in blocks
-short = tonumber(short) or 0 -- since when memory is short (ms; 0: it is not)
+short = tonumber(short) or 0 -- the time since which memory is short (ms; 0: it is not)
 local skip = last and last <= now and now - last < min_gap_ms
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
 local full = (redis.pcall("SET", tick_key, before).err or ""):find("OOM", 1, true)
-call("ZREM", resync_key, "") -- a first write that takes no memory: a full Redis then allows the writes after it
+call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + ttl_ms end
 if last and last > now then -- the clock has stepped back: nothing may have happened later than now
   for _, key in ipairs({ alive_key, alive_servers_key, resync_key }) do
@@ -57,7 +57,7 @@ local grace = grace_until > now
 local answer = { 1, grace and 1 or 0, call("SCARD", retired_key), short > 0 and 1 or 0, 0 }
 answer[GRANTED_US] = share_permille * math.max(LEAST_MS, math.min(KEPT_MS, last and now - last or KEPT_MS))
 
--- The length of a stream and the time of its last id; nil if the key holds no stream.
+-- Return the length of a stream and the time of its last id; nil if the key holds no stream.
 local function stream_of(key)
   local info, field = redis.pcall("XINFO", "STREAM", key), {}
   if info.err then return end

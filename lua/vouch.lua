@@ -14,7 +14,7 @@ Cost: O(1)
 local workers_key, load_key, alive_key, alive_servers_key = unpack(KEYS)
 local worker_id, nonce = ARGV[1], ARGV[2]
 
-local SERVER_ALONE_MS = 6500 -- a heartbeat comes every 5 s: the API server was heard that much longer than its core
+local SERVER_ALONE_MS = 6500 -- longest that a server may be heard after its core (heartbeats: every 5 s)
 local call, with_flags = redis.call, include "shared/with_flags"
 
 local packed, row = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)

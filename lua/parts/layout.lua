@@ -15,20 +15,20 @@ local PAST_MS = 2 ^ 31 -- a larger difference of two times modulo 2^32 means a t
 local ROUTABLE = FLAG_SERVER + FLAG_URL
 -- ... and none of the others in this mask, as long as they are not ejected
 local ROUTABLE_MASK = ROUTABLE + FLAG_DRAINING + FLAG_HOSTILE + FLAG_PAUSED + FLAG_MISNAMED
-local EJECTIONS_KEPT_MS = 600000 -- an ejection counts until it has been over for so long
+local EJECTIONS_KEPT_MS = 600000 -- time after an ejection's end during which it still counts
 
 -- Workers
 local UNKNOWN_SPEED = 10000 -- tokens/s, while no speed in the fleet is known
 local VLLM_BLOCK_TOKENS = 16 -- the block size of vLLM by default
 local MAX_EVICTED = 65535 -- the largest number that a row can hold
 local BUSY_ALWAYS = 65535 -- the busy_share of a row of an engine that computes prompts all the time
-local BUSY_MEMORY_MS = 15000 -- the time constant of a worker's share of time in prefill (shared/busy_share)
-local FULL_SHARE = 0.95 -- a cache is full from this share on
-local GRACE_AFTER_MS = 2500 -- a tick that is older shows that heartbeats have waited unread
+local BUSY_MEMORY_MS = 15000 -- time constant of the mean of a worker's share of time in prefill (shared/busy_share)
+local FULL_SHARE = 0.95 -- share of a cache from which on it counts as full
+local GRACE_AFTER_MS = 2500 -- age from which on the last tick shows that heartbeats have waited unread
 
 -- Streams
 local SCHEMA = 1 -- the version of the announcements of workers and API servers
-local FAR_FUTURE_MS = 3600000 -- no working clock is so far ahead
+local FAR_FUTURE_MS = 3600000 -- time ahead from which on an entry's id cannot come from a working clock
 local LAST_SEQUENCE = 2 ^ 52 -- the largest exact sequence number of an entry's id
 
 -- The digest of a worker's blocks in the index: the number of its blocks, and the sums of the halves of their hashes
@@ -40,7 +40,7 @@ local HASH_HALVES = ">I4I4"
 local LABEL_PRICE = ">I4d"
 
 -- Requests
-local MAX_REAPED = 8 -- leases or tickets that a call gives back at most because they have expired
+local MAX_REAPED = 8 -- most expired leases or tickets that a call gives back
 local CLIENT_AT = 26 -- the position of a limited client's tag in a reservation's id, behind 25 characters
 local LIMITS = ">I4I4" -- a client's limits: requests in flight, tokens per minute; 0: no such limit
 local LIMITS_BYTES = 8 -- a ninth byte marks a request that the limits have let in before
@@ -59,10 +59,10 @@ local TICKET_ARRIVAL_AT = TICKET_FLOW_AT + FLOW_BYTES -- the position of its tim
 local TICKET_PLACE_AT = TICKET_ARRIVAL_AT + PLACE_BYTES -- the position of its place in its flow
 local TICKET_OWN_AT = TICKET_PLACE_AT + PLACE_BYTES -- the position of the named workers
 local TICKET_OWN = ">I4I4" -- a named worker's slot and price (us)
-local OWN_BYTES = 8 -- of each named worker
+local OWN_BYTES = 8 -- length of the record of each named worker
 local BARRED_SLOT = ">I4" -- behind the named workers: the slot of each worker that cannot serve the request
-local SLOT_BYTES = 4 -- of each such slot
+local SLOT_BYTES = 4 -- length of each such slot
 local MAKING = "\1" -- the last byte of a ticket while a worker is making half of its prompt
 
-local MAX_TURNS = 256 -- tickets that are looked at to find whose turn it is
-local NO_ROOM_S = 1e-9 -- seconds of room that subtractions may leave over
+local MAX_TURNS = 256 -- most tickets that are looked at to find whose turn it is
+local NO_ROOM_S = 1e-9 -- seconds of room that count as none, as rounding may leave them over

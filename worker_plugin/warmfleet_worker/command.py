@@ -49,7 +49,7 @@ class Rival:
     last_read: float = 0.0
 
     def is_alive(self, command: Command, now: float) -> bool:
-        """True if its number moved later than a heartbeat's time after we first read of it.
+        """Return True if its number moved later than a heartbeat's time after we first read of it.
 
         By then everything that a dead process had sent has been applied.
         """
@@ -60,5 +60,5 @@ class Rival:
         return moved and late
 
     def had_time(self, now: float) -> bool:
-        """True if it has had a whole TTL to write."""
+        """Return True if it has had a whole TTL to write, so that its silence shows a dead process."""
         return now - self.first_read >= wire.WORKER_TTL_SECONDS

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-COMMAND_DELAY_SECONDS = 0.5  # after a heartbeat; by then the fleet may have answered it
+COMMAND_DELAY_SECONDS = 0.5  # time after a heartbeat by which the fleet may have answered it
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PublisherConfig:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def join(self) -> str:
-        """The data of a join entry."""
+        """Return the data of a join entry."""
         return wire.dumps(
             {
                 "schema": wire.SCHEMA,
@@ -59,7 +59,7 @@ class PublisherConfig:
 
 
 def labels_of_environment() -> dict[str, str]:
-    """The labels in WARMFLEET_LABELS. A mistake there is logged and costs the labels, not the engine."""
+    """Read the labels in WARMFLEET_LABELS. A mistake there is logged and costs the labels, not the engine."""
     try:
         return read_labels(os.environ.get("WARMFLEET_LABELS", ""))
     except wire.WireError as error:
@@ -76,7 +76,7 @@ class PublisherState:
     stopped: str | None = None  # why the publisher stopped for good
     joins: int = 0
     snapshots: int = 0
-    number: int = 0  # of the last entry made
+    number: int = 0  # number of the last entry made
     applied: int = 0  # the number of the last entry that the fleet has acknowledged
     dropped: int = 0  # transitions and hashes that never reached Redis
     errors: int = 0  # failed calls to Redis

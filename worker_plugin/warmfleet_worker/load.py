@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-LOAD_CHECK_SECONDS = 0.25  # between two readings of the engine's load
-SMALL_TOKENS = 256  # a smaller change of foreign load is never reported before its heartbeat
-MEAN_SECONDS = 2.0  # the time constant of the mean; 1 and 4 s were measured and are worse
-REMEMBERED_WORK_SECONDS = 1.0  # the mean is at most this much of the engine's work, or an idle engine looks saturated
+LOAD_CHECK_SECONDS = 0.25  # time between two readings of the engine's load
+SMALL_TOKENS = 256  # largest change of foreign load that always waits for the next heartbeat
+MEAN_SECONDS = 2.0  # time constant of the mean of foreign prefill; 1 and 4 s were measured and are worse
+REMEMBERED_WORK_SECONDS = 1.0  # most work of the engine that the mean is, or an idle engine looks saturated
 ASSUMED_TPS = 10_000  # tokens per second of an engine that has not been measured yet
-LEAST_TOKENS = 32  # a smaller mean counts as nothing
+LEAST_TOKENS = 32  # least mean of foreign prefill that counts; a smaller one is reported as 0
 #: A core that has work makes no step for long also while it compiles a kernel, loads an adapter, exports a profile, or
 #: computes a large prompt on a CPU. To leave it too early costs its requests; to leave it late costs only waiting.
 STANDSTILL_SECONDS = 120.0
@@ -38,9 +38,9 @@ class Load:
     step_us: int = 0
 
     def differs_from(self, reported: Load) -> bool:
-        """The engine was paused or resumed since this was ``reported``, or its foreign load has moved.
+        """Tell whether the engine was paused or resumed since this was ``reported``, or its foreign load has moved.
 
-        That is by a tenth or more, and by more than SMALL_TOKENS.
+        Foreign load has moved if it changed by a tenth or more, and by more than SMALL_TOKENS.
         """
         if self.paused != reported.paused:
             return True
@@ -62,7 +62,7 @@ class SmoothedLoad:
         self._mean, self._at = 0.0, -math.inf
 
     def smooth(self, load: Load, now: float) -> Load:
-        """``load`` as it is ``now`` (monotonic seconds), with its foreign prefill smoothed. Call it at every look."""
+        """Return the ``load`` of ``now`` (monotonic seconds), its foreign prefill smoothed. Call it at every look."""
         tokens = load.foreign_prefill_tokens
         # After a gap without looks the past keeps the weight of two looks: nothing is known of the gap.
         kept = math.exp(-min(now - self._at, 2 * LOAD_CHECK_SECONDS) / MEAN_SECONDS)
@@ -80,7 +80,7 @@ class Standstill:
         self._seconds, self._at = 0.0, -math.inf
 
     def look(self, load: Load, now: float) -> bool:
-        """Whether no step was begun or ended for STANDSTILL_SECONDS, by ``load`` as it is ``now`` (monotonic seconds).
+        """Tell whether no step began or ended for STANDSTILL_SECONDS, by ``load`` as it is ``now`` (monotonic seconds).
 
         Call it at every look. A gap without looks counts as two: the thread that looks may have had no CPU either.
         """

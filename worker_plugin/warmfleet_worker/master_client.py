@@ -32,10 +32,10 @@ class Locator:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._answer: tuple[float, HostPort] | None = None  # (good until, the master)
+        self._answer: tuple[float, HostPort] | None = None  # (time until which it is good, the master)
 
     def discover_master(self, _service: str) -> HostPort:
-        """The present master, or the last known one if no node answers.
+        """Return the present master, or the last known one if no node answers.
 
         Takes twice ``node_timeout_s`` for every silent node. Raises ConnectionError if no node has ever answered.
         """
@@ -84,7 +84,7 @@ class MasterPool(SentinelConnectionPool):
 
 
 class MasterConnection(SentinelManagedConnection):
-    """Ends when its server says that the slot is elsewhere; the next connection asks anew."""
+    """A connection that ends when its server says that the slot is elsewhere; the next connection asks anew."""
 
     def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -107,7 +107,7 @@ class MasterRedis(redis.Redis):
 
 
 def master_client(address: RedisAddress, tag: str, **options: Any) -> redis.Redis:
-    """A client of the master that has the keys with this hash tag.
+    """Make a client of the master that has the keys with this hash tag.
 
     options: of its connections; options in the URL win.
     """

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-ASK_SECONDS = 15.0  # between two looks at the registry; the halves of a server that moves part for so long at most
-TIMEOUT_SECONDS = 0.5  # of a look; meanwhile the publisher's thread reports nothing
-SEEN_MS = 30_000  # a server's time in Redis is renewed when it is older
-AWAY_MS = 90_000  # a server that was not seen for so long has been restarted
-RECENT_MS = 600_000  # servers that were seen within this time count where a new one is placed
-SETTLE_MS = 45_000  # a server that moves is proved in its new pool by then: both halves have looked, a probe has passed
-MOVING_SHARE = 1 / 8  # of the servers of a model may be on their way at a time, and one in any case
-STRUCK_AT_ONCE = 64  # places of servers that are gone for good
-TRIES = 8  # after so many that others spoiled, a server takes its choice as it is: a server too many does no harm
+ASK_SECONDS = 15.0  # time between two looks at the registry, hence the longest that a server's halves are apart
+TIMEOUT_SECONDS = 0.5  # longest look, during which the publisher's thread reports nothing
+SEEN_MS = 30_000  # age at which ``seen_ms`` in a server's record is renewed
+AWAY_MS = 90_000  # time without a renewal after which a server counts as restarted
+RECENT_MS = 600_000  # time since a server was seen within which it counts where a new one is placed
+SETTLE_MS = 45_000  # time after a move by which both halves have looked and a probe has passed in the new pool
+MOVING_SHARE = 1 / 8  # largest share of a model's servers that move between pools at a time; one always may
+STRUCK_AT_ONCE = 64  # most records of servers gone for good that one call removes
+TRIES = 8  # number of spoiled tries after which a server takes its choice anyway, which does little harm
 
 
 def host_name() -> str:
-    """The machine of this server: NODE_NAME, which Kubernetes can tell a pod, else the host's name."""
+    """Return this server's machine: NODE_NAME, which Kubernetes can tell a pod, else the host's name."""
     name = os.environ.get("NODE_NAME") or socket.gethostname()
     return "".join(char if char.isalnum() or char in "._-" else "-" for char in name)[:64]
 
@@ -80,7 +80,7 @@ class PoolAssignment:
         self._told = False
 
     def look(self, now: float) -> str:
-        """The tag of the pool to be in at ``now`` (monotonic seconds).
+        """Return the tag of the pool to be in at ``now`` (monotonic seconds).
 
         Raises RedisError while it was never told. Later errors leave the pool as it is: an outage of this Redis, which
         in a Cluster may be another than that of the pool, is no reason to leave.
@@ -102,7 +102,7 @@ class PoolAssignment:
         return self.tag
 
     def doubt(self) -> None:
-        """Look again at the next call: what belongs to the present pool is gone."""
+        """Look again at the next call, because the keys of the present pool are gone."""
         self._due = 0.0
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ def take(
     present: str,
     lacks: Callable[[Sequence[PoolEntry]], None] | None = None,
 ) -> str:
-    """The tag of the pool that ``member`` belongs to from now on, and its place in Redis as long as it is seen.
+    """Choose or keep the pool of ``member``, and note it in its record in ``placement``; return the pool's tag.
 
     present: the pool where it is; "" if it has just started. lacks: of a server that stays where it is, whatever the
     registry says; called if that lacks its pool. Raises RedisError.
@@ -192,7 +192,7 @@ def _choose(
 
 
 def placed(own: Placement | None, pool: str, member: Member, present: str, now_ms: int) -> Placement:
-    """A server's own record: the capacity of its other ranks stays, unless the server has been restarted."""
+    """Make a server's record; the capacity of its other ranks stays, unless the server has been restarted."""
     moves = bool(present) and (own.pool if own else present) != pool
     moved_ms = now_ms if moves else own.moved_ms if own else 0
     blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
@@ -202,7 +202,7 @@ def placed(own: Placement | None, pool: str, member: Member, present: str, now_m
 
 
 def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, now_ms: int) -> str:
-    """The pool that the server keeps, whatever other servers do; "" if it must choose among pools."""
+    """Return the pool that the server keeps, whatever other servers do; "" if it must choose among pools."""
     old = own.pool if own else present
     entry = next((entry for entry in registry if entry.tag == old), None)
     if entry is None or entry.moving:
@@ -216,7 +216,7 @@ def stays(registry: Sequence[PoolEntry], own: Placement | None, present: str, no
 def choose(
     registry: Sequence[PoolEntry], places: Mapping[str, Placement], member: Member, present: str, now_ms: int
 ) -> str:
-    """The pool of a server, by the places of all servers of its model."""
+    """Choose the pool of a server, by the records of all servers of its model."""
     own = places.get(member.server_id)
     kept = stays(registry, own, present, now_ms)
     if kept:
@@ -254,11 +254,11 @@ def _capacity(tags: Sequence[str], places: Iterable[Placement], unknown: float) 
 
 
 def core_assignment(config: PublisherConfig, host: str = "") -> PoolAssignment:
-    """The assignment of an engine core. host: its machine; by default this one."""
+    """Make the assignment of an engine core. host: its machine; by default this one."""
     member = Member(config.server_id, host or host_name(), config.rank, config.capacity_blocks)
     return PoolAssignment(config.redis_url, config.model, member)
 
 
 def server_assignment(redis_url: str, model: str, server_id: str, host: str = "") -> PoolAssignment:
-    """The assignment of an API server. host: its machine; by default this one."""
+    """Make the assignment of an API server. host: its machine; by default this one."""
     return PoolAssignment(redis_url, model, Member(server_id, host or host_name()))

@@ -15,18 +15,18 @@ from warmfleet_worker.protocol.redis_address import outgoing_address, parse
 
 
 class UrlRefusedError(ValueError):
-    """Routers could not reach this server under the address that it has."""
+    """The error that routers could not reach this server under the address that it has."""
 
 
 def default_server_id(argv: list[str]) -> str:
-    """A name that stays the same over a restart and differs from that of another server on the same host."""
+    """Make a name that stays the same over a restart and differs from that of another server on the same host."""
     digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()[:8]
     host = "".join(char if char.isalnum() or char in "._-" else "-" for char in socket.gethostname())
     return wire.check_name(f"{host[:48] or 'host'}-{digest}")
 
 
 def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False) -> str:
-    """The URL under which routers reach this server; ``host`` and ``port`` are what it is bound to.
+    """Return the URL under which routers reach this server, which is bound to ``host`` and ``port``.
 
     WARMFLEET_WORKER_URL wins, then POD_IP, then the bound address, then the address that reaches Redis.
     Raises UrlRefusedError for a loopback address while Redis is on another machine: routers may be there, too.
@@ -48,7 +48,7 @@ def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False
 
 
 def redis_is_local(redis_url: str) -> bool:
-    """True if Redis is reached through a unix socket or loopback; then the routers are on this machine, too."""
+    """Return True if Redis is reached through a unix socket or loopback: then the routers are on this machine, too."""
     return all(is_loopback(host) for host, _ in parse(redis_url).nodes)
 
 
@@ -62,7 +62,7 @@ class Bound:
     tls: bool = False
 
     def connect(self) -> socket.socket:
-        """A connection from this machine, within a second; raises OSError if there is none."""
+        """Connect from this machine, within a second; raises OSError if that fails."""
         if self.uds:
             plain = socket.socket(socket.AF_UNIX)
             try:
@@ -86,9 +86,9 @@ class Bound:
 
 
 def healthy(bound: Bound) -> bool:
-    """True if the API server there answers ``GET /health`` with 200: it accepts requests, and its engine is well.
+    """Return True if the API server there answers ``GET /health`` with 200, so it and its engine are well.
 
-    A server that wants a certificate of its clients cannot be asked: then it is enough that it listens.
+    A server that wants a certificate of its clients cannot be asked, so it is enough that it listens.
     """
     try:
         with bound.connect() as connection:
@@ -113,7 +113,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a host name: the operator who set it knows where it leads."""
+    """Read an IP address; None for a host name, because the operator who set it knows where it leads."""
     try:
         return ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-YOUNG_SECONDS = 60.0  # a failover of Redis may lose a join or an artifact this young, and no router would ask for it
-ARTIFACT_SECONDS = 86_400  # a file expires so long after its server last used it, because nothing else removes it
-IN_USE_SECONDS = 600.0  # between two extensions of the files' lives, and two looks whether a file is missing
-LOOK_SECONDS = 0.5  # between two looks whether the adapters have changed: a change does not wait for a heartbeat
-READY_SECONDS = 120.0  # a server that does not listen by then joins all the same; the routers' probe then fails
+YOUNG_SECONDS = 60.0  # age up to which a failover of Redis may lose a join or artifact unnoticed by routers
+ARTIFACT_SECONDS = 86_400  # time after its server's last use at which a file expires: nothing else removes it
+IN_USE_SECONDS = 600.0  # time between two extensions of the files' lives, and two looks for missing files
+LOOK_SECONDS = 0.5  # time between two looks whether the adapters have changed, which waits for no heartbeat
+READY_SECONDS = 120.0  # longest wait until a server listens; then it joins anyway, and the routers' probe fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ServerPublisher:
     """
 
     def __init__(self, config: ServerConfig, assignment: PoolAssignment | None = None) -> None:
-        """assignment: tells the pool to join; without it that is ``config.model``."""
+        """assignment: names the pool to join; without it, the pool is ``config.model``."""
         self.config = config
         self._assignment = assignment
         self._open(config.model)
@@ -118,7 +118,7 @@ class ServerPublisher:
 
     @property
     def _changed(self) -> bool:
-        """Whether the server serves other adapters than it has announced."""
+        """Tell whether the server serves other adapters than it has announced."""
         return self.joined and dict(self.config.adapters()) != self._adapters
 
     def _round(self) -> None:
@@ -137,7 +137,7 @@ class ServerPublisher:
         self._stream.flush()
 
     def _sit(self, tag: str) -> None:
-        """Belong to this pool: say goodbye to the one before, if this is another."""
+        """Write for this pool from now on; if it is a new one, first say goodbye in the old pool."""
         if tag == self._tag:
             return
         self._goodbye()
@@ -145,7 +145,7 @@ class ServerPublisher:
         self._open(tag)
 
     def _uses_files(self) -> bool:
-        """Let the files in Redis live on, every IN_USE_SECONDS. False if one is lost, or routers want it again.
+        """Every IN_USE_SECONDS extend the files' lives in Redis; return False if one is lost or wanted by routers.
 
         Routers empty the files of most servers of a large pool, because they never read them; the keys stay.
         """
@@ -156,14 +156,14 @@ class ServerPublisher:
         return not lost
 
     def _lives_on(self, key: str) -> bool:
-        """Let a file expire in a day from now. False if it is not there."""
+        """Let a file expire in a day from now; return False if it is not there."""
         try:
             return bool(self._stream.client.expire(key, ARTIFACT_SECONDS))
         except NoPermissionError:  # the rules of an older `warmfleet acl`: then it does not expire
             return True
 
     def _store(self) -> None:
-        """Store the files, as far as their keys are not there."""
+        """Store the files whose keys Redis does not have."""
         manifest = self._manifest = {}
         self._files, self._used_at = [], time.monotonic()
         for name, content in self.config.artifacts.items():
@@ -175,7 +175,7 @@ class ServerPublisher:
                 self._lives_on(self._files[-1])
 
     def _announcement(self) -> str:
-        """The data of a join, with the adapters as they are now."""
+        """Return the data of a join entry, with the adapters as they are now."""
         config, self._adapters = self.config, dict(self.config.adapters())
         return wire.dumps(
             {

@@ -29,14 +29,14 @@ class Snapshot:
 
     @property
     def finished(self) -> bool:
-        """True if all chunks have been made, and ``end`` is next."""
+        """Return True if all chunks have been made, and ``end`` is next."""
         return self._position >= len(self._keys)
 
     def begin(self) -> str:
         return wire.dumps({"snapshot": self.id, "command": self._command_id})
 
     def chunk(self) -> bytes:
-        """The next chunk; empty if none of its keys belongs to the published KV cache group."""
+        """Make the next chunk; empty if none of its keys belongs to the published KV cache group."""
         keys = self._keys[self._position : self._position + wire.BATCH_BLOCKS]
         self._position += len(keys)
         packed = b"".join(self._pick(keys))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-MIN_STEP_TOKENS = 128  # a step with less prefill is left out: its fixed cost would hide the speed
-MIN_TOKENS = 512  # before so many are measured no speed is reported
+MIN_STEP_TOKENS = 128  # least prefill of a step that is measured, because its fixed cost would hide the speed
+MIN_TOKENS = 512  # number of tokens to be measured before a speed is reported
 MEMORY_SECONDS = 10.0  # busy seconds after which earlier measurements count half
-FEW_TOKENS = 16  # a step that decodes no more, and computes no prompt, takes hardly longer than the least there is
-LEAST_STEPS, STEPS = 8, 32  # so many of these are needed to tell their duration; the last so many are looked at
+FEW_TOKENS = 16  # most tokens of a step without prefill that still takes hardly longer than the shortest step
+LEAST_STEPS, STEPS = 8, 32  # number of such steps needed to tell their duration; number of latest ones looked at
 
 
 class SpeedMeter:
@@ -25,11 +25,11 @@ class SpeedMeter:
         self._least: deque[float] = deque(maxlen=STEPS)
 
     def scheduled(self, step: int, now: float) -> None:
-        """The step with this number begins ``now`` (monotonic seconds)."""
+        """Note that the step with this number begins ``now`` (monotonic seconds)."""
         self._started.append((step, now))
 
     def done(self, step: int, now: float, prefill_tokens: int, decode_tokens: int) -> None:
-        """The step has its result. Results come in the order of the schedules; a step without a result is skipped."""
+        """Measure a step that has its result. Results come in the order of schedules; steps without one are skipped."""
         started = None
         while self._started and started is None:
             number, at = self._started.popleft()
@@ -48,12 +48,12 @@ class SpeedMeter:
 
     @property
     def speed_tps(self) -> int:
-        """Tokens per second; 0 = not measured yet."""
+        """Return tokens per second; 0 = not measured yet."""
         return int(self._tokens / self._seconds) if self._tokens >= MIN_TOKENS else 0
 
     @property
     def step_us(self) -> int:
-        """Microseconds that a step takes however little it computes, as a median; 0 = not measured yet.
+        """Return the median microseconds that a step takes however little it computes; 0 = not measured yet.
 
         Any thread may ask: the copy is one call.
         """

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait; with jitter and a resync shorter than a heartbeat period
+BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait, which with jitter and a resync is below a heartbeat period
 SOCKET_TIMEOUT_SECONDS = 2.0
-MAX_PENDING = 64  # entries that Redis has not answered yet
+MAX_PENDING = 64  # most entries that Redis has not answered yet
 UNUSABLE_KEY = ("WRONGTYPE", "The stream has exhausted")  # errors of a key that no writer can use any more
 
 
@@ -43,7 +43,7 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
 
 
 def connect(url: str, tag: str = "", *, timeout_seconds: float = SOCKET_TIMEOUT_SECONDS) -> redis.Redis:
-    """A client for ``url`` (see ``protocol.redis_address``) that never retries by itself, and connects on first use.
+    """Make a client for ``url`` (see ``protocol.redis_address``) that never retries by itself, connecting on first use.
 
     tag: the hash tag of all its keys; only a Cluster needs it. timeout_seconds: of a connection and of a call; what the
     URL says wins. Raises RedisAddressError.
@@ -80,7 +80,7 @@ class Outage:
         self._stopping.wait(self._wait * random.uniform(0.75, 1.25))
 
     def over(self) -> None:
-        """A try has succeeded."""
+        """Note that a try has succeeded, which ends an outage."""
         if self._wait:
             logger.info("warmfleet: Redis answers again")
         self._wait = 0.0
@@ -106,7 +106,7 @@ class StreamWriter:
         self.client = client
         self.key = key
         self.nonce = ""
-        self.number = 0  # of the last entry made
+        self.number = 0  # number of the last entry made
         self.joined = (0, 0)  # stream id of the join
         self.lost_entries = 0
         self.lost_blocks = 0
@@ -184,7 +184,7 @@ class StreamWriter:
 
 
 def _is_unusable(answer: object) -> bool:
-    """True if the key takes no entry, now or later.
+    """Return True if the key takes no entry, now or later.
 
     Redis refuses a join on this key, too, but not the hint to it in ``hello``; routers follow the hint and delete the
     key.

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     #: Turns keys of a block table into block hashes, and leaves out the keys that are not published.
     PickHashes = Callable[[Iterable[bytes]], list[bytes]]
 
-#: Records that may wait for the publisher: about 25 MB of keys at most, minutes of an engine's work.
+#: Most records that may wait for the publisher: about 25 MB of keys, minutes of an engine's work.
 QUEUE_RECORDS = 262_144
 
 
 def hash_itself(keys: Iterable[bytes]) -> list[bytes]:
-    """The ``PickHashes`` of a table whose keys are block hashes already."""
+    """Return the keys as they are: the ``PickHashes`` of a table whose keys are block hashes already."""
     return list(keys)
 
 
@@ -73,7 +73,7 @@ class Transitions:
         self.overflowed = True
 
     def replace(self, table: Mapping[bytes, Any]) -> None:
-        """The engine has thrown its table away and goes on with this new one."""
+        """Follow an engine that has thrown its table away to the new one, ``table``."""
         with self.lock:
             self.table = table
             self.note(None)
@@ -97,7 +97,7 @@ class Transitions:
                 yield Run("cleared")
 
     def cut(self) -> Sequence[bytes]:
-        """The table's keys as they are now. Empties the queue, because the keys contain everything queued so far."""
+        """Copy the table's keys as they are now, and empty the queue, because the copy contains everything queued."""
         with self.lock:
             keys = list(self.table)
             self.records.clear()

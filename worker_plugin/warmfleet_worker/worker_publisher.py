@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-DRAIN_RECORDS = 4_096  # changes that become entries between two round trips
-BURST_CHUNKS = 32  # snapshot chunks (36 kB) in one round trip
+DRAIN_RECORDS = 4_096  # most changes that become entries between two round trips
+BURST_CHUNKS = 32  # most snapshot chunks (36 kB in all) in one round trip
 PROGRESS_QUEUE = 4_096
-SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # the fleet has so long to ask for a snapshot after a loss
+SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # time after a loss until a snapshot is sent unasked
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A snapshot is due; the fleet has asked for it if there is a command id."""
+    """A snapshot that is due; with a command id the fleet has asked for it."""
 
     command_id: str | None = None
 
@@ -49,7 +49,7 @@ class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
     ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
-    ``load`` is called in the publisher's thread. assignment: tells the pool to join; without it, that
+    ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, that
     is ``config.model``. moved: called in that thread when the worker has left a pool for another.
     """
 
@@ -78,7 +78,7 @@ class WorkerPublisher:
         self._snapshot: Snapshot | None = None
         self._drained: deque[Run] = deque()  # off the queue, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
-        self._loss_noticed_at: float | None = None  # since then the index cannot equal the table
+        self._loss_noticed_at: float | None = None  # time since which the index cannot equal the table
         self._joined_at = 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
@@ -188,7 +188,7 @@ class WorkerPublisher:
         self._due.flush = now + (0.0 if self._has_more() else wire.FLUSH_SECONDS)
 
     def _has_more(self) -> bool:
-        """True if work is left that need not wait for the next period."""
+        """Return True if work is left that need not wait for the next period."""
         if self._snapshot is not None:
             return self._room() > 0
         return bool(self._drained) or len(self._transitions) > DRAIN_RECORDS or self._snapshot_request is not None
@@ -199,7 +199,7 @@ class WorkerPublisher:
     # ------------------------------------------------ join
 
     def _sit(self, tag: str) -> None:
-        """Belong to this pool. A worker that moves keeps its blocks: a snapshot follows its join."""
+        """Write for this pool from now on. A worker that moves keeps its blocks, so a snapshot follows its join."""
         if tag == self._tag:
             return
         if self._state.joined:
@@ -266,11 +266,11 @@ class WorkerPublisher:
     # ------------------------------------------------ snapshot
 
     def _room(self) -> int:
-        """How many entries may be sent before the fleet acknowledges more. MAXLEN would cut off a snapshot's begin."""
+        """Return how many entries may be sent unacknowledged; with more, MAXLEN would cut off a snapshot's begin."""
         return wire.UNACKNOWLEDGED_ENTRIES - (self._stream.number - self._state.applied)
 
     def _cut(self) -> Sequence[bytes]:
-        """The keys of the whole table. They contain all changes that waited to be published."""
+        """Copy the keys of the whole table, which contain all changes that waited to be published."""
         self._drained.clear()
         self._loss_noticed_at = None
         return self._transitions.cut()
@@ -296,7 +296,7 @@ class WorkerPublisher:
     # ------------------------------------------------ heartbeat and command
 
     def _heartbeat_due(self, now: float) -> Load | None:
-        """The load to report, if a heartbeat is due. While the engine stands still none is: after a TTL it is dead."""
+        """Return the load if a heartbeat is due. None is due at a standstill, so the worker is dead after a TTL."""
         if now < min(self._due.heartbeat, self._due.load):
             return None
         self._due.after_load(now)
@@ -350,7 +350,7 @@ class WorkerPublisher:
             self._obey(command.do, command.id)
 
     def _not_acknowledged(self, command: Command | None, now: float) -> None:
-        """The command names another incarnation, or there is none. Wait, stop for good, or join again.
+        """Wait, stop for good, or join again, because the command is missing or names another incarnation.
 
         Either the fleet has not read our join yet, or another process joined after us (it may be alive or dead), or
         Redis has lost our join.

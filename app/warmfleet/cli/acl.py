@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 OLD = ".old"  # suffix of a user's name for the previous password, which stays valid while passwords are changed
-PASSWORD_BYTES = 24  # long and random, because Redis keeps an unsalted SHA-256
+PASSWORD_BYTES = 24  # random bytes of a password: many, because Redis keeps an unsalted SHA-256
 MAX_PASSWORD_FILE_BYTES = 1_048_576
 ADMIN_RULES = ("~*", "&*", "+@all")
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
-    """Rules by user name. Raises CommandError for a name that Redis keys cannot contain."""
+    """Return rules by user name. Raises CommandError for a name that Redis keys cannot contain."""
     if not options.models:
         raise CommandError("name a MODEL, or set WARMFLEET_MODELS")
     if options.worker and len(options.models) > 1:
@@ -71,7 +71,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
 
 
 def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, commands: bool) -> list[str]:
-    """The lines of an aclfile, or commands for redis-cli. A whole aclfile turns off the password-less `default`."""
+    """Write lines of an aclfile, or commands for redis-cli. A whole aclfile turns off the password-less `default`."""
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
     valid = {name: [passwords[key] for key in (name, name + OLD) if key in passwords] for name in rules}
@@ -79,7 +79,7 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
 
 
 def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
-    """The passwords of these users, and their previous ones as ``NAME.old``. Raises CommandError if a user has none.
+    """Read the passwords of these users, and previous ones as ``NAME.old``. Raises CommandError if a user has none.
 
     place: a file with ``NAME PASSWORD`` on each line, or a folder with a file for each user (a mounted Secret).
     ``NAME.old`` may be missing or empty.

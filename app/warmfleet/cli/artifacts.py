@@ -100,7 +100,7 @@ async def _shelf(fleet: Fleet) -> Shelf:
 
 
 def rows(shelf: Shelf) -> list[dict[str, Any]]:
-    """The files of one model, by name, and approvals of templates that no worker has announced."""
+    """List the files of one model, by name, and approvals of templates that no worker has announced."""
     announced = sorted(shelf.artifacts.items(), key=lambda item: (item[1].name, item[0]))
     others = [(sha256, Artifact(TEMPLATE, {})) for sha256 in sorted(shelf.approved - shelf.artifacts.keys())]
     return [
@@ -116,7 +116,7 @@ def rows(shelf: Shelf) -> list[dict[str, Any]]:
 
 
 def listing(shelves: Sequence[Shelf]) -> list[Part]:
-    """A table for each model, with whole digests, because an approval names a digest."""
+    """Make a table for each model, with whole digests, because an approval names a digest."""
     parts, footnote = list[Part](), list[Part]()
     for shelf in shelves:
         files = [_cells(row, shelf.by_settings) for row in rows(shelf)]
@@ -139,7 +139,7 @@ def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ..
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """The only digest of ``known`` that begins with ``digest``, or a whole ``digest`` itself. Raises CommandError."""
+    """Find the only digest of ``known`` that begins with ``digest``; a whole one is itself. Raises CommandError."""
     if len(digest) == 64:
         return digest
     found = sorted(sha256 for sha256 in known if sha256.startswith(digest))

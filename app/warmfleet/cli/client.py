@@ -16,7 +16,7 @@ OPERATORS_PORT = f"the port for operators, WARMFLEET_ADMIN_PORT, by default {ADM
 
 
 def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
-    """The JSON answer of a replica. Raises CommandError."""
+    """Ask a replica and return its JSON answer. Raises CommandError."""
     headers = admin_headers() | ({b"content-type": b"application/json"} if body is not None else {})
     try:
         answer = httpx.request(method, url.rstrip("/") + path, content=body, headers=headers, timeout=TIMEOUT_SECONDS)
@@ -39,6 +39,6 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
 
 
 def admin_headers() -> dict[bytes, bytes]:
-    """The header that a replica requires from its operator, by ``WARMFLEET_ADMIN_KEY``; empty if that is not set."""
+    """Make the header that a replica requires from its operator, by ``WARMFLEET_ADMIN_KEY``; empty if that is unset."""
     key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked. The text is a sentence for the person who typed the command."""
+    """The error that a command cannot do its task. The text is a sentence for the person who typed the command."""

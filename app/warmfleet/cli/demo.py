@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import argparse
 
 SEED = 2026
-BLOCKS = 1_024  # of 16 tokens, in each engine's cache: few enough to fill it in seconds
+BLOCKS = 1_024  # size of each engine's cache in blocks of 16 tokens: few enough to fill it in seconds
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 600, 200, 48
 CONVERSATIONS_PER_SYSTEM_PROMPT = 4
-THINK_SECONDS = 0.3  # mean pause between an answer and the next turn
+THINK_SECONDS = 0.3  # length of the mean pause between an answer and the next turn
 START_SPREAD_SECONDS = 2.0
 
 
@@ -71,7 +71,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
-    """Whether prefix-aware routing computed less and answered sooner, and a sentence that says so."""
+    """Tell whether prefix-aware routing computed less and answered sooner, and a sentence that says so."""
     saved = computed(results["round_robin"]) - computed(results["cost"])
     sooner = first_token(results["cost"]) < first_token(results["round_robin"])
     tokens = f"prefix-aware routing computed {abs(saved)} tokens {'less' if saved > 0 else 'more'}"
@@ -81,7 +81,7 @@ def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
 
 
 async def four_states(stack: Stack, progress: Progress) -> bool:
-    """Print the verdict of each state as it comes; True if all passed."""
+    """Print the verdict of each state as it comes; return True if all passed."""
     progress.step("walking through the four states")
     chat = Chat(stack.names[0])
     try:
@@ -97,7 +97,7 @@ async def four_states(stack: Stack, progress: Progress) -> bool:
 
 
 async def converse(stack: Stack, work: Work, progress: Progress) -> list[Answer]:
-    """All answers of the comparison. The seed is fixed, so each policy gets the same conversations."""
+    """Collect all answers of the comparison. The seed is fixed, so each policy gets the same conversations."""
     chat = Chat(stack.names[0])
     rng = random.Random(SEED)
     groups = -(-work.conversations // CONVERSATIONS_PER_SYSTEM_PROMPT)
@@ -128,7 +128,7 @@ async def converse(stack: Stack, work: Work, progress: Progress) -> list[Answer]
 
 
 def compare(results: dict[str, list[Answer]]) -> Table:
-    """The table of both policies, by the engines' own counts."""
+    """Make the table of both policies, by the engines' own counts."""
     rows: list[tuple[object, ...]] = []
     for policy, answers in results.items():
         prompt = sum(answer.prompt_tokens for answer in answers)
@@ -147,12 +147,12 @@ def compare(results: dict[str, list[Answer]]) -> Table:
 
 
 def computed(answers: list[Answer]) -> int:
-    """Prompt tokens that engines had to compute."""
+    """Sum the prompt tokens that engines had to compute."""
     return sum(answer.computed_tokens for answer in answers)
 
 
 def first_token(answers: list[Answer]) -> float:
-    """Mean time to first token, seconds."""
+    """Return the mean time to first token in seconds."""
     return statistics.fmean(answer.first_token_s for answer in answers)
 
 

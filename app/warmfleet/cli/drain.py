@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 POLL_S = 0.5
-#: A worker has finished when it had no request for so long. A replica that could not reach Redis when the drain began
-#: may still send requests until its next reading of the fleet.
+#: Length of a time without requests after which a worker has finished, because a replica that could not reach Redis
+#: when the drain began may still send requests until its next reading of the fleet.
 QUIET_S = 3.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Drain, or undo it; 0. Raises CommandError with a sentence for the operator."""
+    """Drain, or undo it; return 0. Raises CommandError with a sentence for the operator."""
     tags = tags_of(options)
     if options.undo and options.wait:
         raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
@@ -47,7 +47,7 @@ async def _run(names: Sequence[str], url: str, tags: Sequence[str], *, undo: boo
 
 
 async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
-    """The workers with these names; the name of a server means all its engine cores.
+    """Find the workers with these names; the name of a server means all its engine cores.
 
     A pool that does not answer keeps no name from being found in another one. Raises FleetUnavailable if none answers.
     """
@@ -119,7 +119,7 @@ def _left(worker: WorkerView) -> str:
 
 
 def _foreign_tokens(worker: WorkerView) -> int:
-    """Tokens of requests that were sent past the routers, or by a router that could not reach Redis."""
+    """Sum tokens of requests that were sent past the routers, or by a router that could not reach Redis."""
     if worker.state is WorkerState.SILENT:
         return 0  # a silent worker's last report is old, and no newer one will come
     return worker.load.foreign_prefill_tokens + worker.load.foreign_decode_tokens

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def body_of(options: argparse.Namespace) -> bytes:
-    """The request body that the options describe. Raises CommandError unless there is exactly one."""
+    """Make the request body that the options describe. Raises CommandError unless there is exactly one."""
     sources = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
     if len(sources) != 1:
         raise CommandError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
@@ -86,7 +86,7 @@ def body_of(options: argparse.Namespace) -> bytes:
 
 
 def parts_of(answer: dict[str, Any]) -> list[Part]:
-    """The table of workers, the cheapest first, with an arrow at the choice, and a sentence about it."""
+    """Make the table of workers, the cheapest first, with an arrow at the choice, and a sentence about it."""
     prompt = answer["prompt_tokens"]
     known = f"prompt identified: {answer['identity']}" + (f" ({answer['reason']})" if answer["reason"] else "")
     head = Toned(answer["model"], Tone.HEAD)
@@ -122,7 +122,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
 
 
 def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
-    """The workers as they were read last, and where the request would go without Redis."""
+    """List the workers as they were read last, and where the request would go without Redis."""
     header = ("", "WORKER", "PREFILL AHEAD", "DECODING", "IN FLIGHT")
     rows = [
         (
@@ -140,7 +140,7 @@ def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
 
 
 def _waits(answer: dict[str, Any]) -> list[Part]:
-    """Sentences about the queue in which the request would wait; none about its length if Redis told none."""
+    """Write sentences about the queue in which the request would wait; none about its length if Redis told none."""
     if not answer["waits_for"]:
         return ["The queue is full: it would be refused."]
     turn = f"It would wait for its turn at {answer['waits_for']}, at a price of {answer['turn_s']:.2f} s."
@@ -152,7 +152,7 @@ def _waits(answer: dict[str, Any]) -> list[Part]:
 
 
 def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tuple[object, ...]:
-    """chosen_s: the cost of the worker that is chosen."""
+    """Make a worker's row of the table. chosen_s: the cost of the worker that is chosen."""
     matched, cost = candidate["matched_tokens"], float(candidate["cost_s"])
     cells = (
         candidate["worker_id"],
@@ -190,7 +190,7 @@ def _read(name: str) -> bytes:
 
 
 def _first_model(url: str) -> str:
-    """The first name by which clients can ask for a model; /v1/models is not on the operators' port."""
+    """Find the first name by which clients can ask for a model, as /v1/models is not on the operators' port."""
     first = ask("GET", url, "/workers")["models"][0]
     served = [name for worker in first["workers"] if worker["routable"] for name in worker["models"]]
     return str(served[0] if served else first["model"].partition("#")[0])

@@ -15,7 +15,7 @@ from warmfleet.cli.command_error import CommandError
 if TYPE_CHECKING:
     import argparse
 
-KEY_BYTES = 32  # random, so that an unsalted hash of the key cannot be turned back
+KEY_BYTES = 32  # number of random bytes, so that an unsalted hash of the key cannot be turned back
 
 
 def run(options: argparse.Namespace) -> int:

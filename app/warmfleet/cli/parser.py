@@ -14,7 +14,7 @@ from warmfleet.version import version
 
 MAX_DAYS = 36_500
 MAX_WATCH_S = 86_400
-MAX_LIMIT = 4_294_967_295  # the highest limit of a client's key, as in ``warmfleet.fleet``
+MAX_LIMIT = 4_294_967_295  # highest limit of a client's key, as in ``warmfleet.fleet``
 
 DEFAULT_URL = f"http://127.0.0.1:{ADMIN_PORT}"
 DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
@@ -263,7 +263,7 @@ WARMFLEET_REDIS_URL=rediss://worker-gpu1:PASSWORD@redis:6379. In URLs, % : / @ ?
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; ``command`` names the subcommand."""
+    """Make the parser of the whole command; ``command`` names the subcommand."""
     parser = argparse.ArgumentParser(
         prog="warmfleet", description=MAIN, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -42,7 +42,7 @@ async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool
 
 
 async def _switched(name: str | None, fleet: Fleet) -> str | None:
-    """The policy that the pool is switched to; None: each replica goes by its own."""
+    """Return the policy that the pool is switched to; None if each replica goes by its own."""
     if name is not None:
         await fleet.operator.switch("" if name == DEFAULT else name)
     switched_to = await fleet.operator.switched()

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 async def _again(
     replays: Replays, records: Sequence[dict[str, Any]], policies: Sequence[str]
 ) -> dict[str, list[Choice]]:
-    """The choices by each of these policies; "" is the policy of the record."""
+    """Make the choices again by each of these policies; "" is the policy of the record."""
     found = {}
     try:
         with Progress() as progress:
@@ -78,7 +78,7 @@ def _parts(count: int, wrong: Sequence[tuple[dict[str, Any], Choice]], rows: Seq
 
 
 def same(record: dict[str, Any], new: Choice) -> bool:
-    """The logged decision and the new one agree on worker, reason and cost."""
+    """Tell whether the logged decision and the new one agree on worker, reason and cost."""
     return (record["worker_id"], record["why"], record["cost_s"]) == (new.worker_id, new.why, new.cost_s)
 
 
@@ -111,7 +111,7 @@ def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]
 
 
 def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of damaged lines, which a crash or a full disk may have left.
+    """Read the records, and the numbers of damaged lines, which a crash or a full disk may have left.
 
     Raises CommandError if there is no record at all.
     """

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts_of(answer: dict[str, Any], now: float) -> list[Part]:
-    """The table of replicas, and a line about each silent one. now: Unix time."""
+    """Make the table of replicas, and a line about each silent one. now: Unix time."""
     rows = answer["replicas"]
     parts: list[Part] = []
     if not answer["fresh"]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The environment with the file of ``--env-file`` on top, and the options on top of both.
+    """Merge the environment, the file of ``--env-file`` on top, and the options on top of both.
 
     Raises BadArgument that names the variable at fault, CommandError if the file cannot be read.
     """
@@ -38,12 +38,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
-    """The environment with the file of ``--env-file`` on top. Raises CommandError if the file cannot be read."""
+    """Merge the environment, and the file of ``--env-file`` on top. Raises CommandError if the file cannot be read."""
     return os.environ | (variables(options.env_file) if options.env_file else {})
 
 
 def variables(path: str) -> dict[str, str]:
-    """The variables of a file with lines ``NAME=value``; a value may be quoted. Raises CommandError."""
+    """Read the variables of a file with lines ``NAME=value``; a value may be quoted. Raises CommandError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,7 +94,7 @@ def _several(options: argparse.Namespace) -> int:
 
 
 def _bound(settings: Settings, shared_port: int | None) -> Sockets:
-    """The sockets of a replica without a parent. Raises CommandError if a port is taken."""
+    """Open the sockets of a replica without a parent. Raises CommandError if a port is taken."""
     host, admin = settings.host, settings.admin_port
     with ExitStack() as bound:  # gives the earlier ports back if a later one is taken
         clients = [bound.enter_context(closing(listen(host, settings.port)))]
@@ -106,7 +106,7 @@ def _bound(settings: Settings, shared_port: int | None) -> Sockets:
 
 
 def _inherited(option: str) -> tuple[str, Sockets]:
-    """The place of this replica, and its sockets, as ``Replicas`` hands them over by ``--place``."""
+    """Receive this replica's place (its number) and sockets, as ``Replicas`` hands them over by ``--place``."""
     place, *numbers = option.split(",")
     line, clients, operators = (
         [socket.socket(fileno=int(number)) for number in joined.split("+") if number] for joined in numbers

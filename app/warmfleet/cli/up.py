@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-POLL_SECONDS = 0.5  # between two looks for dead processes and first answers
+POLL_SECONDS = 0.5  # time between two looks for dead processes and first answers
 
-#: Long enough for several blocks of any engine, so that the second request visibly finds them.
+#: A prompt long enough for several blocks of any engine, so that the second request visibly finds them.
 RULES = (
     "You answer questions about a library. It opens at nine and closes at six, on Saturdays at one. A card costs "
     "nothing and lasts for two years. Ten books may be borrowed at a time, for four weeks each, and renewed twice. A "
@@ -71,7 +71,7 @@ environment are about the models that it names. `warmfleet pools add` makes seve
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """The command line as a Plan. Raises CommandError if it needs a package that is not installed."""
+    """Turn the command line into a Plan. Raises CommandError if it needs a package that is not installed."""
     if options.tokenizer and find_spec("transformers") is None:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
     if options.engine_flags and options.engine != "vllm":
@@ -149,7 +149,7 @@ def serve(stack: Stack) -> int:
 
 
 def usage(address: str, operators: Sequence[str], model: str) -> str:
-    """The commands to type next, which work as printed. operators: the URL of each replica for its operators."""
+    """Write the commands to type next, which work as printed. operators: the URL of each replica for its operators."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
     pages = " ".join(f"{url}/status" for url in operators)

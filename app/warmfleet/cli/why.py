@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
 
 HEADER = ("TIME", "REQUEST", "WAITED", "WORKER", "STATUS", "WHY")
-MAX_WHY = 90  # characters of the sentences in a row of the table; of a single request they are whole
+MAX_WHY = 90  # most characters of the sentences in a row of the table; of a single request they are whole
 #: The facts below the sentences, by their names in the answer.
 FACTS = {
     "model": "model",
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
-    """The answer of each replica, by its URL. named: the user named them, so each must answer; else any of them must.
+    """Ask each replica; return answers by URL. named: the user named them, so each must answer; else one must.
 
     Raises CommandError.
     """
@@ -90,7 +90,7 @@ def _ask_the_others(answers: dict[str, Any], path: str) -> None:
 
 
 def about_request(request_id: str, answers: dict[str, Any]) -> list[Part]:
-    """Everything about the requests with this id, the newest first."""
+    """Return everything about the requests with this id, the newest first."""
     found = [(answer["replica"], request) for answer in answers.values() for request in answer["requests"]]
     if not found:
         kept = [
@@ -126,7 +126,7 @@ def _tries(request: dict[str, Any]) -> list[tuple[object, ...]]:
 
 
 def table(answers: dict[str, Any], order: str, count: int) -> list[Part]:
-    """The requests of all replicas that answered, in this order."""
+    """Tabulate the requests of all replicas that answered, in this order."""
     requests = [request for answer in answers.values() for request in answer["requests"]]
     if not requests:
         return [f"No {'request has failed' if order == 'failed' else 'request is known'}: {_replicas(answers)}."]
@@ -148,7 +148,7 @@ def _row(request: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _waited_ms(request: dict[str, Any]) -> float:
-    """The longest time for which the client waited: for the first byte, or in the middle of the answer."""
+    """Find the longest time for which the client waited, for the first byte or in the middle of the answer."""
     first_ms = request["ms"] if request.get("first_ms") is None else request["first_ms"]
     return max(float(first_ms), float(request.get("gap_ms") or 0))
 

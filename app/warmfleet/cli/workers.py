@@ -28,7 +28,7 @@ WELL = ("proven", "approximate")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or with ``--watch`` a table after the other; 1 if at last no worker is routable."""
+    """Print the table, or with ``--watch`` one after the other; return 1 if at last no worker is routable."""
     answer: dict[str, Any] = {"models": []}
 
     def read() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
-    """A table per model, and below it a line and a remedy for each worker that is not used, or not fully.
+    """Make a table per model, and below it a line and a remedy for each worker that is not used, or not fully.
 
     STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
     requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
@@ -131,7 +131,7 @@ def _labels(worker: dict[str, Any]) -> str:
 
 
 def _not_well(worker: dict[str, Any]) -> list[Part]:
-    """Why a worker takes no requests, or fewer than it could, and what to do; nothing of a worker that is well."""
+    """Say why a worker takes no or fewer requests than it could, and what to do; nothing if the worker is well."""
     name, state, remedy = worker["worker_id"], worker["state"], worker["remedy"]
     if worker["routable"] and not remedy:
         return []
@@ -158,7 +158,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _ttft(ttft: dict[str, Any]) -> str:
-    """The times to first token of streamed answers that this replica gave in the last minute."""
+    """Write the times to first token of streamed answers that this replica gave in the last minute."""
     if not ttft["requests"]:
         return "no stream in the last minute at this replica"
     spread = ", ".join(f"{name} {ttft[name.lower() + '_s']:.3f} s" for name in ("P50", "P90", "P99"))

@@ -9,7 +9,7 @@ lost(cause), which counts and asks for a snapshot.
 local call = redis.call
 local BATCH_BLOCKS = 128
 local ALWAYS_BLOCKS = 524288 -- 8 million tokens in blocks of 16; twice as many take 136 MB
-local CHUNK_HASHES_AT = 9 -- the position of hashes in a chunk, behind the snapshot's id
+local CHUNK_HASHES_AT = 9 -- position of the hashes in a chunk, behind the snapshot's id
 
 return function(state, operation, count, lost)
   local block_prefix, held_prefix = state.prefix .. "b:", state.prefix .. "s:"

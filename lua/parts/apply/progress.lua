@@ -1,7 +1,7 @@
 --[[
-apply/progress: the operation progress: the prefill of some requests is done. What these requests had booked is given
-back as their first token would give it back, and the predicted match is compared with what was cached. Their blocks
-were reported before: the index knows them, and will know their eviction, so the reservation counts for them no longer.
+apply/progress: the operation `progress`, which says that the prefill of some requests is done. What these requests had
+booked is given back as by their first token, and the predicted match is compared with what was cached. Their blocks
+were reported before. The index knows them and will know their eviction, so the reservation no longer counts for them.
 
 Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, which gets
 one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).

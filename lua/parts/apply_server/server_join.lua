@@ -13,10 +13,10 @@ local function text(value, pattern, bytes)
   return type(value) == "string" and #value <= bytes and value:match(pattern) ~= nil
 end
 
--- An object (keys "") or a list (keys 1). An empty one may be either: cjson decodes both to an empty table.
+-- Tell whether this is an object (keys "") or a list (keys 1); an empty table may be either.
 local function holds(value, keys) return type(value) == "table" and type(next(value) or keys) == type(keys) end
 
--- Names of the artifact chunks of a manifest, as a set; nil if it is malformed.
+-- Return the names of the artifact chunks of a manifest, as a set; nil if it is malformed.
 local function chunks_of(artifacts)
   if type(artifacts) ~= "table" then return nil end
   local chunks, n, files = {}, 0, 0

@@ -12,14 +12,14 @@ return function(s, own, first_in_order, draw)
   local function in_flight(i) return (unpack_from(ROW_IN_FLIGHT, s.rows[i], IN_FLIGHT_AT)) end
   local function waiting(i) return s.wait[i] end
 
-  -- Blocks that a worker holds and is about to hold. Caches that are full rank equal: a few free blocks say nothing.
+  -- Count blocks that a worker holds or will hold. Full caches rank equal, because a few free blocks say nothing.
   local function blocks(i)
     local held, capacity = unpack_from(ROW_BLOCKS_TO_CAPACITY_BLOCKS, s.rows[i], BLOCKS_AT)
     held = held + floor(s.wait[i] / (s.block > 1 and s.block or VLLM_BLOCK_TOKENS))
     return capacity > 0 and held >= FULL_SHARE * capacity and FULL_RANK or held
   end
 
-  -- The set of the candidates that pass and have the least rank, and that rank; without `passes` all pass.
+  -- Return the set of candidates that pass and have the least rank, and that rank; without `passes` all pass.
   local function least_of(rank, passes)
     local lowest, found = math.huge, {}
     for i = 1, s.count do
@@ -34,17 +34,17 @@ return function(s, own, first_in_order, draw)
 
   local function drawn(passes) return (next((least_of(function(i) return draw(s, i) end, passes)))) end
 
-  -- The candidate of the least rank; of equals the least in flight, then a hash of the seed.
+  -- Return the candidate of the least rank; of equals the one with the least in flight, then by a hash of the seed.
   local function least(rank, passes) return drawn((least_of(in_flight, (least_of(rank, passes))))) end
 
-  -- The candidates of the deepest match, and its share of the prompt. Tokens that every candidate holds are left out.
+  -- Return the candidates of the deepest match, and its share of the prompt, without tokens that all candidates hold.
   local function deepest()
     local found, best = least_of(function(i) return -(own[i] or 0) end)
     local _, common = least_of(function(i) return own[i] or 0 end)
     return found, (-best - common) / max(1, s.prompt - common)
   end
 
-  -- How many more the fullest candidate has in flight than the emptiest; both numbers.
+  -- Return how many more requests the fullest candidate has in flight than the emptiest, and both numbers.
   local function spread()
     local _, lowest = least_of(in_flight)
     local _, highest = least_of(function(i) return -in_flight(i) end)
@@ -103,7 +103,7 @@ return function(s, own, first_in_order, draw)
     return least(blocks), "smallest"
   end
 
-  -- Consistent hashing with bounded loads.
+  -- Choose by consistent hashing with bounded loads.
   function policies.chwbl()
     local total = 0
     for i = 1, s.count do total = total + in_flight(i) end

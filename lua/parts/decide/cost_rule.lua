@@ -35,12 +35,12 @@ prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions
 Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home,
 prefix, pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
-It sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (costs of so many seconds
-more than the lowest count as equal to it), and where s.terms is a table by candidate what the cost is made of, in
+It sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (seconds above the lowest
+cost within which a cost counts as equal to it), and where s.terms is a table by candidate what the cost is made of, in
 seconds: wait, uncached, again, lost, overfill and crowd, busy_share, label_price, each with its weight.
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- costs this close are equal: share of the prompt's tokens, seconds
+local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
 -- The tokens of each match that count, by candidate: prefix_tokens at most. What a candidate holds beyond the
@@ -57,7 +57,7 @@ local function useful_matches(s)
   return own
 end
 
--- The first worker of `order` that is a candidate and passes the test (nil: all pass); nil if none is.
+-- Return the first worker of `order` that is a candidate and passes the test (nil: all pass); nil if none is.
 local function first_in_order(s, passes)
   local place = {}
   for i = 1, s.order == "" and 0 or s.count do place[sub(s.rows[i], WORKER_ID_AT)] = i end
@@ -74,7 +74,7 @@ local function draw(s, i)
   return mixed * mixed % 4294967291
 end
 
--- The candidates that meet the objective with no more load than another that meets it; nil if none meets it.
+-- Return the candidates that meet the objective with no more load than another that does; nil if none meets it.
 local function meeting_objective(s, slack)
   local least, bar
   for i = 1, s.count do
@@ -130,7 +130,7 @@ local function win_tie(s, bar, among, home, own)
   return winner, DECIDED_BY[level] or "lowest"
 end
 
--- own: useful tokens of each match. home: a candidate or nil.
+-- own: useful tokens of each match. home: the session's home (first candidate of `order`) or nil.
 local function lowest_cost(s, own, home)
   local constants, prompt, count = s.constants, s.prompt, s.count
   local speed, fill, base_s, crowd, busy_share = s.speed, s.fill, s.base_s, s.crowd, s.busy_share
@@ -139,7 +139,7 @@ local function lowest_cost(s, own, home)
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local stay, place = constants.stay - 1, constants.place * prompt / s.median
   local mean_fill = s.total_fill / count
-  local slack = max(EQUAL_SHARE * prompt, s.block) -- tokens by which candidates may differ and count as equal
+  local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is making
   for i in pairs(s.speculated) do making = max(making, own[i]) end
   local most, second = 0, 0 -- tokens of the longest match, and of the next

@@ -22,7 +22,7 @@ end
 return function(make_queue, queue2_key, now_us, ticket_ms)
   local tickets_key, flows_key = queue2_key .. ":tickets", queue2_key .. ":flows"
   local lengths_key, clock_key = queue2_key .. ":lengths", queue2_key .. ":clock"
-  local records, gone, more_us = {}, 0, 0 -- by id: the new record, or false if taken out; tickets taken out; added work
+  local records, gone, more_us = {}, 0, 0 -- new records by id (false: taken out); tickets taken out; added work
   -- The ticket that enters: its member and rank in the queue, its flow, and that flow's place and virtual time then.
   local guest, rank, flow, place, time, is_new_flow
   local commands = {}

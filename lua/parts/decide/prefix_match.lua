@@ -22,7 +22,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
-  local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls that are left, for confirmed blocks and chains
+  local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- numbers of calls left: for confirmed blocks, chains
 
   -- Slot -> candidate, of those whose blocks may be matched with a chain of this scheme.
   local function slots_of(scheme)
@@ -33,7 +33,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     return by_slot
   end
 
-  -- The blocks at which some worker's run may end, deepest first. Holders only leave along a chain, so no run ends
+  -- Find the blocks at which a worker's run may end, deepest first. Holders only leave along a chain, so no run ends
   -- between two sets of one size. Every open interval is halved once a round, the widest first.
   local function ends_of(hashes, n, holders)
     local low, low_size, high, high_size = { 1 }, { holders }, { n + 1 }, { 0 } -- of each interval: blocks, holders
@@ -76,7 +76,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     return depth
   end
 
-  -- How far a chain that is being made is equal to the chain of this request. Two chains may part between checkpoints.
+  -- Find how far a chain that is being made equals the chain of this request. Two chains may part between checkpoints.
   -- The place is found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an
   -- approximate worker keeps there. A third chain that parted at that place counts at the next block, so it is
   -- followed, too. A hash stands for all blocks before it, so one comparison tells whether two chains are still the

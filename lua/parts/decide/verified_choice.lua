@@ -1,5 +1,5 @@
 --[[
-decide/verified_choice: the choice; it is made again while the winner holds less than its match seemed to be.
+decide/verified_choice: makes the choice, and again while the winner holds less than its match seemed to be.
 
 A match is found by bisection, which is exact only while a worker's set of blocks is prefix-closed (it holds each
 block's predecessors). For another worker the reverse set (s:) is asked how many blocks it holds without a gap, at
@@ -16,7 +16,7 @@ local VERIFY_BLOCKS, CHUNK_BLOCKS, MAX_CHOICES = 2048, 512, 3
 return function(s, prefix, choose)
   local to_verify, matched = VERIFY_BLOCKS, s.matched
 
-  -- How many of its confirmed blocks a worker holds without a gap.
+  -- Count the confirmed blocks that a worker holds without a gap.
   local function verify(slot, hashes, depth)
     local whole = 0
     while whole < depth and to_verify > 0 do

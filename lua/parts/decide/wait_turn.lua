@@ -24,9 +24,9 @@ ticket; 0 if it got none. By it a router compares two pools, so a second of wait
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"
-local NAMED, MAX_US = 8, 4294967295 -- workers whose prices a ticket holds; the longest time that fits into it
+local NAMED, MAX_US = 8, 4294967295 -- most workers whose prices a ticket holds; longest time that fits into it
 local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
-local LAG_S = 1 -- work by which a tenant may stay behind others after it is served; lua/parts/shared/tickets: lag
+local LAG_S = 1 -- seconds of work by which a tenant may stay behind others after it is served (`lag` of shared/tickets)
 
 -- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
 local function slots_of(ids, rows)
@@ -63,7 +63,7 @@ local function prices_of(s)
   return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s
 end
 
--- Whether a worker is making half of the prompt or more at this moment.
+-- Tell whether a worker is making half of the prompt or more at this moment.
 local function is_being_made(s)
   local most = 0
   for i, blocks in pairs(s.speculated) do

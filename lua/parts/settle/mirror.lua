@@ -18,7 +18,7 @@ Takes the key prefix, the reservation's id, and a table: slot, blocks (in the mi
 Returns the number of blocks in the mirror, and how many were given up because it was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
-local OUTDATED = "outdated up to here" -- a member of lru: that is no hash
+local OUTDATED = "outdated up to here" -- a member of the key lru:<slot> that is no hash, but a mark
 local FIRST_POWER, MAX_NODES, MIRROR_EVICTIONS = 16, 64, 128
 local function exact(number) return format("%.0f", number) end
 
@@ -30,7 +30,7 @@ return function(prefix, id, worker)
   local function hash_at(block) return sub(chain, block * 8 - 7, block * 8) end
   local function key_of(hash) return prefix .. "x:" .. hash end
 
-  -- Bytes that two runs of hashes have in common. A hash stands for all before it, so one comparison tells.
+  -- Count the bytes that two runs of hashes share. A hash stands for all before it, so hashes are bisected.
   local function common(a, b)
     local low, high = 0, min(#a, #b) / 8
     if sub(a, 1, high * 8) == sub(b, 1, high * 8) then return high * 8 end
@@ -52,7 +52,7 @@ return function(prefix, id, worker)
     call("ZADD", lru, score, hash)
   end
 
-  -- Where the node of this block is: its place in lru:; nil if the mirror does not have the block.
+  -- Return the place in lru: of the node with this block; nil if the mirror does not have the block.
   local function used_us(block)
     local at = 1
     for _ = 1, MAX_NODES do
@@ -95,7 +95,7 @@ return function(prefix, id, worker)
     end
   end
 
-  -- The prompt was used now: every node on its way, the deepest being the oldest.
+  -- Note that the prompt was used now: every node on its way, of which the deepest counts as the oldest.
   local function note()
     local at, nodes, power = 1, 0, FIRST_POWER
     while at <= last and nodes < MAX_NODES do

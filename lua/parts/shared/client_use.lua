@@ -9,8 +9,8 @@ Takes the key prefix, the id of a reservation (the client's tag is at its end), 
 functions below. A caller makes them only for an id that has a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
-local USED = ">ddI4" -- the format of a record of tokens: used, when (ms), rate
-local RATE_KEPT_MS = 120000 -- a record tells the rate to the ends of requests, which are renewed every 10 s
+local USED = ">ddI4" -- format of a record of tokens: used, time (ms), tokens per minute
+local RATE_KEPT_MS = 120000 -- time for which a record keeps the rate for ends of requests, renewed every 10 s
 
 return function(prefix, id, now)
   local tag, client = id:sub(CLIENT_AT), {}
@@ -33,7 +33,7 @@ return function(prefix, id, now)
     call("SET", tokens, struct.pack(USED, used, at, rate), "PX", exact(life_ms))
   end
 
-  -- Count more tokens as used, or fewer; 0 only reads. per_minute: the rate from now on; nil: as before. Returns the
+  -- Count more or fewer tokens as used; 0 only reads. per_minute: the rate from now on; nil: as before. Returns the
   -- tokens that are used and not paid back.
   function client.spend(more, per_minute)
     local used, at, rate, record = 0, now, per_minute, call("GET", tokens)

@@ -1,5 +1,5 @@
 --[[
-shared/misnamed: whether an engine lacks the name of its pool, so that a request for that would fail there.
+shared/misnamed: whether an engine does not serve its pool's name, so that a request for that name would fail there.
 
 Guarantee: pure. A served name is that of a pool if it gives its tag: each character that a tag cannot have, of however
 many bytes of UTF-8, counts as "-", and slashes at the ends do not count (protocol/wire.tag_of). Of adapters, of which

@@ -1,6 +1,6 @@
 --[[
-shared/release_lease: a lease ends: its load, its speculation, its place among its client's requests and the lease
-itself are given back.
+shared/release_lease: ends a lease: gives back its load, its speculation (shared/release_speculation), its place among
+its client's requests, and the lease itself.
 
 Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
 Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns six functions: add (see

@@ -1,5 +1,5 @@
 --[[
-shared/release_speculation: a reservation counts no longer for the blocks that it was to make.
+shared/release_speculation: ends the count of a reservation as the maker of blocks that it was to compute.
 
 Takes the key prefix. Returns a function of the reservation's id and its lease, whose checkpoints it reads.
 --]]

@@ -1,6 +1,6 @@
 --[[
-shared/resync: a worker's index is no longer equal to its engine's table: the cause is noted, a snapshot that is being
-sent is given up, and the worker waits for another.
+shared/resync: when a worker's index differs from its engine's table, notes the cause, gives up a snapshot that is being
+sent, and lets the worker wait for another.
 
 Takes the keys resync, retired and digest, the worker's name, the server's time in ms, what the worker's record says of
 divergences (truth), and the table of what this call has changed. Returns drop(record) -> whether a snapshot was being

@@ -2,7 +2,7 @@
 shared/stream_entry: reads one entry of a worker's or a server's stream. All scripts that apply must read it alike.
 
 Takes an item of XRANGE and the server's time in ms. Returns the time and the sequence of the entry's id; whether the id
-is hostile (it would block every later one, or outlive it); and whether the fields have the form
+is hostile (it would block every later id, or outlive it); and whether the fields have the form
 n <nonce> b <number> o <operation> d <data>.
 --]]
 

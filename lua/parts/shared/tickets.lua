@@ -27,11 +27,11 @@ class * 2^20 + tickets), :served (flow -> as in :flows, of flows without tickets
 in us; `limit_us` -> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
 --]]
 local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
-local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- the distance between priority classes in :flows and in :lengths
+local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- distance between priority classes in the scores of :flows and of :lengths
 local FIRST_CLASS = 65 -- the letter A
-local PAGE_TICKETS = 8 -- tickets of a flow that are read at once
+local PAGE_TICKETS = 8 -- most tickets of a flow that are read at once
 local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
-local FORGOTTEN = 0.0625 -- `largest` falls by so many tokens for each token of work that is served later
+local FORGOTTEN = 0.0625 -- tokens by which `largest` falls for each token of work that is served later
 
 return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   local call = own_call or redis.call
@@ -42,7 +42,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
 
   local function class_of(flow) return (flow:byte(1) - FIRST_CLASS) * CLASS end
   local function exact(number) return format("%.0f", number) end
-  -- Where the class of a flow stands: no flow begins before it.
+  -- Return the virtual time at which a flow's class stands, before which no flow begins.
   local function floor_of(flow) return tonumber(call("HGET", clock_key, sub(flow, 1, 1))) or class_of(flow) end
 
   local function flow_of(ticket) return sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) end
@@ -70,7 +70,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     return others_us * math.min(1, before / others)
   end
   function queue.find(id) return call("HGET", tickets_key, id) end
-  -- The client of a ticket, nil if it has no limits.
+  -- Return the client of a ticket, nil if it has no limits.
   local function client_of(id)
     return prefix and #id >= CLIENT_AT and (include "shared/client_use")(prefix, id, now) or nil
   end
@@ -80,7 +80,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     if client then client.hold(now + ticket_ms) end
   end
 
-  -- A ticket's member of the queue.
+  -- Make a ticket's member of the queue.
   local function member_of(id, ticket)
     return flow_of(ticket) .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id
   end
@@ -217,7 +217,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     return true
   end
 
-  -- The ticket that is first in order: its id and its record, nil if none waits.
+  -- Return the id and the record of the ticket that is first in order; nil if none waits.
   function queue.first()
     local flow = sub(call("ZRANGE", flows_key, 0, 0)[1] or "", PLACE_BYTES + 1)
     local member = call("ZRANGEBYLEX", queue2_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
@@ -236,13 +236,13 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     local records = ids[1] and call("HMGET", tickets_key, unpack(ids))
     return { at = k, beyond = k + PAGE_TICKETS, ids = ids, records = records }
   end
-  -- The place of a ticket in a flow, counted from 0; nil if it is not there.
+  -- Return the rank of a ticket in a flow, counted from 0; nil if it is not there.
   function queue.rank_in(flow, id)
     local ticket = queue.find(id)
     local rank = ticket and flow_of(ticket) == flow and call("ZRANK", queue2_key, member_of(id, ticket))
     return rank and rank - call("ZLEXCOUNT", queue2_key, "-", "(" .. flow)
   end
-  -- The place of a ticket's flow among the flows, counted from 0.
+  -- Return the rank of a ticket's flow among the flows, counted from 0.
   function queue.rank_of_flow(id)
     local ticket = queue.find(id)
     local place = ticket and place_of(flow_of(ticket))

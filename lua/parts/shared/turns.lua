@@ -37,8 +37,8 @@ local unpack_from, sub, band = struct.unpack, string.sub, bit.band
 local floor, max, min, huge = math.floor, math.max, math.min, math.huge
 local LEAST_ROOM_S = 1e-6 -- the least room of an engine without any work, whatever limit_s is
 local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
-local MAKING_PRICE = 0.5 -- the most that a second of waiting counts for a ticket whose prompt is being made
-local LEAST_WAIT_PRICE = 0.1 -- keeps lines short if all engines are busy all the time
+local MAKING_PRICE = 0.5 -- most that a second of waiting counts for a ticket whose prompt a worker is making
+local LEAST_WAIT_PRICE = 0.1 -- least that a second of waiting counts, or lines grow long where engines are always busy
 local GOLDEN_RATIO = 0.6180339887 -- multiples of it spread evenly between whole numbers
 
 -- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
@@ -82,8 +82,8 @@ local function capacity(s, limit_s, block_sizes)
   return room_of, overdue_s
 end
 
--- Of a list of candidates the one with the least ahead, of equals the least busy, then the first: a function that
--- tells it, nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and
+-- Make a function that returns, of a list of candidates, the one with the least ahead, of equals the least busy, then
+-- the first; nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and
 -- room only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
 local function least_of(those, ahead, share, room)
   local heap, known, count = nil, {}, 0
@@ -133,7 +133,7 @@ local function least_of(those, ahead, share, room)
   end
 end
 
--- The room of all engines, as tickets take it one after another. Takes the state of shared/candidates, and room_of and
+-- Follow the room of engines, as tickets take it one by one. Takes the state of shared/candidates, and room_of and
 -- overdue_s (capacity). Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets
 -- or waits for, whether it gets that now, whether any worker that may serve it has room, and the us that this worker
 -- needs for it; take(record of a ticket), which takes room of the candidate that serves it, as much as the ticket will
@@ -202,7 +202,7 @@ local function room_left(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
   end
 
-  -- Whether a ticket of these costs takes the candidate with room: at the price of waiting by what that has to do.
+  -- Tell whether a ticket of these costs takes the candidate with room. The busier that is, the less waiting counts.
   local function takes(tie_us, lowest, nearest, best, chosen, making)
     if not chosen then return false end
     local price = max(1 - 2 * share[chosen], wait_price)
@@ -242,7 +242,7 @@ local function room_left(s, room_of, overdue_s)
   return left
 end
 
--- A flow takes its new place in the order, from `head` on: that stays sorted.
+-- Move a flow to its new place in the order, which stays sorted from `head` on.
 local function put_back(order, head, score, flow)
   local low, high = head, #order + 1
   while low < high do
@@ -262,7 +262,7 @@ local function further(length, k, most, rank, now_ms)
   return k + max(0, min(part * most, length - k - most))
 end
 
--- The tickets whose turn it is, in order, as long as workers have room. Takes the queue (shared/tickets), the room of
+-- Find the tickets whose turn it is, in order, while workers have room. Takes the queue (shared/tickets), the room of
 -- all engines (room_left), how many tickets are looked at, and the id at which to stop (nil: at none). Returns id ->
 -- candidate.
 local function take_turns(queue, left, most, last)

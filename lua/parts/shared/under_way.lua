@@ -1,5 +1,5 @@
 --[[
-shared/under_way: of how many prompt tokens an engine may be computing the prefill, now that some prefill has ended.
+shared/under_way: for how many prompt tokens an engine may be computing the prefill after some prefill has ended.
 
 An engine computes all prompts that wait in one step, and their first tokens come together. So as much may be under way
 now as has ended together, or half of what was under way before, but no more than is left. What ended before counts as
@@ -11,7 +11,7 @@ engine (modulo 2^32: clocks that differ may tell a time before), the tokens of t
 all that is left. Returns the tokens.
 --]]
 local max, min = math.max, math.min
-local STEP_MS = 50 -- the time in which the first tokens of a step come
+local STEP_MS = 50 -- longest time between the first tokens of one step
 
 return function(before, passed_ms, ended, left)
   local together = passed_ms < PAST_MS and max(0, 1 - passed_ms / STEP_MS) or 1

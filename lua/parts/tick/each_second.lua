@@ -22,7 +22,7 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
     return score
   end
 
-  -- Whether a name has been silent for forget_ms and its stream is empty. A name that said goodbye counts as silent
+  -- Tell whether a name was silent for forget_ms and its stream is empty. A name that said goodbye counts as silent
   -- since its last entry.
   local function forgettable(stream, seen)
     if seen and seen > now - forget_ms then return false end

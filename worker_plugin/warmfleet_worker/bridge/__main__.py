@@ -13,7 +13,7 @@ from warmfleet_worker.bridge import options, status
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LOOK_SECONDS = 2.0  # between two looks at the file of engines
+LOOK_SECONDS = 2.0  # time between two looks at the file of engines
 MISSING = "warmfleet bridge: {} is not installed: pip install './worker_plugin[bridge,hub]' in a checkout of Warmfleet"
 
 logger = logging.getLogger("warmfleet")

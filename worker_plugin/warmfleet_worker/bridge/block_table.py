@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from warmfleet_worker.bridge.kv_events import BlockKey, Event
 
 ALGORITHM = "sha256_cbor"
-LEAST_BLOCK_TOKENS = 16  # SGLang's pages may be one token; routers match in blocks of at least so many
-SPARE_BLOCKS = 1_024  # beyond twice the engine's cache: the pages that the table may know, held or in doubt
+LEAST_BLOCK_TOKENS = 16  # least tokens in a block that routers match, as SGLang's pages may be one token
+SPARE_BLOCKS = 1_024  # number of pages beyond twice the engine's cache that the table may know, held or in doubt
 
 
 def scheme_of(page_tokens: int) -> wire.Scheme:
-    """The scheme under which blocks of an engine with pages of this size are published."""
+    """Return the scheme under which blocks of an engine with pages of this size are published."""
     block_tokens = page_tokens * -(-LEAST_BLOCK_TOKENS // page_tokens)
     return wire.Scheme(ALGORITHM, wire.default_none_hash(ALGORITHM), block_tokens)
 
@@ -114,14 +114,14 @@ class BlockTable:
                 self._removed(event)
 
     def clear(self) -> None:
-        """The engine's cache is empty: from now on the table is exact again."""
+        """Empty the table as the engine emptied its cache; from now on the table is exact again."""
         self._blocks.clear()
         self._held.clear()
         self._in_doubt = 0
         self._sink.cleared()
 
     def doubt(self) -> None:
-        """Events were lost: of no block it is certain that it is still there."""
+        """Put all blocks in doubt after lost events, because none is certain to be there still."""
         for block in self._blocks.values():
             block.copies, block.doubted = 0, True
         self._in_doubt = len(self._blocks)
@@ -172,7 +172,7 @@ class BlockTable:
     def _known(
         self, event: Stored, index: int, parent: BlockKey | None, before: Block | None, lora: tuple[str, str] | None
     ) -> Block | None:
-        """The chain of one new block; None if something entered its hash that routers cannot know."""
+        """Compute the chain of one new block; None if something entered its hash that routers cannot know."""
         start, size = index * self._page_tokens, self._page_tokens
         salt, provable = _salt(event, index, begins=before is None)
         tokens = (*(before.tail if before else ()), *event.token_ids[start : start + size])
@@ -205,7 +205,7 @@ class BlockTable:
                     self._sink.stored(block.block_hash)
 
     def _prove_all_before(self, key: BlockKey) -> None:
-        """An engine computes a block on top of all earlier ones, so these are there."""
+        """Note that all blocks before this one are there, because an engine computes a block on top of them."""
         if not self._in_doubt:
             return
         chain, at = [], self._blocks.get(key)
@@ -260,7 +260,7 @@ class BlockTable:
 
 
 def _salt(event: Stored, index: int, *, begins: bool) -> tuple[str | None, bool]:
-    """(the salt of this block, whether its hash can be computed). begins: the block begins a prompt."""
+    """Find (the salt of this block, whether its hash can be computed). begins: the block begins a prompt."""
     extra = list(event.extra_keys[index] or ()) if event.extra_keys else []
     if event.lora is not None and extra[:1] == [event.lora]:
         extra = extra[1:]

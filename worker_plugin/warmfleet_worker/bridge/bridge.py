@@ -23,9 +23,9 @@ logger = logging.getLogger("warmfleet")
 #: Between the starts of two engines. A bridge that was restarted joins anew, and a worker that joins takes no requests
 #: until it is probed. So the engines join one after the other, and the fleet always has the others.
 APART_SECONDS = 1.0
-LEAVE_SECONDS = 5.0  # the list waits for so long until an engine that left it has said goodbye
-STOP_SECONDS = 10.0  # that all engines together may take to end
-TOKENIZERS = 8  # that are kept loaded, as files
+LEAVE_SECONDS = 5.0  # longest wait until an engine that left the list has said goodbye
+STOP_SECONDS = 10.0  # longest time that all engines together may take to end
+TOKENIZERS = 8  # most tokenizers that are kept loaded, as files
 
 
 class Bridge:
@@ -70,6 +70,6 @@ class Bridge:
             self._context.destroy(linger=0)
 
     def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Engines of one model share its tokenizer, which takes seconds to load; others do not wait for it."""
+        """Load a tokenizer, in seconds, once for all engines of its model; other models do not wait for it."""
         with self._loading.setdefault((name, chat_template), threading.Lock()):
             return self._tokenizers(name, chat_template)

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-CHECK_SECONDS = 2.0  # between two checks of the health
-READ_SECONDS = 5.0  # between two readings of metrics and names: they cost the engine's API server some milliseconds
-FAILURES = 3  # unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
-REFUSALS = 2  # the same, where nothing listens at its address
-CATCH_UP_SECONDS = 60.0  # that a replay may take before the engine joins all the same
-TOKENIZER_SECONDS = 60.0  # between two tries to load a tokenizer from a hub that cannot be reached
-ADAPTERS_SECONDS = 1.0  # between two look-ups of an adapter that is not known
-UNKNOWN_CAPACITY_BLOCKS = 65_536  # of an engine that does not say how large its cache is
+CHECK_SECONDS = 2.0  # time between two checks of the health
+READ_SECONDS = 5.0  # time between two readings of metrics and names, which cost the API server milliseconds
+FAILURES = 3  # number of unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
+REFUSALS = 2  # the same number, where nothing listens at its address
+CATCH_UP_SECONDS = 60.0  # longest replay of events before the engine joins all the same
+TOKENIZER_SECONDS = 60.0  # time between two tries to load a tokenizer from a hub that cannot be reached
+ADAPTERS_SECONDS = 1.0  # time between two look-ups of an adapter that is not known
+UNKNOWN_CAPACITY_BLOCKS = 65_536  # capacity assumed of an engine that does not say how large its cache is
 
 
 class NotUsableError(Exception):
@@ -60,7 +60,7 @@ class BridgedEngine:
         self.options = options
         self.api = EngineApi(options.url, options.api_key)
         self.ranks: list[Rank] = []
-        self.state = "not seen yet"  # for people
+        self.state = "not seen yet"  # words for people
         self._redis_url = redis_url
         self._context = context
         self._load_tokenizer = load_tokenizer
@@ -73,7 +73,7 @@ class BridgedEngine:
         self._leaves = False
         self._read_due = 0.0
         self._tokenizer_due = float("inf")
-        self._failures = self._unresolved = 0  # checks in a row
+        self._failures = self._unresolved = 0  # numbers of failed checks in a row
         self._hybrid = False  # its events tell of several KV cache groups, so that it may lack blocks in between
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
@@ -96,7 +96,7 @@ class BridgedEngine:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it runs any more: only then may the engine be reported again under its name."""
+        """Whether nothing of it runs any more; only then may the engine be reported again under its name."""
         return not self._thread.is_alive()
 
     # ------------------------------------------------ the thread
@@ -182,7 +182,7 @@ class BridgedEngine:
         return facts
 
     def _sources(self, facts: EngineFacts) -> dict[int, EventSource]:
-        """Where its ranks publish: as the operator says, else as the engine says."""
+        """Return where its ranks publish, as the operator says, else as the engine says."""
         options = self.options
         if options.endpoint:
             first = EventSource(options.endpoint, options.replay or None)
@@ -306,7 +306,7 @@ class BridgedEngine:
                 self._say(f"not reported any more: {rank.stopped}")
 
     def _read(self) -> Reading:
-        """The load; requests as before, and no work to compare, where the engine tells no metrics now."""
+        """Read the load; without metrics keep the requests as before, and no work to compare."""
         try:
             return self.api.reading()
         except EngineDown as error:
@@ -315,14 +315,14 @@ class BridgedEngine:
             return replace(self._reading, work=0)  # unchanged work would look like an engine that stands still
 
     def _load(self, rank: int) -> Load:
-        """Called by the publisher of this rank. Foreign requests cannot be told from the fleet's own."""
+        """Return the load of a rank, for its publisher. Foreign requests cannot be told from the fleet's own."""
         reading = self._reading
         running, waiting = reading.running.get(rank, 0), reading.waiting.get(rank, 0)
         steps = reading.work if running and reading.work else None
         return Load(running, waiting, steps=steps, paused=rank in reading.asleep)
 
     def _lora_path(self, name: str) -> str | None:
-        """The path of an adapter; asks the engine about one that was loaded a moment ago."""
+        """Return the path of an adapter; ask the engine about an adapter that was loaded a moment ago."""
         path = self._adapters.get(name)
         if path is None and time.monotonic() - self._adapters_asked > ADAPTERS_SECONDS:
             self._adapters_asked = time.monotonic()
@@ -336,7 +336,7 @@ class BridgedEngine:
     # ------------------------------------------------ the end
 
     def _leave(self) -> None:
-        """The engine's process is gone, or is another one: both halves say goodbye."""
+        """Let both halves say goodbye, because the engine's process is gone, or is another one."""
         self._end(leave=True)
         self._restarted.clear()
 

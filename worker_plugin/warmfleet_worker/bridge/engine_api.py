@@ -23,7 +23,7 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 
 class EngineDown(Exception):  # noqa: N818 - not an error of ours: the engine does not answer as a healthy one does
-    """gone: nothing listens at the address, or the engine says itself that it is dead.
+    """The engine does not answer well. gone: nothing listens at its address, or it says that it is dead.
 
     unresolved: no address was found for its name. status: of the answer; 0 without one.
     """
@@ -93,7 +93,7 @@ class EngineApi:
         return self._parts.hostname or ""
 
     def facts(self) -> EngineFacts:
-        """How the engine describes itself."""
+        """Ask the engine to describe itself."""
         served = self._models()
         if not served:
             raise EngineDown("/v1/models lists no model")
@@ -133,7 +133,7 @@ class EngineApi:
         }
 
     def sources(self) -> dict[int, EventSource]:
-        """Where each rank publishes its events, if the engine tells (vLLM since 0.31, SGLang); else empty."""
+        """Ask where each rank publishes its events; empty if the engine does not tell (vLLM since 0.31, SGLang do)."""
         found = self._find("/kv_event_sources")
         if found:
             return {int(rank): self._source(config, 0) for rank, config in found.items() if isinstance(config, dict)}
@@ -153,7 +153,7 @@ class EngineApi:
         )
 
     def names(self) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The names that the engine serves now, and path by name of the LoRA adapters that are loaded."""
+        """Ask for the names that the engine serves now, and the paths of loaded LoRA adapters by name."""
         served = self._models()
         return tuple(str(entry["id"]) for entry in served if not entry.get("parent")), _adapters(served)
 
@@ -162,7 +162,7 @@ class EngineApi:
         self._get("/health")
 
     def reading(self) -> Reading:
-        """The load, from the engine's own metrics."""
+        """Read the load from the engine's own metrics."""
         samples = _samples(self._get("/metrics").decode(errors="replace"))
         running, waiting = dict[int, int](), dict[int, int]()
         work, started, asleep = 0, 0.0, set[int]()
@@ -189,7 +189,7 @@ class EngineApi:
             raise EngineDown(f"/v1/models is not as expected: {error}") from error
 
     def _find(self, path: str) -> dict[str, Any] | None:
-        """The JSON object at this path; None if the engine has no such path."""
+        """Get the JSON object at this path; None if the engine has no such path."""
         try:
             value = json.loads(self._found(path) or "null")
         except ValueError:
@@ -197,7 +197,7 @@ class EngineApi:
         return value if isinstance(value, dict) else None
 
     def _found(self, path: str) -> str:
-        """The text at this path; empty if the engine has no such path."""
+        """Get the text at this path; empty if the engine has no such path."""
         try:
             return self._get(path).decode(errors="replace")
         except EngineDown as error:
@@ -232,7 +232,7 @@ WORK = frozenset({"iteration_tokens_total_count", "generation_tokens_total", "pr
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """The address under which a publisher's own endpoint, such as ``tcp://*:5557``, is reached from elsewhere."""
+    """Make the address under which a publisher's own endpoint, such as ``tcp://*:5557``, is reached from elsewhere."""
     scheme, _, rest = endpoint.partition("://")
     bound, _, port = rest.rpartition(":")
     if scheme != "tcp" or bound not in ("*", "0.0.0.0", "[::]", "::", ""):  # noqa: S104 - an address to replace
@@ -241,7 +241,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def at_rank(endpoint: str, rank: int) -> str:
-    """The endpoint of this rank: its port is that of rank 0 plus the rank."""
+    """Return the endpoint of this rank, whose port is that of rank 0 plus the rank."""
     head, _, port = endpoint.rpartition(":")
     return f"{head}:{int(port) + rank}" if rank and endpoint.startswith("tcp://") else endpoint
 
@@ -251,7 +251,7 @@ def _adapters(served: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _samples(text: str, only: str = "") -> list[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of the samples in an exposition."""
+    """Read (name, labels, value) of the samples in an exposition."""
     return [
         (name, dict(_LABEL.findall(labels)), _number(value))
         for name, labels, value in _SAMPLE.findall(text)
@@ -260,7 +260,7 @@ def _samples(text: str, only: str = "") -> list[tuple[str, dict[str, str], float
 
 
 def _number(text: str | None) -> float:
-    """0 for what is no finite number."""
+    """Read a number; 0 for anything but a finite one."""
     try:
         value = float(text or 0)
     except ValueError:

@@ -25,7 +25,7 @@ DEVICE = (None, "GPU")  # the medium of blocks in the engine's own cache; the ot
 
 
 class EventError(ValueError):
-    """A batch or an event is not as any known engine writes it."""
+    """The error of a batch or an event that no known engine writes so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ Event = Stored | Removed | Cleared
 
 
 def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
-    """The events of a batch, in order, without those of other media than the engine's own cache. Raises EventError."""
+    """Read the events of a batch, in order; leave out other media than the engine's cache. Raises EventError."""
     try:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         raw = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -76,7 +76,7 @@ def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
 
 
 def _event(raw: Any, stored_fields: tuple[str, ...]) -> Event | None:
-    """None for an event about blocks outside the engine's own cache."""
+    """Read an event; None if it is about blocks outside the engine's own cache."""
     if isinstance(raw, dict):
         kind, fields = raw["type"], raw
     else:

@@ -131,7 +131,7 @@ def _port(text: str) -> int:
 
 
 def engines_of(args: argparse.Namespace) -> list[EngineOptions]:
-    """The engines of the command line and of the file. Raises OptionError."""
+    """Read the engines of the command line and of the file. Raises OptionError."""
     found = [parse_engine(text) for text in args.engine]
     if args.engines is not None:
         found += _of_file(args.engines)
@@ -157,7 +157,7 @@ def redis_url(args: argparse.Namespace) -> str:
 
 
 def parse_engine(text: str) -> EngineOptions:
-    """An engine as on the command line: ``URL[=ENDPOINT][,OPTION=VALUE...]``. Raises OptionError."""
+    """Read an engine as on the command line: ``URL[=ENDPOINT][,OPTION=VALUE...]``. Raises OptionError."""
     head, *rest = text.split(",")
     url, _, endpoint = head.partition("=")
     given = {"url": url} | ({"endpoint": endpoint} if endpoint else {})
@@ -239,7 +239,7 @@ def _check_words(engine: EngineOptions) -> None:
 
 
 def server_id_of(url: str) -> str:
-    """The default name of an engine: its host and port, and a digest of its URL if that is long or has a path."""
+    """Make an engine's default name: its host and port, and a digest of its URL if that is long or has a path."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

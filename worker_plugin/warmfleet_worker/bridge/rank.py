@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-VERIFY_SECONDS = 5.0  # as often as the fleet compares digests; each costs the engine one pass over its kept batches
-LONGEST_VERIFY_SECONDS = 60.0  # while the engine does not answer: each try holds live batches up for 3 s
-BATCHES_AT_ONCE = 256  # between two looks at the clock
+VERIFY_SECONDS = 5.0  # time between replays, as between the fleet's digests; each reads all batches the engine keeps
+LONGEST_VERIFY_SECONDS = 60.0  # the same if no replay is answered, as each try holds live batches up for 3 s
+BATCHES_AT_ONCE = 256  # most batches between two looks at the clock
 WAIT_SECONDS = 0.2
-REPORT_SECONDS = 60.0  # between two log lines about blocks that were left out
+REPORT_SECONDS = 60.0  # time between two log lines about blocks that were left out
 STOP_SECONDS = 3.0
 
 
@@ -64,7 +64,7 @@ class EngineSide:
 
 
 class Rank:
-    """Follows one engine core from ``start`` to ``stop``; then it is done for."""
+    """Follows one engine core from ``start`` to ``stop``; it cannot be started again."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Rank:
         overflows = self.table.unproved["overflow"]
         self.table.apply(events)
         if self.table.unproved["overflow"] > overflows:
-            self._complete = False  # the table was emptied, the engine's cache was not
+            self._complete = False  # the table was emptied, but the engine's cache was not
         elif not self._complete:
             self._complete = any(isinstance(event, Cleared) for event in events)
 

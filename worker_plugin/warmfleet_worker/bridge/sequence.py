@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-REMEMBERED = 16_384  # batches by whose bytes repeated ones are told from those of a restarted engine
-TRIES = 3  # replays in a row that lack the batch behind the last one, until it counts as lost
+REMEMBERED = 16_384  # number of batches by whose bytes repeats are told from batches of a restarted engine
+TRIES = 3  # number of replays in a row without the batch behind the last one, until it counts as lost
 
 
 class ReplayError(Exception):
@@ -30,13 +30,13 @@ class Listener(Protocol):
     """Receives the calls of a ``Sequence``."""
 
     def batch(self, payload: bytes) -> object:
-        """The next batch."""
+        """Apply the next batch."""
 
     def lost(self) -> object:
-        """Batches before the next one are missing for good."""
+        """Note that batches before the next one are missing for good."""
 
     def restarted(self) -> object:
-        """The engine is another process than before, and began with an empty cache."""
+        """Note that the engine is another process than before, which began with an empty cache."""
 
 
 class Sequence:
@@ -54,7 +54,7 @@ class Sequence:
         self._known: dict[int, int] = {}  # number -> hash of the payload
 
     def live(self, number: int, payload: bytes) -> None:
-        """A batch was received from the engine."""
+        """Take a batch that was received from the engine."""
         if number == self.last + 1:
             self._apply(number, payload)
             return
@@ -101,9 +101,9 @@ class Sequence:
             tries = tries + 1 if self.last == before else 0
 
     def _continues(self, number: int, payload: bytes) -> bool:
-        """Whether the first batch of a replay may come from the process that sent the last one.
+        """Tell whether the first batch of a replay may come from the process that sent the last applied batch.
 
-        If the engine has forgotten that one, batches are lost in any case, and a restart would show no otherwise.
+        It may also if the engine has forgotten that batch: then batches are lost, whichever process sent the replay.
         """
         return number > self.last or (number == self.last and self._known.get(number) == hash(payload))
 

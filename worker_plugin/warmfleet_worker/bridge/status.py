@@ -23,7 +23,7 @@ METRICS = (
 
 
 def text(bridge: Bridge) -> str:
-    """The exposition."""
+    """Return the counters as an exposition."""
     engines = list(bridge.engines.values())
     counts = [(rank.config.worker_id, rank.counts) for engine in engines for rank in engine.ranks]
     lines = []
@@ -62,7 +62,7 @@ def serve(bridge: Bridge, port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Scrapes need no log."""
+            """Log nothing, because scrapes need no log."""
 
     server = ThreadingHTTPServer(("", port), Handler)
     threading.Thread(target=server.serve_forever, name="warmfleet-status", daemon=True).start()

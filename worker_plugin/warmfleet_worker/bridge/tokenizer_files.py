@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 HUB = "https://huggingface.co"
-HUB_SECONDS = 3.0  # for a connection to it
-NONE = "none"  # in place of a name: the routers' settings name the tokenizer
+HUB_SECONDS = 3.0  # longest wait for a connection to the hub
+NONE = "none"  # word in place of a tokenizer's name if the routers' settings name it
 
 
 class TokenizerError(Exception):
@@ -29,7 +29,7 @@ class TokenizerError(Exception):
 
 
 def load(name: str, chat_template: str = "") -> tuple[dict[str, bytes], dict[str, Any]]:
-    """(files by name, facts) of a folder or hub name.
+    """Load (files by name, facts) from a folder or hub name.
 
     chat_template: a file that replaces the model's own template, as vLLM's ``--chat-template`` does. Raises
     TokenizerError.
@@ -71,7 +71,7 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 def hub_away() -> str:
-    """Why no connection to the hub can be made, in words.
+    """Say in words why no connection to the hub can be made.
 
     Empty if a connection can be made, and where only the hub's client knows: with a proxy, and if the client is told to
     stay offline. Without this look transformers would ask an unreachable hub for each file, in silence for a minute.
@@ -105,7 +105,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A special token in a config: a text, or an object with its content."""
+    """Read a special token of a config, which is a text, or an object with its content."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

@@ -13,9 +13,9 @@ from warmfleet_worker.bridge.sequence import ReplayError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HIGH_WATER = 100_000  # batches that may wait here; an engine holds as many for a slow subscriber
-REPLAY_SILENCE_SECONDS = 3.0  # an engine looks for replay requests every 0.1 s, between two batches
-REPLAY_SECONDS = 60.0  # for a whole replay
+HIGH_WATER = 100_000  # most batches that wait here; an engine holds as many for a slow subscriber
+REPLAY_SILENCE_SECONDS = 3.0  # longest silence in a replay; an engine looks for requests every 0.1 s
+REPLAY_SECONDS = 60.0  # longest time for a whole replay
 END = (-1).to_bytes(8, "big", signed=True)
 RECONNECT_MS = 100, 2_000  # first and longest pause between tries to connect
 
@@ -42,7 +42,7 @@ class EventSockets:
         self._live.poll(int(1_000 * seconds))
 
     def received(self, most: int) -> Iterator[tuple[int, bytes]]:
-        """(number, payload) of up to ``most`` batches that have come. Frames that are no batch are skipped."""
+        """Receive (number, payload) of up to ``most`` batches that have come. Frames that are no batch are skipped."""
         for _ in range(most):
             try:
                 frames = self._live.recv_multipart(zmq.NOBLOCK)
@@ -52,7 +52,7 @@ class EventSockets:
                 yield int.from_bytes(frames[1], "big"), frames[2]
 
     def reconnected(self) -> bool:
-        """Whether the connection began or broke since the last call: batches may be missing, and the engine new."""
+        """Tell whether the connection began or broke since the last call: if so, batches may be missing."""
         changed = False
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
@@ -60,7 +60,7 @@ class EventSockets:
         return changed
 
     def replay(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """The batches from ``start`` on that the engine still has. Raises ReplayError.
+        """Ask for the batches from ``start`` on that the engine still has. Raises ReplayError.
 
         A ROUTER drops what a slow reader has no room for, so batches may be missing in between.
         """

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_HASHES = 16_384  # in the shadow; of a larger cache every second, fourth ... block is followed
-MEMORY_REQUESTS = 128  # requests count for about so long
-STOP, GO_ON = 0.03, 0.01  # additional uncached tokens, over those that plain LRU would have had
+MOST_HASHES = 16_384  # most hashes in the shadow; of a larger cache every second, fourth ... block is followed
+MEMORY_REQUESTS = 128  # number of later requests after which a request counts little
+STOP, GO_ON = 0.03, 0.01  # shares: T-LRU's additional uncached tokens divided by plain LRU's uncached tokens
 
 
 class ShadowLru:
@@ -29,7 +29,7 @@ class ShadowLru:
         self._held: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a chain are held; a guess half-way where not every block is followed."""
+        """Count the leading blocks of a chain that are held; guess half-way where not every block is followed."""
         held, mask = self._held, self._one_in - 1
         if not mask:
             return next((index for index, block_hash in enumerate(hashes) if block_hash not in held), len(hashes))
@@ -42,7 +42,7 @@ class ShadowLru:
         return len(hashes)
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """A request uses these blocks; of one request the last block goes first."""
+        """Note that a request uses these blocks; of one request the last block is evicted first."""
         held, mask = self._held, self._one_in - 1
         for block_hash in reversed(hashes):
             if not (mask and hash(block_hash) & mask):
@@ -62,7 +62,7 @@ class LruAccount:
         self.losing = False
 
     def first_token(self, hashes: Sequence[bytes], prompt_tokens: int, uncached_tokens: int) -> None:
-        """A request has its first token. hashes: of the full blocks of its prompt."""
+        """Count a request that has its first token. hashes: of the full blocks of its prompt."""
         reusable = hashes[: (prompt_tokens - 1) // self._block_tokens]  # an engine always computes the last token
         lru = prompt_tokens - self._shadow.leading(reusable) * self._block_tokens
         kept = 1 - 1 / MEMORY_REQUESTS
@@ -72,5 +72,5 @@ class LruAccount:
         self._shadow.use(hashes)
 
     def finished(self, hashes: Sequence[bytes]) -> None:
-        """A request is finished. hashes: of its full blocks."""
+        """Note the blocks of a finished request. hashes: of its full blocks."""
         self._shadow.use(hashes)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 ASSUMED_TOKENS = 200  # the mean prompt of chats in the T-LRU paper; used until enough is measured
 MIN_SAMPLES = 16
-MEMORY_SAMPLES = 256  # a mean over about so many of the latest turns
-MAX_WAITING = 16_384  # conversations whose next prompt is waited for; the oldest is forgotten
-MAX_LOOKUPS = 1_024  # blocks of a prompt that are looked up, from its end: a few ten microseconds
+MEMORY_SAMPLES = 256  # number of latest turns that a mean is taken over, about
+MAX_WAITING = 16_384  # most conversations whose next prompt is waited for; beyond it the oldest is forgotten
+MAX_LOOKUPS = 1_024  # most blocks of a prompt that are looked up, from its end, in a few ten microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class NextPrompt:
 
     @property
     def growth_tokens(self) -> int:
-        """Q̂: tokens by which the next prompt is expected to be longer than the conversation is now."""
+        """Return Q̂, the tokens by which the next prompt is expected to be longer than the conversation now."""
         return round(self._growth.value) if self._growth.samples >= MIN_SAMPLES else ASSUMED_TOKENS
 
     @property
@@ -69,9 +69,9 @@ class NextPrompt:
         now: float,
         shared: Callable[[bytes], bool] = lambda _hash: False,
     ) -> None:
-        """A request is finished. hashes: of its full blocks. tokens: of prompt and answer.
+        """Learn from a finished request. hashes: of its full blocks. tokens: of prompt and answer.
 
-        shared: whether other conversations pass through a block too, so that it says nothing about this one.
+        shared: tells whether other conversations pass through a block too, so that it says nothing about this one.
         """
         last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
         waiting = self._waiting

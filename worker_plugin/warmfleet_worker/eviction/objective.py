@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
 TAIL = 0.9  # the quantile that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ over that quantile: more of it shortens the P95 and lengthens the P90 (app/docs/decisions/037)
-MEMORY_REQUESTS = 256  # the latest requests, from which the quantile is taken
-EVERY_REQUESTS = 16  # after so many requests ξ is computed anew; before the first so many there is no objective
+TAIL_SHARE = 0.6  # ξ divided by that quantile; a larger one shortens the P95, lengthens the P90 (decisions/037)
+MEMORY_REQUESTS = 256  # number of latest requests from which the quantile is taken
+EVERY_REQUESTS = 16  # number of requests after which ξ is computed anew; before the first 16 ξ is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Served:
 
 
 class Objective(Protocol):
-    """Every method runs on the engine's thread: no wait, no loop without a small bound."""
+    """Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
 
     def xi_tokens(self) -> int | None:
         """ξ at present; None or 0: nothing is given up before its turn, as with plain LRU."""
@@ -42,7 +42,7 @@ class Objective(Protocol):
 
 
 class FixedObjective:
-    """ξ is a time to first token, turned into tokens by the engine's measured speed."""
+    """The objective with a fixed target: ξ is a time to first token, turned into tokens by the measured speed."""
 
     def __init__(self, target_s: float, speed_tps: Callable[[], int]) -> None:
         self._target_s = target_s
@@ -53,11 +53,11 @@ class FixedObjective:
         return int(self._target_s * speed) if speed else None
 
     def note(self, served: Served) -> None:
-        """A fixed objective learns nothing."""
+        """Do nothing, because a fixed objective learns nothing."""
 
 
 class AdaptiveObjective:
-    """ξ follows the engine's own tail, for engines whose right time to first token nobody knows.
+    """The objective that follows the engine's own tail, where nobody knows the right time to first token.
 
     ξ is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
     changes nothing, and far above it T-LRU makes requests slow that were fast. The number falls as T-LRU works, and ξ
@@ -82,7 +82,7 @@ class AdaptiveObjective:
 
 
 def objective_of(target: str, speed_tps: Callable[[], int]) -> Objective:
-    """The objective that ``target`` (WARMFLEET_TTFT_TARGET_S) asks for: a number of seconds, 0 or more, or ``auto``.
+    """Make the objective that ``target`` (WARMFLEET_TTFT_TARGET_S) asks for: seconds, 0 or more, or ``auto``.
 
     Raises ValueError for anything else. speed_tps: returns the measured prefill speed, 0 = not measured yet.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_ENDS = 16_384  # blocks after which prompts have gone on; the block not seen for longest is forgotten
+MAX_ENDS = 16_384  # most blocks remembered with the block that followed; the longest unseen one is forgotten
 #: A conversation alone goes on in two ways after a block: with the answer as it was generated, and with the answer as
 #: the template repeats it in the next prompt. So three different ways mean several conversations.
 SHARED_CHANGES = 2
@@ -24,10 +24,10 @@ class SharedPrefixes:
         # By the hash of a block: the hash of the block that last followed it, and how often that was another than
         # before. The latest note stands last.
         self._ends: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
-        self._shared: set[bytes] = set()  # those of them that changed often enough
+        self._shared: set[bytes] = set()  # hashes of blocks whose successor changed often enough
 
     def note(self, known: bytes, new: bytes) -> None:
-        """A request went on with the block ``new`` after ``known``, the last block that was in the cache before."""
+        """Note that a request went on with the block ``new`` after ``known``, the last block of it that was cached."""
         following, changes = self._ends.pop(known, (new, 0))
         changes += following != new
         self._ends[known] = (new, changes)
@@ -37,11 +37,11 @@ class SharedPrefixes:
             self._shared.discard(self._ends.popitem(last=False)[0])
 
     def ends_at(self, block_hash: bytes) -> bool:
-        """Whether several conversations share the prefix that ends with this block."""
+        """Tell whether several conversations share the prefix that ends with this block."""
         return block_hash in self._shared
 
     def length(self, hashes: Sequence[bytes]) -> int:
-        """How many blocks of a chain are a shared prefix: up to the last block at which a shared prefix ends."""
+        """Count the blocks of a chain up to the last block at which a shared prefix ends."""
         if not self._shared.isdisjoint(hashes):
             for index in range(len(hashes) - 1, -1, -1):
                 if hashes[index] in self._shared:

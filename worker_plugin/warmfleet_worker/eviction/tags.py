@@ -38,8 +38,8 @@ class Tags:
     def take(self, count: int, valid: Callable[[int, bytes], bool], *, ended_only: bool = False) -> list[int]:
         """Take up to ``count`` blocks off the tags, in their order, passing over those that are no longer ``valid``.
 
-        valid: whether the block of this number is free and still has this hash. Void tags are dropped on the way.
-        ended_only: only blocks of ended conversations.
+        valid: tells whether the block of this number is free and still has this hash. Void tags are dropped.
+        ended_only: take only blocks of ended conversations.
         """
         taken: list[int] = []
         for tags in (self._ended,) if ended_only else (self._ended, self._beyond):

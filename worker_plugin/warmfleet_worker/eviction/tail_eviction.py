@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.eviction.objective import Objective, Served
 
-SILENT_GAPS = 2  # a conversation that is silent for so many mean turn gaps counts as ended
+SILENT_GAPS = 2  # number of mean turn gaps of silence after which a conversation counts as ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ class TailEviction:
 
     @property
     def compares(self) -> bool:
-        """Whether ``first_token`` reads the hashes: those of a long prompt cost as much as all else that it does."""
+        """Tell whether ``first_token`` needs the hashes, which cost as much for a long prompt as all its other work."""
         return self._account is not None
 
     def first_token(self, served: Served, hashes: Sequence[bytes]) -> None:
-        """Learn from a request. hashes: of the full blocks of its prompt; none where they are not known any more."""
+        """Learn from a request with its first token. hashes: of its prompt's full blocks; empty if they are unknown."""
         self.objective.note(served)
         if self._account is not None and hashes:
             self._account.first_token(hashes, served.prompt_tokens, served.uncached_tokens)
 
     def finished(self, request: Finished, now: float) -> None:
-        """Decide about the blocks of a request that is finished; ``now`` in monotonic seconds."""
+        """Decide which blocks of a finished request are tagged; ``now`` in monotonic seconds."""
         numbers, hashes = request.numbers, request.hashes
         if self._account is not None:
             self._account.finished(hashes)
@@ -103,21 +103,21 @@ class TailEviction:
         self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int) -> int:
-        """The blocks of a conversation of ``tokens`` that must stay, so that its next request meets the objective."""
+        """Return how many blocks of a conversation of ``tokens`` its next request needs to meet the objective."""
         xi = self.objective.xi_tokens()
         if not xi:
             return sys.maxsize
         return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))
 
     def is_silent(self, number: int, now: float) -> bool:
-        """Whether this free block's conversation has probably ended, so that the block may go before tagged blocks."""
+        """Tell whether this free block's conversation has probably ended: then it may go before tagged blocks."""
         gap = self.next_prompt.gap_s
         return gap is not None and now - self._used_at.get(number, now) > SILENT_GAPS * gap
 
     def give_up(self, count: int, valid: Callable[[int, bytes], bool]) -> list[int]:
-        """The numbers of up to ``count`` tagged blocks that go in place of others, in their order.
+        """Return the numbers of up to ``count`` tagged blocks that are given up in place of others, in order.
 
-        valid: whether the block of this number is free and still has this hash.
+        valid: tells whether the block of this number is free and still has this hash.
         """
         taken = self.tags.take(count, valid, ended_only=self._account is not None and self._account.losing)
         self.given_up += len(taken)
@@ -125,9 +125,9 @@ class TailEviction:
 
 
 def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
-    """T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
+    """Make T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
 
-    A target in seconds is kept at any price. The adaptive objective must not cost more than it brings.
+    A target in seconds is kept at any price, but the adaptive objective is stopped while it costs more than it brings.
     """
     objective = objective_of(target, speed_tps)
     account = LruAccount(blocks, block_tokens) if isinstance(objective, AdaptiveObjective) else None

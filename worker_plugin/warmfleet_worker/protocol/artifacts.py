@@ -15,11 +15,11 @@ from .wire import WireError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CHUNK_BYTES = 65_536  # so that no single call to Redis moves more
+CHUNK_BYTES = 65_536  # length of a chunk, hence the most that a single call to Redis moves
 
 
 def split(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(the manifest's entry for ``content``, its chunks by their digest). The chunks are slices of one zlib stream."""
+    """Return (the manifest's entry for ``content``, its chunks by digest). The chunks are slices of one zlib stream."""
     packed = zlib.compress(content, 6)
     pieces = [packed[start : start + CHUNK_BYTES] for start in range(0, len(packed), CHUNK_BYTES)]
     chunks = {hashlib.sha256(piece).hexdigest(): piece for piece in pieces}
@@ -29,7 +29,7 @@ def split(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def join(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int) -> bytes:
-    """The content of an artifact, put together from its chunks.
+    """Put the content of an artifact together from its chunks.
 
     Raises WireError if chunks or content differ from the manifest's ``entry``. Holds ``max_bytes`` of content at most,
     however much the compressed bytes would expand to.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def head(major: int, value: int) -> bytes:
-    """The first bytes of an item: its major type (in the upper three bits) and its length or value below 2**32."""
+    """Encode the first bytes of an item: its major type (upper three bits), and its length or value below 2**32."""
     if value < 24:
         return bytes((major | value,))
     if value < 0x100:
@@ -21,7 +21,7 @@ _SMALL_INTS = tuple(head(0, n) for n in range(65_536))
 
 
 def integer(value: int) -> bytes:
-    """A token id. The table saves the time of most of them."""
+    """Encode a token id; the table has the bytes of most ids ready, to save time."""
     return _SMALL_INTS[value] if value < 65_536 else struct.pack(">BI", 26, value)
 
 

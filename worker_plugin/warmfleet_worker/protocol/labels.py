@@ -6,17 +6,17 @@ import re
 
 from .wire import WireError
 
-MAX_LABELS = 8  # of an engine; lua/parts/shared/labels.lua takes no more
+MAX_LABELS = 8  # most labels of an engine; lua/parts/shared/labels.lua takes no more
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,63}")
 
 
 def is_label(name: object, value: object) -> bool:
-    """Whether these are the name and the value of a label."""
+    """Tell whether these are the name and the value of a label."""
     return all(isinstance(word, str) and _WORD.fullmatch(word) is not None for word in (name, value))
 
 
 def read_labels(text: str) -> dict[str, str]:
-    """``zone=eu-1a,hardware=h100`` by name; ``&`` may stand for the comma, where commas part engines.
+    """Read ``zone=eu-1a,hardware=h100`` into values by name; ``&`` may stand for the comma, where commas part engines.
 
     Raises WireError.
     """

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SERVING, DRAINING = "serving", "draining"
-MAX_POOLS = 256  # of one served model; each has a round of upkeep of its own at every replica
-KEPT_MS = 24 * 3_600_000  # a server that was away for so long has lost its place
+MAX_POOLS = 256  # most pools of one served model, because every replica has a round of upkeep for each
+KEPT_MS = 24 * 3_600_000  # time away after which a server's entry in ``placement`` is removed
 
 
 def served_model(tag: str) -> str:
-    """The name of the served model that a pool belongs to."""
+    """Return the name of the served model that a pool belongs to."""
     return tag.partition("#")[0]
 
 
@@ -51,7 +51,7 @@ class PoolEntry:
 
 
 def read_pool(tag: str, packed: bytes | str | None) -> PoolEntry | None:
-    """A pool's field of the registry; None if the field is missing or malformed."""
+    """Read a pool's field of the registry; None if the field is missing or malformed."""
     value = _object(packed)
     state = value.get("state")
     if state not in (SERVING, DRAINING):
@@ -61,7 +61,7 @@ def read_pool(tag: str, packed: bytes | str | None) -> PoolEntry | None:
 
 
 def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
-    """The pools of the served model ``name`` in a fixed order; a field that is none of its pools is left out."""
+    """Read the pools of the served model ``name`` in a fixed order; a field that is none of its pools is left out."""
     found = []
     for packed_tag, packed in fields.items():
         tag = packed_tag.decode("utf-8", "replace")
@@ -87,7 +87,7 @@ class Placement:
 
     @property
     def capacity_blocks(self) -> int:
-        """Of all its ranks; 0 while none has told."""
+        """The capacity of all its ranks; 0 while none has told."""
         return sum(self.blocks.values())
 
     def encode(self) -> str:
@@ -97,7 +97,7 @@ class Placement:
 
 
 def read_placement(packed: bytes | str | None) -> Placement | None:
-    """A server's field of ``placement``; None if the field is missing or malformed."""
+    """Read a server's field of ``placement``; None if the field is missing or malformed."""
     value = _object(packed)
     pool, host, seen, blocks = (value.get(name) for name in ("pool", "host", "seen_ms", "blocks"))
     if not (isinstance(pool, str) and _is_tag(pool) and isinstance(host, str) and isinstance(seen, int)):
@@ -109,7 +109,7 @@ def read_placement(packed: bytes | str | None) -> Placement | None:
 
 
 def weight(pool: str, key: str) -> int:
-    """The weight of ``pool`` for ``key`` in rendezvous hashing: the pool with the greatest weight is the first."""
+    """Return the weight of ``pool`` for ``key`` in rendezvous hashing; the pool of the greatest weight is the first."""
     return int.from_bytes(hashlib.blake2b(f"{pool}\0{key}".encode(), digest_size=8).digest(), "big")
 
 

@@ -29,8 +29,8 @@ MAX_NODES = 16
 CLUSTER_SLOTS = 16_384
 DEFAULT_PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-ASK_AGAIN_SECONDS = 0.05  # an answer is good for this long: a lost master costs one question, not one per connection
-LOOK_SECONDS = 1.0  # between two questions while all is well: after a planned failover the old master still answers
+ASK_AGAIN_SECONDS = 0.05  # time for which an answer is reused, so that a lost master costs one question in all
+LOOK_SECONDS = 1.0  # time between questions while all is well, as after a planned failover the old master answers
 _NODE = re.compile(r"(\[[^\]@/]+\]|[^:\[\]/@\s]+)(?::(\d{1,5}))?\Z")
 
 
@@ -60,7 +60,7 @@ class RedisAddress:
 
     @property
     def node_timeout_s(self) -> float:
-        """A Sentinel or Cluster node that does not answer within this time is passed over."""
+        """The time after which a Sentinel or Cluster node that does not answer is passed over."""
         return 1.0 if self.tls else 0.3
 
     @property
@@ -71,7 +71,7 @@ class RedisAddress:
         return ("CLUSTER", "SLOTS")
 
     def master_in(self, answer: Any, tag: str, asked: str) -> HostPort | None:
-        """The master that a node's raw answer names for the keys with this hash tag; None if it names none.
+        """Read from a node's raw answer the master for the keys with this hash tag; None if it names none.
 
         asked: the host that answered; a node that does not know its own name writes an empty one.
         """
@@ -81,12 +81,12 @@ class RedisAddress:
 
 
 def slot_of(tag: str) -> int:
-    """The slot of a Cluster in which all keys with this hash tag are."""
+    """Compute the slot of a Cluster in which all keys with this hash tag are."""
     return binascii.crc_hqx(tag.encode(), 0) % CLUSTER_SLOTS
 
 
 def slot_ranges(answer: Any, asked: str) -> tuple[SlotRange, ...]:
-    """The ranges of slots in a node's raw answer to ``CLUSTER SLOTS``. asked: see ``RedisAddress.master_in``."""
+    """Read the ranges of slots from a node's raw answer to ``CLUSTER SLOTS``. asked: see ``RedisAddress.master_in``."""
     return tuple(
         (int(first), int(last), (_text(host) or asked, int(port)))
         for first, last, (host, port, *_), *_replicas in answer or ()
@@ -95,13 +95,13 @@ def slot_ranges(answer: Any, asked: str) -> tuple[SlotRange, ...]:
 
 
 def all_nodes(answer: Any, asked: str) -> tuple[HostPort, ...]:
-    """Every master and replica in a node's raw answer to ``CLUSTER SLOTS``, each once. asked: as in ``slot_ranges``."""
+    """List every master and replica in a raw answer to ``CLUSTER SLOTS``, each once. asked: as in ``slot_ranges``."""
     named = ((_text(host) or asked, int(port)) for _, _, *nodes in answer or () for host, port, *_ in nodes if port)
     return tuple(dict.fromkeys(named))
 
 
 def owner_of(slot: int, ranges: Iterable[SlotRange]) -> HostPort | None:
-    """The master that owns ``slot``; None if none does."""
+    """Find the master that owns ``slot``; None if none does."""
     return next((owner for first, last, owner in ranges if first <= slot <= last), None)
 
 
@@ -145,7 +145,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def with_ca(url: str, ca_file: str) -> str:
-    """``url`` with ``ca_file`` (PEM) as the authority that must have signed Redis' certificate; "" changes nothing.
+    """Add to ``url`` the ``ca_file`` (PEM) of the authority that must have signed Redis' certificate; "" adds nothing.
 
     An ``ssl_ca_certs`` in the URL wins. Raises RedisAddressError for a URL without TLS, for data would go unencrypted.
     """
@@ -176,7 +176,7 @@ def _nodes(hosts: str, default_port: int) -> tuple[HostPort, ...]:
 
 
 def _path(kind: Kind, path: str) -> tuple[str, int]:
-    """(service, database) from the path of a Sentinel or Cluster URL."""
+    """Read (service, database) from the path of a Sentinel or Cluster URL."""
     first, _, second = path.strip("/").partition("/")
     if kind == "sentinel":
         if not first or not (second or "0").isdecimal():
@@ -194,9 +194,9 @@ def _text(value: Any) -> str:
 
 
 def outgoing_address(redis_url: str) -> str:
-    """This machine's address on the way to Redis; loopback if Redis is a unix socket. Raises OSError.
+    """Find this machine's address on the way to Redis; loopback if Redis is a unix socket. Raises OSError.
 
-    A connected UDP socket sends nothing; the routing table decides.
+    A connected UDP socket sends nothing, but has the address that the routing table chooses.
     """
     nodes = parse(redis_url).nodes
     if not nodes:

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 SCHEMA = 1
-HASH_BYTES = 8  # of a block hash: the last bytes of vLLM's digest
-BATCH_BLOCKS = 128  # block hashes in one entry; one call of apply takes 0.3-0.45 ms of a cold Redis for so many
-PROGRESS_PER_ENTRY = 64  # finished prefills in one entry
-FLUSH_SECONDS = 0.1  # between two batches of block changes
-PROGRESS_FLUSH_SECONDS = 0.02  # a finished prefill is reported within this time
+HASH_BYTES = 8  # length of a block hash, which is the last bytes of vLLM's digest
+BATCH_BLOCKS = 128  # most block hashes in one entry, which a call of apply adds to a cold Redis in 0.3-0.45 ms
+PROGRESS_PER_ENTRY = 64  # most finished prefills in one entry
+FLUSH_SECONDS = 0.1  # time between two batches of block changes
+PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
 HEARTBEAT_SECONDS = 5.0
-WORKER_TTL_SECONDS = 15.0  # a worker without a heartbeat for this time is not routable, unless routers vouch for it
-HELLO_MAXLEN = 4_096  # entries that the stream ``hello`` keeps
-SERVER_MAXLEN = 64  # entries that a server's stream keeps
-UNACKNOWLEDGED_ENTRIES = 256  # a snapshot runs at most so many entries ahead of the last applied one
+WORKER_TTL_SECONDS = 15.0  # time without a heartbeat until a worker is not routable, unless routers vouch for it
+HELLO_MAXLEN = 4_096  # most entries that the stream ``hello`` keeps
+SERVER_MAXLEN = 64  # most entries that a server's stream keeps
+UNACKNOWLEDGED_ENTRIES = 256  # most entries by which a snapshot runs ahead of the last applied entry
 RESERVATION_PREFIX = "wf-"  # a reservation id is this and 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
 #: Stands before the client's part of an engine's request id if the client has said that its conversation ends with this
 #: request. No other client's part begins so, because routers take this character out of the ids of clients.
 ENDED_MARK = "~"
-CLIENT_TAG_LENGTH = 11  # url-safe characters that follow if the request's client has limits, and stand for that client
+CLIENT_TAG_LENGTH = 11  # number of characters behind these 22 that stand for the client, if the client has limits
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
@@ -56,7 +56,7 @@ def check_name(name: str) -> str:
 
 
 def model_tag(model: str) -> str:
-    """The part of every key between the braces: the base model's name with ``~`` for ``/``, and an optional ``#pool``.
+    """Return the part of every key between the braces: the base model's name with ``~`` for ``/``, and any ``#pool``.
 
     Raises WireError if a part of ``model`` is not a name, and for a ``#`` with nothing behind it.
     """
@@ -70,7 +70,7 @@ def model_tag(model: str) -> str:
 
 
 def tag_of(served_name: str) -> str:
-    """The model tag that a served name gives: characters that no tag has become hyphens (lua/parts/shared/misnamed)."""
+    """Turn a served name into a model tag: characters that no tag has become hyphens (lua/parts/shared/misnamed)."""
     return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
@@ -123,12 +123,12 @@ SINGLE_KEYS = frozenset(
 
 
 def events_maxlen(capacity_blocks: int) -> int:
-    """The number of entries that an events stream keeps: two full snapshots and some more."""
+    """Return the number of entries that an events stream keeps: two full snapshots and some more."""
     return 2 * -(-capacity_blocks // BATCH_BLOCKS) + 1_024
 
 
 def worker_id_of(server_id: str, rank: int) -> str:
-    """The worker_id of one engine core: each data-parallel rank of a server is a worker of its own."""
+    """Return the worker_id of one engine core; each data-parallel rank of a server is a worker of its own."""
     return check_name(f"{server_id}.{rank}")
 
 
@@ -139,7 +139,7 @@ OPERATIONS = ("join", "stored", "removed", "cleared", "heartbeat", "progress", "
 
 
 def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> dict[bytes, bytes]:
-    """The fields of one stream entry, in the order that the scripts expect.
+    """Return the fields of one stream entry, in the order that the scripts expect.
 
     nonce: names the writer's incarnation. batch: the entry's number. data: JSON or packed block hashes.
     """
@@ -148,12 +148,12 @@ def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> di
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON with sorted keys: equal values always give equal bytes."""
+    """Write compact JSON with sorted keys, so that equal values always give equal bytes."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def entry_id(text: bytes | str) -> tuple[int, int]:
-    """A Redis stream id as two numbers, which compare in the order of the stream."""
+    """Read a Redis stream id as two numbers, which compare in the order of the stream."""
     ms, _, sequence = (text.decode() if isinstance(text, bytes) else text).partition("-")
     return int(ms), int(sequence)
 
@@ -200,7 +200,7 @@ class Heartbeat:
     step_us: int = 0
 
     def encode(self) -> str:
-        """A list of numbers. At its end may stand a 1: the engine is paused; or two: whether it is, and step_us."""
+        """Return a list of numbers. A last 1 means that the engine is paused; two more, whether it is, and step_us."""
         numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
         numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
         numbers += self.digest.as_list() if self.digest else []
@@ -208,7 +208,7 @@ class Heartbeat:
 
 
 def reservation_of(request_id: str) -> tuple[str, int] | None:
-    """(reservation id, number of the child) in an engine's own request id; None if no router sent the request.
+    """Find (reservation id, number of the child) in an engine's own request id; None if no router sent the request.
 
     A request for several answers (``n`` > 1) has several children; an only child is number 0.
     """
@@ -217,7 +217,7 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
 
 
 def conversation_ended(request_id: str) -> bool:
-    """Whether a router has marked an engine's own request id as the last of its conversation."""
+    """Tell whether a router has marked an engine's own request id as the last of its conversation."""
     match = _ENGINE_REQUEST_ID.match(request_id)
     return match is not None and request_id.startswith(ENDED_MARK, match.end())
 
@@ -225,7 +225,7 @@ def conversation_ended(request_id: str) -> bool:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
-#: In the place of an algorithm: why prompts are not matched with this engine's blocks, so that load alone decides.
+#: Words that replace the algorithm where prompts cannot be matched with an engine's blocks, so that load alone decides.
 NO_CACHE, NO_PREFIXES = "none", "no_prefixes"
 UNMATCHED = {
     NO_CACHE: "its prefix caching is off",
@@ -262,11 +262,11 @@ class Scheme:
 
     @property
     def steps(self) -> int:
-        """How many hashes of a chain make one block's."""
+        """The number of hashes of a chain in one block, whose own hash is the last of them."""
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """``hash_block_tokens`` only where it differs: so most schemes have the id that older routers compute."""
+        """Return the fields; ``hash_block_tokens`` only if it differs: without it older routers compute the same id."""
         announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),
@@ -303,13 +303,13 @@ class Scheme:
 
     @cached_property
     def scheme_id(self) -> int:
-        """31 bits of a digest of the scheme, by which the scripts compare schemes."""
+        """The scheme's id, by which the scripts compare schemes: 31 bits of a digest."""
         digest = hashlib.sha256(dumps(self.as_dict()).encode()).digest()
         return int.from_bytes(digest[:4], "big") & 0x7FFFFFFF
 
 
 def default_none_hash(algorithm: str, seed: str = "vllm-none-hash") -> bytes:
-    """vLLM's NONE_HASH since 0.29 (``init_none_hash``): the hash of a seed string."""
+    """Return vLLM's NONE_HASH since 0.29 (``init_none_hash``), the hash of a seed string."""
     if algorithm == "sha256":
         return hashlib.sha256(pickle.dumps(seed, protocol=5)).digest()
     return hashlib.sha256(cbor.encode(seed)).digest()
@@ -323,7 +323,7 @@ def chain_hashes(
     lora: tuple[str, str] | None = None,
     new: Callable[[bytes], Any] = hashlib.sha256,
 ) -> list[bytes]:
-    """The digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
+    """Return the digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
 
     parent: the digest of the block before these tokens; None at the begin of a prompt. salt: enters the first block of
     a prompt only. lora: (name, path) of the adapter, which enters every block. new: makes a hash object; for the xxhash
@@ -341,12 +341,12 @@ def chain_hashes(
 
 
 def pack_hashes(hashes: Iterable[bytes]) -> bytes:
-    """The block hashes of these digests, concatenated: the last 8 bytes of each, as in vLLM's KV events."""
+    """Concatenate the block hashes of these digests, which are the last 8 bytes of each, as in vLLM's KV events."""
     return b"".join([digest[-HASH_BYTES:] for digest in hashes])
 
 
 def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
-    """Salt and adapter as they enter a block's hash; None if there is neither."""
+    """Return salt and adapter as they enter a block's hash; None if there is neither."""
     tagged = scheme.extra_keys == "tagged"
     keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
     if salt is not None:

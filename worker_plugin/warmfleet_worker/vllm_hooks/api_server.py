@@ -60,7 +60,7 @@ def hook_api_server(redis_url: str) -> None:
 
 
 def loaded_server_modules() -> Iterator[Any]:
-    """The server modules that this process has loaded. Only an API server has any, and it loads them before plugins."""
+    """List the server modules that this process has loaded: only an API server has any, before it loads plugins."""
     found = False
     for name in SERVER_MODULES:
         module = sys.modules.get(name)
@@ -75,7 +75,7 @@ def loaded_server_modules() -> Iterator[Any]:
 def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher | None:
     """Start the publisher of this API server. Of several API server processes of one server only the first has one.
 
-    Returns None without one: also where this vLLM differs, which the log then says.
+    Returns None without a publisher, for example where this vLLM differs, which the log then says.
     """
     differs = missing(Part.SERVER) or missing_state(state)
     if differs:
@@ -120,7 +120,7 @@ def leave_first(engine_client: Any, publisher: ServerPublisher) -> None:
 
 
 def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]:
-    """The tokenizer as vLLM has loaded it (its file may differ) and the chat template that vLLM uses, by name."""
+    """Return, as files by name, the tokenizer that vLLM has loaded (its file may differ) and the chat template."""
     found = {}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -132,7 +132,7 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
 
 
 def renders(state: Any) -> dict[str, bool]:
-    """How this server makes a prompt of a chat.
+    """Tell how this server makes a prompt of a chat.
 
     jinja: by the chat template (some engines have a renderer of their own and never use the template).
     render, tokenize: the server has an API route that answers with the token ids of a chat. The route /tokenize is
@@ -146,7 +146,7 @@ def renders(state: Any) -> dict[str, bool]:
 
 
 def placeholders(model_config: Any) -> dict[str, str | None]:
-    """The text that stands for an image, a video or a sound in a prompt.
+    """Return the text that stands for an image, a video or a sound in a prompt.
 
     None: the model has no such text and puts the media's tokens elsewhere.
     """
@@ -162,7 +162,7 @@ def placeholders(model_config: Any) -> dict[str, str | None]:
 
 
 def chat_template(tokenizer: Any, state: Any, model_config: Any, tools: list[Any] | None) -> str | None:
-    """The chat template for requests with these tools, or None if this server renders chats without a template."""
+    """Return the chat template for requests with these tools; None if this server renders chats without a template."""
     from vllm.renderers.hf import resolve_chat_template
 
     if not renders(state)["jinja"]:
@@ -173,7 +173,7 @@ def chat_template(tokenizer: Any, state: Any, model_config: Any, tools: list[Any
 
 
 def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
-    """The settings that decide the token ids of a prompt, and the forms in which this server takes prompts."""
+    """Collect the settings that decide the token ids of a prompt, and the forms in which this server takes prompts."""
     from vllm.renderers.hf import resolve_chat_template_content_format
 
     args, model_config = state.args, vllm_config.model_config
@@ -208,7 +208,7 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
 
 
 def takes_priority(vllm_config: Any) -> bool:
-    """Whether the scheduler goes by priorities, and this vLLM reads them from a header."""
+    """Tell whether the scheduler goes by priorities, and this vLLM reads them from a header."""
     if getattr(vllm_config.scheduler_config, "policy", "fcfs") != "priority":
         return False
     try:
@@ -219,7 +219,7 @@ def takes_priority(vllm_config: Any) -> bool:
 
 
 def merges_inline_system(renderer: Any) -> bool | None:
-    """Whether system messages amid a request to /v1/messages are moved to its front; None if this vLLM cannot tell."""
+    """Tell whether system messages amid a /v1/messages request move to its front; None if this vLLM cannot tell."""
     try:
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
@@ -239,7 +239,7 @@ async def find_disabled_thinking_effort(state: Any) -> None:
 
 
 def token_handoff(state: Any, model_config: Any) -> list[str]:
-    """The kinds of request (``completions``, ``chat``) that may carry token ids in place of text, with equal answers.
+    """List the kinds of request (``completions``, ``chat``) that may carry token ids, not text, with equal answers.
 
     Completions have always taken token ids, chats take them at least since vLLM 0.28. The code asks this vLLM itself.
     """
@@ -264,7 +264,7 @@ def token_handoff(state: Any, model_config: Any) -> list[str]:
 
 
 def adapters(state: Any) -> dict[str, str]:
-    """Path by name of the LoRA adapters that are loaded now.
+    """Return the paths of the LoRA adapters that are loaded now, by name.
 
     Requests load and unload adapters meanwhile; ``list`` of a dict is one atomic call.
     """

@@ -42,7 +42,7 @@ def hook_prefix_cache_reset() -> None:
 
 
 def hash_of_key(group: int) -> PickHashes:
-    """A function from vLLM's table keys to block hashes, for one KV cache group.
+    """Make the function from vLLM's table keys to block hashes, for one KV cache group.
 
     A key is a digest of 16 or 32 bytes and the number of its group in 4. Keys of other groups are left out.
     """
@@ -63,7 +63,7 @@ class WholeBlocks:
 
     def __init__(self, pool: Any, group: int, block_tokens: int) -> None:
         self.suffix = group.to_bytes(4, "big", signed=False)
-        self.of_a_part = False  # while the pool makes the entry of a part
+        self.of_a_part = False  # True while the pool makes the entry of a part
         original = getattr(pool, "cache_partial_block", None)  # vLLM 0.28 makes no such entries
         if original is None:
             return
@@ -94,7 +94,7 @@ def track(block_map: Any, transitions: Transitions, whole: WholeBlocks | None = 
 
 
 def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
-    """``insert(key, block)`` and ``pop(key, block_id)`` for this one map, and the table to copy.
+    """Make ``insert(key, block)`` and ``pop(key, block_id)`` for this one map; return them and the table to copy.
 
     They are closures, which cost half as much as methods of a subclass. ``Transitions.note`` is written out in both,
     because the engine's scheduler runs them some hundred times per request.
@@ -135,7 +135,7 @@ def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
 
 
 def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Replacements:
-    """The same for a map with other entries beside those of whole blocks, which are in a table of their own, too."""
+    """Do as above for a map that has other entries, too; those of whole blocks are copied into a table of their own."""
     table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
     reported: dict[bytes, None] = {}
     suffix, lock, note = whole.suffix, transitions.lock, transitions.note

@@ -176,7 +176,7 @@ SERVER_STATE = (
 
 
 def missing(part: Part) -> str:
-    """The first internal of this part that this vLLM lacks or that differs; empty if all is as expected."""
+    """Name the first internal of this part that this vLLM lacks or that differs; empty if all is as expected."""
     for internal in INTERNALS:
         if internal.part is part:
             found = _missing_of(internal)
@@ -186,7 +186,7 @@ def missing(part: Part) -> str:
 
 
 def missing_state(state: Any) -> str:
-    """The first path of SERVER_STATE that this API server's state lacks; empty if it has all."""
+    """Name the first path of SERVER_STATE that this API server's state lacks; empty if it has all."""
     for path in SERVER_STATE:
         owner = state
         for name in path.split("."):
@@ -202,7 +202,7 @@ def refuse(part: Part, reason: str) -> None:
 
 
 def version() -> str:
-    """The version of this vLLM."""
+    """Return the version of this vLLM."""
     try:
         from vllm.version import __version__
     except ImportError:
@@ -211,7 +211,7 @@ def version() -> str:
 
 
 def parameters_differ(function: Any, expected: str) -> str:
-    """The parameters of this function, if they are others than ``expected`` (see ``Internal``); empty if not."""
+    """Return this function's parameters if they differ from ``expected`` (see ``Internal``); empty if not."""
     try:
         found = list(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
@@ -246,7 +246,7 @@ def _missing_of(internal: Internal) -> str:
 
 
 def _names_of(owner: Any) -> set[str]:
-    """The names that a module has or declares, or that a class's objects have: fields, and what ``__init__`` sets."""
+    """Collect the names that a module has or declares, or that a class's objects have as fields or by ``__init__``."""
     names = set(dir(owner))
     for base in getattr(owner, "__mro__", (owner,)):
         names |= _annotated(base)
@@ -257,7 +257,7 @@ def _names_of(owner: Any) -> set[str]:
 
 
 def _annotated(owner: Any) -> set[str]:
-    """The names that this class or module itself declares with a type. Python 3.14 makes them only when it is asked."""
+    """Collect the names that a class or module declares with a type; Python 3.14 makes them only when it is asked."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -286,9 +286,9 @@ def _block_map_differs() -> str:
 
 
 def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes) -> str:
-    """How this vLLM puts salts and adapters into a hash: ``tagged`` or ``plain``, whichever gives its own hashes.
+    """Find how this vLLM puts salts and adapters into a hash: ``tagged`` or ``plain``, whichever gives its hashes.
 
-    ``unknown`` if neither does: routers then send requests by load and match no blocks. NONE_HASH must be set.
+    ``unknown`` if neither does; then routers send requests by load and match no blocks. NONE_HASH must be set.
     """
     tokens, salt, lora = list(range(2 * block_tokens)), "a salt", ("an adapter", "/its/path")
     try:
@@ -306,7 +306,7 @@ def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes) -> str:
 
 
 def _own_hashes(algorithm: str, block_tokens: int, tokens: list[int], salt: str, lora: tuple[str, str]) -> list[bytes]:
-    """The block hashes that vLLM computes for a request with this salt and adapter."""
+    """Return the block hashes that vLLM computes for a request with this salt and adapter."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name

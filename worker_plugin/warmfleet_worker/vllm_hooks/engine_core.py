@@ -70,7 +70,7 @@ def hook_scheduler(redis_url: str) -> None:
 
 
 def _class_to_hook() -> Any:
-    """vLLM's Scheduler; None if it is hooked already, or must not be.
+    """Return vLLM's Scheduler class; None if it is hooked already, or must not be hooked.
 
     If this vLLM differs where blocks are concerned, nothing is hooked but a line in the log of each engine core.
     """
@@ -99,7 +99,7 @@ class SchedulerReporter:
     def __init__(self, scheduler: Any, redis_url: str) -> None:
         self._scheduler = scheduler
         self._speed = SpeedMeter()
-        self._steps = 0  # begun and ended ones
+        self._steps = 0  # number of steps begun and of steps ended, added up
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
@@ -122,7 +122,7 @@ class SchedulerReporter:
         threading.Thread(target=self._start_publisher, name="warmfleet-start", daemon=True).start()
 
     def _start_publisher(self) -> None:
-        """The engine core makes its NONE_HASH, a part of the scheme, only after its Scheduler: wait for it."""
+        """Wait for NONE_HASH, a part of the scheme, which the engine core makes only after its Scheduler."""
         from vllm.v1.core import kv_cache_utils
 
         with swallow_errors("could not start the publisher"):
@@ -141,12 +141,12 @@ class SchedulerReporter:
             self._publisher.stop(1.0)
 
     def scheduled(self, output: Any) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._steps += 1
         self._speed.scheduled(id(output), time.monotonic())
 
     def done(self, scheduler_output: Any, outputs: Any) -> None:
-        """A step has its result: measure its speed, and report the prefills that it has finished.
+        """Measure the speed of a step that has its result, and report the prefills that it has finished.
 
         After the first error no further step is read, so that a changed vLLM does not fill the log.
         """
@@ -165,12 +165,12 @@ class SchedulerReporter:
             self._steps_unreadable = False
 
     def moved(self) -> None:
-        """The engine has left a pool: no reservation of the new one stands for the requests that it has now."""
+        """Count the present requests as foreign from now on, because the new pool has no reservations for them."""
         with swallow_errors("could not read the scheduler's requests"):
             self._left = frozenset(list(self._scheduler.requests))
 
     def load(self) -> Load:
-        """The present work of the engine; zeros after the first error, for the heartbeat must go on.
+        """Return the present work of the engine; zeros after the first error, because the heartbeat must go on.
 
         Runs beside the engine's thread: ``list`` of a dict is one atomic call.
         """
@@ -191,7 +191,7 @@ class SchedulerReporter:
 
 
 def _lacks(part: Part) -> bool:
-    """Whether this vLLM lacks an internal of this part; then the log says so."""
+    """Tell whether this vLLM lacks an internal of this part; then the log says so."""
     reason = missing(part)
     if reason:
         refuse(part, reason)
@@ -215,7 +215,7 @@ class Group:
 
 
 def full_attention_group(scheduler: Any) -> Group:
-    """The group of the full-attention layers, which alone keep whole prefixes.
+    """Find the group of the full-attention layers, which alone keep whole prefixes.
 
     Sliding-window, Mamba and other groups forget the middle of a prompt.
     """
@@ -239,7 +239,7 @@ def is_full_attention(spec: Any) -> bool:
 
 
 def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> PublisherConfig:
-    """The announcement of this engine core."""
+    """Make the announcement of this engine core."""
     cache = vllm_config.cache_config
     server_id, rank = server_id_of(vllm_config), rank_of(vllm_config)
     return PublisherConfig(
@@ -258,7 +258,7 @@ def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> Publishe
 
 
 def server_id_of(vllm_config: Any) -> str:
-    """The name of this server; ``register`` has seen to it that WARMFLEET_WORKER_ID is set.
+    """Return the name of this server; ``register`` has seen to it that WARMFLEET_WORKER_ID is set.
 
     Where each data-parallel rank has an API server of its own (``--data-parallel-external-lb``, and its form with
     several ports), the ranks may share the environment and the command line. The rank then makes their names differ.
@@ -268,7 +268,7 @@ def server_id_of(vllm_config: Any) -> str:
 
 
 def rank_of(vllm_config: Any) -> int:
-    """The number of this engine core at its API server, which is the value of the header ``X-data-parallel-rank``.
+    """Return the number of this engine core at its API server, the value of the header ``X-data-parallel-rank``.
 
     A server that has the cores of one node only (``--data-parallel-hybrid-lb``) counts these from 0.
     """
@@ -278,13 +278,13 @@ def rank_of(vllm_config: Any) -> int:
 
 
 def ranks_of(vllm_config: Any) -> int:
-    """How many engine cores an API server hands its requests to. For the process of an API server only."""
+    """Count the engine cores to which an API server hands its requests. For the process of an API server only."""
     parallel = vllm_config.parallel_config
     return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
 
 
 def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
-    """How this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
+    """Tell how this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
     from vllm.v1.core import kv_cache_utils
 
     cache = vllm_config.cache_config
@@ -308,7 +308,7 @@ def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
 
 
 def model_tag(vllm_config: Any) -> str:
-    """The fleet to join: WARMFLEET_MODEL, else the first served model name. Raises WireError if it is no name."""
+    """Return the model to join: WARMFLEET_MODEL, else the first served name. Raises WireError if it is no name."""
     served = vllm_config.model_config.served_model_name
     name = os.environ.get("WARMFLEET_MODEL") or (served if isinstance(served, str) else served[0]).strip("/")
     try:

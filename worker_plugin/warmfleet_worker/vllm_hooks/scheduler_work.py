@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def step_tokens(scheduler_output: Any) -> tuple[int, int]:
-    """(prefill tokens, decode tokens) of a step, in O(1).
+    """Count (prefill tokens, decode tokens) of a step, in O(1).
 
     Every request of the step counts as one decode token and its draft tokens; everything beyond that is prefill.
     """
@@ -27,7 +27,7 @@ def step_tokens(scheduler_output: Any) -> tuple[int, int]:
 
 
 def finished_prefills(outputs: dict[int, Any]) -> Iterator[tuple[str, int, int]]:
-    """(reservation id, cached tokens, prompt tokens) of the fleet's requests whose first output is in ``outputs``.
+    """List (reservation id, cached tokens, prompt tokens) of the fleet's requests with a first output in ``outputs``.
 
     A request with ``n`` > 1 has several children; only the first is reported, because the others find in the cache
     the blocks that the first has just computed.
@@ -42,7 +42,7 @@ def finished_prefills(outputs: dict[int, Any]) -> Iterator[tuple[str, int, int]]
 
 
 def foreign_load(requests: Iterable[Any], left: Collection[str] = ()) -> tuple[int, int]:
-    """(prefill tokens still to compute, context tokens of decoding requests) of all foreign requests.
+    """Sum (prefill tokens still to compute, context tokens of decoding requests) of all foreign requests.
 
     A foreign request is one that no router of the fleet has sent: its id holds no reservation. left: ids of requests
     that count as foreign, too, because their reservations are in a pool that the worker has left.

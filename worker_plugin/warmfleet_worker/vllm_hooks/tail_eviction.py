@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 XARG, ENDED = "x-warmfleet-conversation", "ended"  # a key of ``vllm_xargs`` in a request's body, and its value
-LOG_SECONDS = 60.0  # between two lines about what was given up
+LOG_SECONDS = 60.0  # time between two log lines about blocks that were given up
 
 
 def install(
@@ -61,7 +61,7 @@ def install(
 
 
 def obstacle(scheduler: Any) -> str:
-    """Why T-LRU is not possible here; empty if it is.
+    """Say why T-LRU is not possible here; empty if it is.
 
     A KV connector frees blocks on ways of its own (deferred, and after a transfer). Groups that are no full attention
     hit only where all groups hit, so the end of a prompt may be the part worth keeping.
@@ -88,7 +88,7 @@ class TailEvictionHook:
         self._removed = False
 
     def install(self) -> None:
-        """Replace ``free`` of the manager and ``get_new_blocks`` of its pool."""
+        """Replace ``free`` of the manager and ``get_new_blocks`` of its pool by functions that follow T-LRU."""
         manager, pool = self._manager, self._pool
         base_free, base_get = manager.free, pool.get_new_blocks
 
@@ -153,7 +153,7 @@ class TailEvictionHook:
         self.eviction.finished(finished, time.monotonic())
 
     def _give_up(self, count: int) -> None:
-        """Move so many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
+        """Move as many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
         queue, now, is_silent = self._pool.free_block_queue, time.monotonic(), self.eviction.is_silent
         block = queue.fake_free_list_head.next_free_block
         while count and block is not None and (block.block_hash is None or is_silent(block.block_id, now)):
@@ -165,7 +165,7 @@ class TailEvictionHook:
             queue.prepend_n(moved)
 
     def _is_free(self, number: int, block_hash: bytes) -> bool:
-        """Whether the block is in the free queue with this content. A block in use has no neighbours there."""
+        """Tell whether the block is in the free queue with this content. A block in use has no neighbours there."""
         block = self._blocks[number]
         return bool(
             block.ref_cnt == 0
@@ -184,7 +184,7 @@ class TailEvictionHook:
 
 
 def says_ended(request: Any) -> bool:
-    """Whether the client has said that this was the last request of its conversation, to a router or in the body."""
+    """Tell whether the client said, to a router or in the body, that its conversation ends with this request."""
     if conversation_ended(request.request_id):
         return True
     extra = getattr(request.sampling_params, "extra_args", None)  # a pooling model's request has no such parameters

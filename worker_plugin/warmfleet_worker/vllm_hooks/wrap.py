@@ -12,7 +12,7 @@ _MARK = "__warmfleet_hooked__"
 
 
 def first_time(owner: Any) -> bool:
-    """True once for every module or class of vLLM: vLLM may load plugins again in the same process."""
+    """Return True once for every module or class of vLLM, which may load plugins again in the same process."""
     if hasattr(owner, _MARK):
         return False
     setattr(owner, _MARK, True)

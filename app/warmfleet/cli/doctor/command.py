@@ -68,7 +68,7 @@ PATIENCE = Timeouts(request_s=5.0, upkeep_s=5.0)
 URLS_AT_ONCE = 16
 MAX_URLS = 256
 TRIE_BYTES = 1_048_576
-MIN_SECRET = 8  # a shorter secret may be a usual word, which would be blotted out everywhere
+MIN_SECRET = 8  # least length of a secret that is blotted out; a shorter one may be a usual word
 ADMIN_REDIS = "WARMFLEET_ADMIN_REDIS_URL"
 ANYWHERE = ("0.0.0.0/0", "::/0")
 OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # checks that need answers of Redis
@@ -103,7 +103,7 @@ class Known:
     fleets: dict[str, Fleet] = field(default_factory=dict)
 
     def entry(self, tag: str) -> PoolEntry | None:
-        """The pool with this tag."""
+        """Return the pool with this tag."""
         return next((entry for entry in self.pools if entry.tag == tag), None)
 
     @property
@@ -112,12 +112,12 @@ class Known:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """By model tag the names that its workers announce."""
+        """Return by model tag the names that its workers announce."""
         return {tag: [name for worker in workers for name in worker.models] for tag, workers in self.workers.items()}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check and print. 0: no fault; 1: a fault; 2: a check failed by itself. Raises CommandError and BadArgument."""
+    """Check and print; return 0: no fault, 1: a fault, 2: a check failed itself. Raises CommandError, BadArgument."""
     logging.basicConfig(level=logging.CRITICAL)  # the findings tell what matters
     plan = plan_of(options, environment_of(options))
     quiet = bool(options.json)
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan:
-    """The command line and the environment of a router as a Plan. Raises CommandError, BadArgument."""
+    """Read the command line and the environment of a router as a Plan. Raises CommandError, BadArgument."""
     variables, routers, url_from = dict(environment), tuple(options.router), redis_checks.VARIABLE
     if options.redis:
         url_from = "--redis"
@@ -164,7 +164,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
 
 
 def secrets_of(plan: Plan) -> tuple[str, ...]:
-    """Every password and key of the plan, as it stands in a URL and as it is, the longest first."""
+    """List every password and key of the plan, as it stands in a URL and as it is, the longest first."""
     found = {plan.settings.worker_api_key, plan.settings.admin_key, plan.settings.tenant_key}
     urls = (plan.url, plan.admin_url, *plan.engines, *plan.routers, *plan.settings.static_workers)
     for password in [parse(plan.url).sentinel_password, *(urlsplit(url).password for url in urls)]:
@@ -236,7 +236,7 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
 
 
 async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
-    """Whether Redis answers. In a Cluster each pool may have its own master: pools that lost theirs are left out."""
+    """Check whether Redis answers. In a Cluster each pool may have its own master; pools that lost it are left out."""
     report.progress("connecting to Redis")
     where, fleets = parse(plan.url), list(known.fleets.values())
 
@@ -266,7 +266,7 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
     capacity = sum(worker.load.capacity_blocks for worker in known.all_workers)
 
     async def servers() -> list[Finding]:
-        """In a Cluster each model may have a server of its own."""
+        """Check the server of each model, because in a Cluster each may have its own."""
         found: list[Finding] = []
         for look in list(looks.values())[: None if where.kind == "cluster" else 1]:
             facts = await look.server()
@@ -291,7 +291,7 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
     reported: set[tuple[str, Finding]] = set()
 
     async def once(redis: aioredis.Redis, work: Awaitable[list[Finding]]) -> list[Finding]:
-        """The findings without those that another pool on the same server has reported word for word."""
+        """Return the findings without those that another pool on the same server has reported word for word."""
         found = [finding for finding in await work if (master_of(redis), finding) not in reported]
         reported.update((master_of(redis), finding) for finding in found)
         return found
@@ -308,7 +308,7 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
 
 @asynccontextmanager
 async def _administrator(plan: Plan, tag: str, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
-    """The client that looks at users: that of ``admin_url``, else the router's own. tag: of a pool that answers."""
+    """Return the client that looks at users: that of ``admin_url``, else the router's. tag: of a pool that answers."""
     if not plan.admin_url:
         yield router
         return
@@ -359,7 +359,7 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
 
 
 def _beside(known: Known, model: str) -> list[str]:
-    """Other pools of the model, which have workers that are heard."""
+    """List other pools of the model that have workers with heartbeats."""
     return [
         tag
         for tag, workers in known.workers.items()
@@ -368,7 +368,7 @@ def _beside(known: Known, model: str) -> list[str]:
 
 
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
-    """Workers that another pool hears, and servers on their way between pools of the model: name -> that pool.
+    """Find workers that another pool hears, and servers on their way between pools of the model: name -> that pool.
 
     In another model's pool only engines known by their URL count: they move with the name that they serve.
     """
@@ -446,17 +446,17 @@ async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list
 
 
 async def _named(known: Known) -> list[str]:
-    """The URLs that the operator lists as engines: routers use these whatever their addresses."""
+    """Return the URLs that the operator lists as engines, which routers use whatever their addresses."""
     return [engine.url for engine in await known.listed.look()]
 
 
 async def _addresses(plan: Plan, known: Known) -> Addresses:
-    """The addresses that the checks may connect to."""
+    """Return the addresses that the checks may connect to."""
     return Addresses(plan.settings.worker_addresses, (*await _named(known), *plan.engines))
 
 
 async def _keys(plan: Plan, known: Known, urls: Sequence[str] = ()) -> dict[str, EngineKey]:
-    """The keys of the engines of these URLs and of all workers, by URL."""
+    """Ask for the ``EngineKey`` of the engine at each of these URLs and at those of all workers."""
     heard = [worker.url for worker in known.all_workers if worker.heard and worker.url]
     async with _client(await _addresses(plan, known), plan) as (client, _):
         return await same_engine_checks.keys_of(client, [*urls, *heard])
@@ -487,7 +487,7 @@ async def _listed(plan: Plan, known: Known) -> list[Finding]:
 
 
 def _of_url(found: Finding, names: str, url: str, *, listed: bool) -> Finding:
-    """A finding about a URL as a finding about its workers. listed: the operator lists the engine at this URL."""
+    """Turn a finding about a URL into one about its workers. listed: the operator lists the engine at this URL."""
     shown, remedy = fleet_checks.shown(url), found.remedy
     if not listed and found.check == "reachable" and is_loopback(place_of(url)[0]):
         remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
@@ -548,14 +548,14 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
 
 
 def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
-    """The rank to name in a request; empty for a server with a single core, which refuses such a header."""
+    """Return the rank to name in a request; empty for a server with a single core, which refuses such a header."""
     if worker is None or sum(core.record.get("server_id") == worker.record.get("server_id") for core in mine) < 2:
         return ""
     return str(worker.record.get("rank", 0))
 
 
 def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[WorkerView]]:
-    """The model tag and the workers that announce this engine's URL."""
+    """Find the model tag and the workers that announce this engine's URL."""
     found = [(tag, engine_checks.same_engine(url, workers, addresses)) for tag, workers in known.workers.items()]
     mine = [(tag, workers) for tag, workers in found if workers]
     heard = [(tag, workers) for tag, workers in mine if any(worker.heard for worker in workers)]

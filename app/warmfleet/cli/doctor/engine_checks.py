@@ -59,7 +59,7 @@ class Engine:
         return {"Content-Type": "application/json", **key}
 
     async def get(self, path: str, *, key: bool = True) -> tuple[int, Any]:
-        """Status and JSON (None for another form). Raises UpstreamError."""
+        """Return status and JSON (None for another form) of an answer. Raises UpstreamError."""
         status, body = await self.client.get(self.url, path, self.headers if key else {}, GET_S)
         return status, json_of(body)
 
@@ -120,7 +120,7 @@ async def version(engine: Engine) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The names that an engine serves, as far as it tells them. with_key: it wants a key, and took ours."""
+    """Ask for the names that an engine serves, as far as it tells them. with_key: it wants a key, and took ours."""
 
     findings: list[Finding]
     names: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
 
 
 def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str]) -> list[WorkerView]:
-    """The workers that announce this URL, or one of the addresses that its host has."""
+    """Find the workers that announce this URL, or one of the addresses that its host has."""
     wanted = place_of(url)
     places = {wanted, *((address, wanted[1]) for address in addresses)}
     return [worker for worker in workers if worker.url and place_of(worker.url) in places]
@@ -219,7 +219,7 @@ async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str,
 
 
 def json_of(body: bytes) -> Any:
-    """The JSON of an answer's body; None for another form."""
+    """Read the JSON of an answer's body; None for another form."""
     try:
         return json.loads(body)
     except ValueError:

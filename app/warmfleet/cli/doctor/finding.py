@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.terminal.progress import Progress
 
 ALL_WELL, FAULTS, NOT_CHECKED = 0, 1, 2
-WIDTH = 8  # of the column with the state
+WIDTH = 8  # characters of the column with the state
 
 
 class State(StrEnum):
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """0: no fault; 1: a fault; 2: no fault was found, but a check failed by itself."""
+        """The exit status: 0 no fault; 1 a fault; 2 no fault was found, but a check failed by itself."""
         states = {finding.state for _, finding in self.found}
         if State.FAULT in states:
             return FAULTS
@@ -143,7 +143,7 @@ class Report:
             print(text, file=self.out, flush=True)
 
     def _safe(self, text: str) -> str:
-        """The text without secrets."""
+        """Return the text without secrets."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
 
-UNREAD_S = 5.0  # replicas look at the streams once a second at least
-LATE_S = 5.0  # entries are applied within half a second, and within two at rest
-SEEDS = 1_024  # PYTHONHASHSEED=0, 1, ... is recognised up to here
+UNREAD_S = 5.0  # longest usual time since a replica looked at the streams, as each does once a second at least
+LATE_S = 5.0  # age of an entry that is a finding; usually entries are applied within 0.5 s, 2 s at rest
+SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
 PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
 BRIDGE_HELP = (
@@ -61,7 +61,7 @@ class PoolReading:
 
 
 def all_of(pool: PoolReading) -> list[Finding]:
-    """The findings of all checks of this module."""
+    """Run all checks of this module and return their findings."""
     findings = [applied(pool.streams, pool.tag, pool.name)]
     findings += _missing_cores(pool)
     gone = {worker.worker_id: to for worker in pool.workers if not worker.state.alive and (to := _place(worker, pool))}
@@ -85,7 +85,7 @@ def all_of(pool: PoolReading) -> list[Finding]:
 
 
 def _place(worker: WorkerView, pool: PoolReading) -> str:
-    """The other pool that a worker is in; empty if it is in this pool."""
+    """Return the other pool that a worker is in; empty if it is in this pool."""
     return pool.moved.get(worker.worker_id) or pool.moved.get(str(worker.record.get("server_id", "")), "")
 
 
@@ -104,7 +104,7 @@ def applied(streams: Streams, tag: str, configured: str) -> Finding:
 
 
 def _no_engine(pool: PoolReading, left: Sequence[str]) -> Finding:
-    """The finding about a pool without engines. left: those that said goodbye."""
+    """Make the finding about a pool without engines. left: those that said goodbye."""
     if pool.beside:
         return note(
             "workers",
@@ -140,7 +140,7 @@ def _missing_cores(pool: PoolReading) -> list[Finding]:
 
 
 def worker_finding(worker: WorkerView, tag: str) -> Finding:
-    """The state of a worker: the reason that keeps requests from it, and the remedy."""
+    """Check the state of a worker: the reason that keeps requests from it, and the remedy."""
     name, state = worker.worker_id, worker.state
     version = f", version {worker.record['version']}" if worker.record.get("version") else ""
     if state in (WorkerState.PROVEN, WorkerState.APPROXIMATE):
@@ -168,7 +168,7 @@ def _ago(age_s: float | None) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL without user and password."""
+    """Return the URL without user and password."""
     return without_userinfo(url) or "no URL"
 
 
@@ -221,7 +221,7 @@ def _random_seed(names: list[str], *, several: bool) -> Finding:
 
 
 def seed_of(scheme: Scheme) -> str:
-    """The origin of the seed in words; empty if it is not recognised."""
+    """Name the origin of the seed in words; empty if it is not recognised."""
     if scheme.none_hash == default_none_hash(scheme.algorithm) and not scheme.algorithm.startswith("xxhash"):
         return "vLLM's own seed"
     if scheme.algorithm.startswith("xxhash"):
@@ -263,12 +263,12 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def bridged(worker: WorkerView) -> bool:
-    """Whether a bridge reports this worker, whose engine's log then has no lines of the plugin."""
+    """Tell whether a bridge reports this worker, whose engine's log then has no lines of the plugin."""
     return ((worker.server or {}).get("facts") or {}).get("reports_prefills") is False
 
 
 def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Faults of servers that announce the same address: requests for either reach the other."""
+    """Find servers that announce the same address, where requests for either may reach the other."""
     of_url: dict[str, set[str]] = {}
     for worker in workers:
         if worker.heard and worker.url:
@@ -288,7 +288,7 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def index(worker: WorkerView, truth: Truth) -> list[Finding]:
-    """Findings about an index of a worker that lags, differs or lacks blocks; none if all is well."""
+    """Check whether a worker's index lags, differs or lacks blocks; no finding if all is well."""
     found, name = [], worker.worker_id
     state = truth.workers.get(name)
     if state is not None and state.lag_s > LATE_S:
@@ -306,7 +306,7 @@ def index(worker: WorkerView, truth: Truth) -> list[Finding]:
 
 
 def dropped(truth: Truth) -> list[Finding]:
-    """The finding about entries of other processes than the current ones: two engines with a name, or a restart."""
+    """Make the finding about entries of other processes than the current one: two engines with a name, or a restart."""
     count = truth.counts.get("nonce", 0)
     if not count:
         return []
@@ -316,7 +316,7 @@ def dropped(truth: Truth) -> list[Finding]:
 
 
 def fights(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[Finding]:
-    """Faults of workers that joined anew between two readings: engines fight over a name, or crash again and again."""
+    """Find workers that joined anew between two readings: engines fight over a name, or crash again and again."""
     nonces = {worker.worker_id: worker.record.get("nonce") for worker in before}
     remedy = (
         "if the engine was not restarted just now: two engines have this WARMFLEET_WORKER_ID, or it crashes in a loop"

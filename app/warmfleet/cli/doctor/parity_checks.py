@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prompt_identity import Identity
 
-ANSWER_S = 30.0  # an engine may compile something at its first request
-INDEXED_S = 5.0  # blocks are reported every 0.1 s, and applied within another
+ANSWER_S = 30.0  # longest wait for an answer, as an engine may compile something at its first request
+INDEXED_S = 5.0  # longest wait for blocks in the index; they are reported every 0.1 s, applied in another
 POLL_S = 0.05
-METRICS_S = 2.0  # an engine's metrics follow its answers
-PROBE_BLOCKS = 3  # full blocks in the probe, if the model's context allows it
-PLAIN_BLOCK = 128  # tokens: the largest usual block, where no worker tells its own
+METRICS_S = 2.0  # longest wait for an engine's metrics, which follow its answers
+PROBE_BLOCKS = 3  # number of full blocks in the probe, if the model's context allows it
+PLAIN_BLOCK = 128  # tokens of the largest usual block, used where no worker tells its own
 _HITS = re.compile(rb"^vllm:prefix_cache_hits(?:_total)?\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 
 RENDER = "/v1/chat/completions/render"
@@ -70,7 +70,7 @@ class Subject:
         return dict((self.worker.server or {}).get("facts") or {}) if self.worker else {}
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and JSON. Raises UpstreamError, TimeoutError."""
+        """Return status and JSON of an answer. Raises UpstreamError, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             status, raw = await self.engine.client.post(self.engine.url, path, orjson.dumps(body), self.headers)
         return status, json_of(raw)
@@ -80,7 +80,7 @@ class Subject:
 
 
 async def identity_of(subject: Subject, identities: Identities) -> Identity | Finding:
-    """The identity that this worker announced, or why there is none."""
+    """Load the identity (tokenizer, template, facts) that this worker announced, or say why there is none."""
     worker, fleet = subject.worker, subject.fleet
     if worker is None or fleet is None or worker.server is None:
         return skipped("tokenizer", "no worker announced a tokenizer for this engine")
@@ -133,7 +133,7 @@ async def _same_ids(subject: Subject, identity: Identity, check: str, question: 
 
 
 async def _engine_ids(subject: Subject, body: dict[str, Any]) -> tuple[list[int] | None, str]:
-    """The engine's token ids of a prompt or chat, and the path that told them; None and the reason otherwise."""
+    """Ask for the engine's token ids of a prompt or chat; return them and the path that told them, or None and why."""
     renders = subject.facts.get("renders") or {}
     chat = "messages" in body
     if chat and renders.get("render"):
@@ -271,7 +271,7 @@ async def _more_hits(subject: Subject, before: float | None) -> bool:
 
 
 async def _hits(subject: Subject) -> float | None:
-    """Prompt tokens found in the cache so far, by the engine's metrics; None if it has no such metric."""
+    """Read the number of prompt tokens found in the cache so far from the engine's metrics; None if it has none."""
     found = _HITS.findall(await _metrics(subject))
     return sum(map(float, found)) if found else None
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
     from warmfleet.protocol.redis_address import SlotRange
 
-UNEVEN = 1.5  # engines with so many times the blocks of another pool's are worth a note
-MOVING_S = 60.0  # the second half of a server follows the first within 15 s, and has joined soon after
+UNEVEN = 1.5  # ratio of the blocks of engines of two pools from which on a note is made
+MOVING_S = 60.0  # longest move of a server: its second half follows the first within 15 s, joins soon after
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
-    """The pools of these models, and why a registry could not be read, by the name of its model.
+    """Read the pools of these models, and why a registry could not be read, by the name of its model.
 
     The pools are those of the registry in Redis; without a registry, and where it cannot be read, those that are named
     here. A named pool that the registry lacks is left out, and has a finding of ``unregistered``.
@@ -44,7 +44,7 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ..
 
 
 def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
-    """Faults of registries that could not be read. tags: of the pools that are checked."""
+    """Make faults of registries that could not be read. tags: of the pools that are checked."""
     return [
         fault(
             "registry",
@@ -57,13 +57,13 @@ def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
 
 
 def unknown(unread: Iterable[str]) -> list[Finding]:
-    """Findings about registries that could not be read, where none of the pools that are checked answers."""
+    """Make findings about registries that could not be read, where none of the pools that are checked answers."""
     text = "the registry of {0}'s pools cannot be read: name those that may be on other masters with --model"
     return [skipped("registry", text.format(name)) for name in unread]
 
 
 async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
-    """Servers of which a half may have moved and the other not yet: name -> the pool that they go to.
+    """Find servers of which a half may have moved and the other not yet: name -> the pool that they go to.
 
     now: this machine's clock, in seconds. Raises FleetUnavailable.
     """
@@ -73,7 +73,7 @@ async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
 
 
 async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequence[str], now: float) -> list[Finding]:
-    """Servers that run in a pool which the registry of this model lacks. named: model tags of the settings.
+    """Find servers that run in a pool which the registry of this model lacks. named: model tags of the settings.
 
     now: this machine's clock, in seconds. Raises FleetUnavailable.
     """
@@ -95,7 +95,7 @@ async def strays(url: str, name: str, pools: Sequence[PoolEntry], named: Sequenc
 
 
 def unregistered(models: Sequence[str], pools: Sequence[PoolEntry]) -> list[Finding]:
-    """Pools that the settings name, and the registry does not have."""
+    """Find pools that the settings name, and the registry does not have."""
     known = {entry.tag for entry in pools}
     registered = {served_model(entry.tag) for entry in pools if entry.since_ms}
     return [
@@ -148,7 +148,7 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
 
 
 def _all_drained(entry: PoolEntry) -> Finding:
-    """entry: of a pool that is drained and has workers, while no pool that serves has any."""
+    """Make the finding about a drained pool (entry) that has workers, while no pool that serves has any."""
     text = f"{entry.tag} is drained, and no pool that serves has a worker that takes requests: all requests go there"
     if entry.moving:
         return note("pools", text, "wait while its workers move to other pools, 45 s each")
@@ -180,7 +180,7 @@ def _schemes(worker: WorkerView, other: WorkerView) -> list[str]:
 
 
 def masters(busy: Sequence[str], tags: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
-    """Busy pools that share a master while another is idle. busy: tags of pools with workers, of every model.
+    """Find busy pools that share a master while another is idle. busy: tags of pools with workers, of every model.
 
     tags: of all pools of every model.
     """

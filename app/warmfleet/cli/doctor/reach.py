@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONNECT_S = 3.0
-AT_MOST = 4  # addresses of one name that are tried
+AT_MOST = 4  # most addresses of one name that are tried
 
 Stage = Literal["name", "connection", "tls", ""]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """failed: the step that failed, empty if none did. addresses: of the name. seconds: of connection and TLS."""
+    """The result of a try. failed: the step, or empty. addresses: of the name. seconds: of connection and TLS."""
 
     failed: Stage
     why: str = ""
@@ -33,7 +33,7 @@ class Reached:
 
 
 async def resolve(host: str, port: int) -> Reached:
-    """The addresses of a host, without a connection to them."""
+    """Look up the addresses of a host, without a connection to them."""
     try:
         async with asyncio.timeout(CONNECT_S):
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -76,7 +76,7 @@ async def _connect(address: str, port: int, host: str, tls: ssl.SSLContext | Non
 
 
 def place_of(url: str) -> tuple[str, int]:
-    """Host and port of an http URL; ("", 0) if it cannot be read: workers announce whatever they like."""
+    """Read host and port of an http URL; ("", 0) if that fails, because workers announce whatever they like."""
     try:
         parts = urlsplit(url)
         return (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
@@ -85,14 +85,14 @@ def place_of(url: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host means the machine of each program that uses it."""
+    """Tell whether the host means the machine of each program that uses it."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host.lower() == "localhost"
 
 
 def in_words(error: Exception) -> str:
-    """The reason alone, without the address, which the caller adds."""
+    """Return the reason of an error alone, without the address, which the caller adds."""
     number = getattr(error, "errno", None)
     if isinstance(error, socket.gaierror):
         return str(error.strerror or error).lower()
@@ -100,5 +100,5 @@ def in_words(error: Exception) -> str:
 
 
 def _handshake(error: OSError) -> bool:
-    """Whether the connection was made, and ended during the TLS handshake."""
+    """Tell whether the connection was made, and ended during the TLS handshake."""
     return isinstance(error, ConnectionResetError | BrokenPipeError) or "SSL" in str(error).upper()

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from warmfleet.fleet.inspection.server import Inspection, Node, ServerFacts
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
-SHORT_SHARE = 0.85  # from here on routers index no new blocks (lua/README.md)
-BYTES_PER_BLOCK = 130  # of Redis, for each pair of block and worker
+SHORT_SHARE = 0.85  # share of maxmemory from which on routers index no new blocks (lua/README.md)
+BYTES_PER_BLOCK = 130  # memory of Redis for each pair of block and worker
 MAX_SKEW_S = 2.0
-CALLS, CALLS_S = 100, 1.0  # of a script, to measure the latency
+CALLS, CALLS_S = 100, 1.0  # most calls of a script, and longest time, to measure the latency
 LATE_SHARE = (
-    0.05  # of the calls beyond the time limit; a smaller share may come from a moment in which this machine was busy
+    0.05  # least share of calls beyond the limit that counts; a smaller one may be a busy moment of this machine
 )
-SLOW_S = 0.005  # every request waits for a script call at least
+SLOW_S = 0.005  # longest usual script call; every request waits for at least one
 MIB = 2**20
 VARIABLE = "WARMFLEET_REDIS_URL"
 OF_UP = "the URL of `warmfleet up`"
@@ -51,7 +51,7 @@ REMEDIES = {
     "slow": "find out what keeps Redis busy (SLOWLOG GET), or which firewall swallows the packets",
     "loading": "wait: Redis reads its dump",
 }
-#: Some node takes connections, and still there is no way to a master.
+#: Checks whose fault means that some node takes connections, and still there is no way to a master.
 NO_MASTER = {
     "sentinel": "compare the SERVICE at the end of the URL with `sentinel monitor` of the Sentinels, and see whether"
     " the address that they name can be reached from here",
@@ -77,7 +77,7 @@ async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_fr
 
 
 def lost(tag: str, trouble: Trouble, where: RedisAddress) -> Finding:
-    """The fault of a pool whose Redis does not answer, while the Redis of another pool does."""
+    """Make the fault of a pool whose Redis does not answer, while the Redis of another pool does."""
     remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
     return fault("reachable", f"the Redis that has the keys of {tag} {trouble.text}", remedy or REMEDIES[trouble.kind])
 

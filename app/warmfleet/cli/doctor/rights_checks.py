@@ -13,7 +13,7 @@ from warmfleet.protocol.wire import WireError
 if TYPE_CHECKING:
     from warmfleet.fleet.inspection.server import Inspection
 
-WORKER_USER = "worker-"  # with an id behind it: the name that `warmfleet acl` gives the user of a worker
+WORKER_USER = "worker-"  # begin of the name that `warmfleet acl` gives a worker's user, before the worker's id
 MAX_USERS = 64
 
 

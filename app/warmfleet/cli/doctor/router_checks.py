@@ -68,7 +68,7 @@ async def replica(
 
 
 def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
-    """Findings about the replicas that announce themselves in Redis. pools: by tag the replicas that serve it."""
+    """Check the replicas that announce themselves in Redis. pools: by tag the replicas that serve it."""
     found: dict[str, ReplicaView] = {}
     for view in (view for views in pools.values() for view in views):
         if view.name not in found or view.age_s < found[view.name].age_s:
@@ -155,7 +155,7 @@ def _model(tag: str, names: Collection[str], routed: Mapping[str, Any], *, regis
 
 
 def _settings(tag: str, named: str, model: Mapping[str, Any]) -> list[Finding]:
-    """Notes about a way of the replica that costs more than another. named: for --model, if possible for all pools."""
+    """Note where the replica works in a way that costs more. named: for --model, if possible for all pools."""
     findings = []
     if model.get("template") == "sandbox":
         text = f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times"

@@ -19,7 +19,7 @@ ASKED_AT_ONCE = 32
 
 
 async def keys_of(client: EngineClient, urls: Iterable[str]) -> dict[str, EngineKey]:
-    """The key of the engine at each URL, by which another URL of the same engine is recognised."""
+    """Ask each URL for its engine's ``EngineKey``, by which another URL of the same engine is recognised."""
     room = asyncio.Semaphore(ASKED_AT_ONCE)
 
     async def key(url: str) -> EngineKey:
@@ -31,7 +31,7 @@ async def keys_of(client: EngineClient, urls: Iterable[str]) -> dict[str, Engine
 
 
 def booked_twice(workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -> list[Finding]:
-    """Faults of workers known by their URL whose engine is another worker, too. workers: of all pools."""
+    """Find workers known by their URL whose engine is another worker, too. workers: of all pools."""
     serving = [worker for worker in workers if worker.routable and worker.url in keys]
     found = []
     for at, worker in enumerate(serving):
@@ -46,7 +46,7 @@ def booked_twice(workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -
 
 
 def worker_of(url: str, workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -> Finding | None:
-    """The finding about an engine of the list that is a worker under another URL or by its plugin."""
+    """Make the finding about an engine of the list that is a worker under another URL or by its plugin."""
     known = [worker for worker in workers if worker.heard and worker.url in keys and url in keys]
     same = [worker for worker in known if keys[url].same(keys[worker.url])]
     for worker in sorted(same, key=lambda worker: worker.approximate):

@@ -96,19 +96,19 @@ class Chat:
 
     @_patiently
     async def get(self, url: str) -> Any:
-        """The JSON that a replica answers to a GET."""
+        """Return the JSON that a replica answers to a GET."""
         return (await self._http.get(url)).raise_for_status().json()
 
     @_patiently
     async def explain(self, url: str, messages: Messages) -> dict[str, dict[str, Any]]:
-        """Worker id -> its row in the answer of ``POST /explain`` for these messages."""
+        """Ask ``POST /explain`` about these messages; return each worker's row of the answer by its id."""
         body = {"model": self._model, "messages": messages}
         answer = (await self._http.post(f"{url}/explain", json=body)).raise_for_status().json()
         return {row["worker_id"]: row for row in answer["candidates"]}
 
 
 def words(rng: random.Random, count: int) -> str:
-    """Random text of about ``count`` tokens, so that no engine has it in its cache."""
+    """Make random text of about ``count`` tokens, so that no engine has it in its cache."""
     return " ".join(rng.choices(WORDS, k=count))
 
 

@@ -19,7 +19,7 @@ from warmfleet.cli.local import watchdog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-POLL_SECONDS = 0.02  # between two looks at a process that is starting or ending
+POLL_SECONDS = 0.02  # time between two looks at a process that is starting or ending
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How the process ended, in words."""
+        """The way in which the process ended, in words."""
         code = self.process.poll()
         if code is None:
             return "running"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def tail(self, lines: int = 12) -> str:
-        """The last lines of the process's output."""
+        """Read the last lines of the process's output."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
@@ -121,7 +121,7 @@ class Children:
         shutil.rmtree(self.folder, ignore_errors=True)  # the watchdog has removed it, unless the watchdog was killed
 
     def newly_dead(self) -> list[Child]:
-        """Children that ended by themselves since the last call."""
+        """List children that ended by themselves since the last call."""
         dead = [child for child in self._started if not child.reported and not child.alive]
         for child in dead:
             child.reported = True
@@ -141,7 +141,7 @@ class Children:
             self._notify_watchdog(f"-{child.process.pid}")
 
     def _notify_watchdog(self, line: str) -> bool:
-        """Send a line to the watchdog. False if the watchdog is gone."""
+        """Send a line to the watchdog; return False if the watchdog is gone."""
         if self._watchdog.stdin is None:
             return False
         try:

@@ -56,7 +56,7 @@ def require_simulator() -> None:
 
 
 def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of an engine, and variables for its environment. Raises CommandError if vLLM is missing."""
+    """Make the command line of an engine, and its environment's variables. Raises CommandError if vLLM is missing."""
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
@@ -69,7 +69,7 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
 
 
 def demo_template_sha256() -> str:
-    """SHA-256 of the chat template that simulated engines publish."""
+    """Return the SHA-256 of the chat template that simulated engines publish."""
     content = resources.files("warmfleet_loadtest").joinpath("data/chat_template.jinja").read_text(encoding="utf-8")
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -103,11 +103,11 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
 
 
 class EngineLoadingError(CommandError):
-    """An engine does not answer yet, because it loads its model."""
+    """The error that an engine does not answer yet, because it loads its model."""
 
 
 def served_names(url: str, api_key: str) -> list[str]:
-    """The names of the models that an engine serves, without its adapters.
+    """Ask for the names of the models that an engine serves, without its adapters.
 
     Raises EngineLoadingError, and CommandError if waiting would not help.
     """
@@ -133,7 +133,7 @@ def served_names(url: str, api_key: str) -> list[str]:
 
 
 def pools_of(listed: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """The model tags of the pools of engines that serve these names; each engine belongs to a single pool.
+    """Return the model tags of the pools of engines that serve these names; each engine belongs to a single pool.
 
     An engine that serves the name of an earlier engine's pool belongs to that pool, else to the pool of its first name.
     """

@@ -18,7 +18,7 @@ TRIES = 100
 
 
 def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
-    """A port that is free now, if possible the wanted one; another server may take it before it is used.
+    """Find a port that is free now, if possible the wanted one; another server may take it before it is used.
 
     Raises CommandError.
     """
@@ -46,7 +46,7 @@ def claim_shared(host: str, port: int) -> socket.socket:
 
 
 def listen(host: str, port: int, *, shared: bool = False, chosen_by: str = "--port") -> socket.socket:
-    """A socket bound to ``host:port``. Raises CommandError.
+    """Bind a socket to ``host:port``. Raises CommandError.
 
     With ``shared``, several processes may bind the port, and the kernel spreads new connections over them.
     """

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.replicas")
 
-BACKLOG = 2_048  # connections that the kernel keeps until a replica accepts them
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that ended is started again; doubles each time
-STEADY_S = 60.0  # a replica that was up for so long did not end of its predecessor's fault
-READY_WITHIN_S = 60.0  # a new replica of a reload; without any worker a replica is ready after 15 s
-STOPS_LATE_S = 15.0  # beyond the time for which a replica drains and waits for answers; then it is killed
+BACKLOG = 2_048  # most connections that the kernel keeps until a replica accepts them
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pauses until an ended replica is started again; doubles each time
+STEADY_S = 60.0  # time up after which a replica's end has another cause than that of the one before
+READY_WITHIN_S = 60.0  # longest start of a replica in a reload; without any worker it is ready after 15 s
+STOPS_LATE_S = 15.0  # time beyond that of draining and waiting for answers after which a replica is killed
 #: The longest pause of an event loop that was measured is 0.3 s (garbage collection under 5,000 streams).
-SILENT_BEATS = 30  # heartbeats missing in a row: the event loop of such a replica hangs, and the parent kills it
+SILENT_BEATS = 30  # number of heartbeats missing in a row by which a replica hangs, so that the parent kills it
 USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
 
 
@@ -75,7 +75,7 @@ class Shared:
 
 
 def bind(settings: Settings, count: int) -> Shared:
-    """Sockets for ``count`` replicas; from now on no connection to them is lost. Raises CommandError."""
+    """Open sockets for ``count`` replicas; from now on no connection to them is lost. Raises CommandError."""
     ports = range(settings.admin_port, settings.admin_port + count)
     if count > 1 and not settings.admin_port:
         raise CommandError(
@@ -253,7 +253,7 @@ class Replicas:
                 logger.info("reload: every replica was replaced")
 
     async def _replace(self, place: int) -> bool:
-        """Start a replica, and once it is ready drain the replica at its place. False if it does not become ready."""
+        """Start a replica, and drain the old one at its place once it is ready; return False if it never is."""
         try:
             new = await self._start(place)
         except OSError as error:
@@ -295,7 +295,7 @@ class Replicas:
 
 
 def replica_command(arguments: Sequence[str]) -> list[str]:
-    """The command that starts a replica with these arguments of ``serve``."""
+    """Make the command that starts a replica with these arguments of ``serve``."""
     return [sys.executable, "-m", "warmfleet", "serve", *arguments]
 
 

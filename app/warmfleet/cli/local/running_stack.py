@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping
 
-FILES = "local-stack-*.json"  # by the pid of ``warmfleet up``
-MOST_REPLICAS = 64  # of a machine, as `warmfleet serve --workers` takes them
-CONNECT_S = 1.0  # on this machine: a connection is accepted or refused at once, unless the replica is stopped
+FILES = "local-stack-*.json"  # names of the files, with the pid of ``warmfleet up``
+MOST_REPLICAS = 64  # most replicas of a machine, as `warmfleet serve --workers` takes them
+CONNECT_S = 1.0  # longest wait for a connection on this machine, which only a stopped replica delays
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunningStack:
 
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
-    """The stack that runs now, of several the latest; None without any."""
+    """Find the stack that runs now, of several the latest; None without any."""
     try:
         files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
     except OSError:  # the home of another user
@@ -60,7 +60,7 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
 
 
 def _read(file: Path) -> RunningStack | None:
-    """The stack of this file, if it runs."""
+    """Read the stack of this file; None unless it runs."""
     try:
         fields = json.loads(file.read_text())
         models, operators = (tuple(map(str, fields[name])) for name in ("models", "operators"))
@@ -72,7 +72,7 @@ def _read(file: Path) -> RunningStack | None:
 
 
 def replicas_to_ask(named: list[str]) -> list[str]:
-    """The URLs of replicas of which any may have served a request: the named ones, else all of ``warmfleet up``, else
+    """List URLs of replicas of which any may have served a request: the named ones, else all of ``warmfleet up``, else
     those of this machine, which are at the port for operators and the ports behind it.
     """
     if named:
@@ -85,7 +85,7 @@ def replicas_to_ask(named: list[str]) -> list[str]:
 
 
 def models_of(options: argparse.Namespace) -> list[str]:
-    """The tags of the models that a command with ``--model`` and ``--redis`` is about: the named ones, else those of
+    """Return the tags of the models that a command with ``--model`` and ``--redis`` is about: the named, else those of
     the settings. Raises CommandError if there are none, or a name is no tag.
     """
     models: list[str] = options.model or models_of_settings(options)
@@ -100,7 +100,7 @@ def models_of(options: argparse.Namespace) -> list[str]:
 
 
 def models_of_settings(options: argparse.Namespace) -> list[str]:
-    """The tags of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its store."""
+    """Return the tags of WARMFLEET_MODELS, else those of the running stack, if ``--redis`` is its store."""
     models, local = models_of_environment(), found()
     if not models and local is not None and local.redis_url == options.redis:
         models = list(local.models)
@@ -108,19 +108,19 @@ def models_of_settings(options: argparse.Namespace) -> list[str]:
 
 
 def models_of_environment() -> list[str]:
-    """The tags of WARMFLEET_MODELS."""
+    """Return the tags of WARMFLEET_MODELS."""
     return [tag.strip() for tag in os.environ.get("WARMFLEET_MODELS", "").split(",") if tag.strip()]
 
 
 def no_model(local: RunningStack | None) -> CommandError:
-    """The error of a command that knows no model. local: the running stack."""
+    """Make the error of a command that knows no model. local: the running stack."""
     first = "" if local else "no local fleet runs (`warmfleet up` starts one); for another fleet "
     return CommandError(f"{first}name the model with --model, or all of a router in WARMFLEET_MODELS")
 
 
 @contextmanager
 def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let other commands find this stack meanwhile. A file that cannot be written leaves them to their options."""
+    """Let other commands find this stack meanwhile. If its file cannot be written, they need their options."""
     folder = _folder(environment)
     file = folder / f"local-stack-{stack.pid}.json"
     with suppress(OSError):
@@ -142,7 +142,7 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
 
 
 def listens(url: str) -> bool:
-    """Whether a process takes connections at this address."""
+    """Tell whether a process takes connections at this address."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
@@ -152,7 +152,7 @@ def listens(url: str) -> bool:
 
 
 def _is_left(file: Path) -> bool:
-    """Whether the process that wrote this file was killed. A file that cannot be read may be another user's."""
+    """Tell whether the process that wrote this file was killed. A file that cannot be read may be another user's."""
     try:
         os.kill(int(json.loads(file.read_text())["pid"]), 0)
     except ProcessLookupError:
@@ -163,7 +163,7 @@ def _is_left(file: Path) -> bool:
 
 
 def _written_at(file: Path) -> int:
-    """Nanoseconds; 0 for a file that has just gone."""
+    """Return the file's time in nanoseconds; 0 for a file that has just gone."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

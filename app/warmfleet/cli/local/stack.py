@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-POLL_SECONDS = 0.1  # between two HTTP requests to a replica that is not ready yet
+POLL_SECONDS = 0.1  # time between two HTTP requests to a replica that is not ready yet
 REPLICA_SECONDS = 30.0
-WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # real engines load a model first
-LISTED_SECONDS = 1_800.0  # for engines of the user to answer: the largest models need half an hour for their weights
+WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # longest start of engines; real ones load a model first
+LISTED_SECONDS = 1_800.0  # longest wait for engines of the user, as the largest models load for half an hour
 LISTED_POLL_SECONDS = 1.0
 #: The text before the message in a line of vLLM's log: the process, level, time and place.
 _ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
-SHUTDOWN_GRACE_SECONDS = "2"  # a local stack ends quickly, and cuts answers that take longer
+SHUTDOWN_GRACE_SECONDS = "2"  # longest wait for answers at the end; answers that take longer are cut
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Stack:
         self._busy("", 0, 0, "")
 
     def _listed_names(self) -> list[list[str]]:
-        """The names that each of the user's engines serves, as soon as all of them answer. Raises CommandError."""
+        """Wait until all the user's engines answer, and return the names that each serves. Raises CommandError."""
         names: dict[str, list[str]] = {}
         waiting, count = list(self.plan.workers), len(self.plan.workers)
         started, announced = time.monotonic(), False
@@ -231,7 +231,7 @@ class Stack:
         return member
 
     def _approvals(self) -> dict[str, str]:
-        """Settings that approve the chat templates of the engines that this command starts.
+        """Make settings that approve the chat templates of the engines that this command starts.
 
         Only these engines write into a private store, so every template there is trusted. In a store that the user
         names, only the template of simulated engines is approved.
@@ -256,7 +256,7 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def _ready(self, member: Member) -> bool:
-        """Whether a replica answers 200 at /readyz. Raises CommandError if its process has ended."""
+        """Tell whether a replica answers 200 at /readyz. Raises CommandError if its process has ended."""
         self._check_alive([member])
         try:
             return self._http.get(f"{member.url}/readyz", timeout=2).status_code == httpx.codes.OK
@@ -284,7 +284,7 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def _still_busy(self, states: Sequence[Sequence[dict[str, Any]]]) -> str:
-        """The last line of a real engine that no replica knows yet: it tells the user why the start takes so long."""
+        """Return the last log line of a real engine that no replica knows yet, which explains a long start."""
         if self.plan.engines.kind != "vllm":
             return ""
         known = {worker["worker_id"].rpartition(".")[0] for models in states for worker in _workers(models)}
@@ -294,11 +294,11 @@ class Stack:
         return ""
 
     def workers(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """The workers of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
+        """Return the workers of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
         return _workers(self.fleet(replica))
 
     def fleet(self, replica: Member | None = None) -> list[dict[str, Any]]:
-        """The models of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
+        """Return the models of ``GET /workers`` at a replica, or at the first that lives; none if nothing answers."""
         alive = [member for member in self.replicas if member.child is not None and member.child.alive]
         try:
             url = f"{(replica or alive[0]).operators}/workers"
@@ -314,7 +314,7 @@ class Stack:
 
 
 def usable(worker: dict[str, Any]) -> bool:
-    """Whether a worker of ``GET /workers`` gets requests, and the routers know what its cache holds."""
+    """Tell whether a worker of ``GET /workers`` gets requests, and the routers know what its cache holds."""
     return bool(worker["routable"]) and worker["proof"] in ("proven", "approximate")
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.chat import Chat, Messages
     from warmfleet.cli.local.stack import Member, Stack
 
-POLL_SECONDS = 0.02  # between two requests for /workers or /explain: replicas push nothing
+POLL_SECONDS = 0.02  # time between two requests for /workers or /explain, because replicas push nothing
 LIMIT_SECONDS = 15.0
 AT_ONCE = 8
 PREFIX_TOKENS = 1_500
-REPORT_SECONDS = 0.5  # pause between two turns: engines report new blocks every 0.1 s, a person is slower
+REPORT_SECONDS = 0.5  # length of the pause between two turns; engines report new blocks every 0.1 s
 FILLER_TOKENS = 3_000
 
 
@@ -47,12 +47,12 @@ class Walk:
         self._messages: Messages = []
 
     async def states(self) -> AsyncIterator[Verdict]:
-        """The verdict of each state, as soon as it is known."""
+        """Yield the verdict of each state, as soon as it is known."""
         for state in (self.cold_start, self.stickiness, self.eviction, self.recovery):
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Many requests at once share a new prefix: they follow the first before any engine has reported blocks."""
+        """Check that many requests with a new prefix follow the first of them before any engine has reported blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))
@@ -68,7 +68,7 @@ class Walk:
         )
 
     async def stickiness(self) -> Verdict:
-        """The next turn goes to the worker that holds the conversation, although other workers are idle."""
+        """Check that the next turn goes to the worker that holds the conversation, although others are idle."""
         self._messages = [system(words(self._rng, PREFIX_TOKENS)), user(f"Hello: {words(self._rng, 20)}?")]
         first = await self._chat.send(self._replica().url, self._messages)
         self._holder = first.worker
@@ -88,7 +88,7 @@ class Walk:
         )
 
     async def eviction(self) -> Verdict:
-        """Requests that bypass the routers push the conversation out of its holder's cache; the index follows."""
+        """Push the conversation out of its holder's cache past the routers, and check that the index follows."""
         before = (await self._explain())["matched_tokens"]
         async with self._foreign_work(rounds=8) as tasks:
             await asyncio.gather(*tasks)
@@ -105,7 +105,7 @@ class Walk:
         )
 
     async def recovery(self) -> Verdict:
-        """While the holder is busy, the next turn goes to another worker; the turn after that stays there."""
+        """Check that the next turn leaves a busy holder for another worker, and the turn after that stays there."""
         async with self._foreign_work(rounds=3):
             await self._load_when(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
             first = await self._chat.send(self._replica().url, self._messages)
@@ -130,7 +130,7 @@ class Walk:
         return (await self._chat.explain(self._replica().operators, self._messages))[self._holder]
 
     async def _load_when(self, accepted: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
-        """The load of every worker as soon as ``accepted`` holds for it, else the load after LIMIT_SECONDS."""
+        """Return the load of every worker as soon as ``accepted`` holds for it, else the load after LIMIT_SECONDS."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while True:
             models = (await self._chat.get(f"{self._replica().operators}/workers"))["models"]

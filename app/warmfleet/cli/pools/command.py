@@ -56,7 +56,7 @@ class PoolFigures:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen action; 0. Raises CommandError."""
+    """Run the chosen action; return 0. Raises CommandError."""
     logging.basicConfig(level=logging.CRITICAL)  # the error of the command tells an outage
     _check(options)
     asyncio.run(_run(options))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises CommandError for options that do not fit together."""
+    """Check the options; raise CommandError for options that do not fit together."""
     action, tags = options.action, options.tags
     if (action == "list") == bool(tags):
         raise CommandError("list takes no pool (--model names the model); add, drain and remove take at least one")
@@ -113,7 +113,7 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
-    """The pools of a model. named: the model tags of options and environment: its pools, if it has no registry."""
+    """List the pools of a model. named: the model tags of options and environment, used if it has no registry."""
     of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
     entries = await entries_of(url, name, list(of_model))
     looked = await asyncio.gather(*[_look(url, entry) for entry in entries])
@@ -127,7 +127,7 @@ async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigure
 
 
 async def _look(url: str, entry: PoolEntry) -> tuple[PoolFigures, Sequence[WorkerView]]:
-    """The figures of a pool, in which ``known`` counts workers that moved away, too, and its workers."""
+    """Read the figures of a pool, in which ``known`` counts workers that moved away, too, and its workers."""
     state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
     async with pool_of(url, entry.tag) as fleet:
         try:
@@ -217,7 +217,7 @@ async def _any_worker(url: str, tags: Iterable[str]) -> bool:
 
 
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace, named: Sequence[str]) -> str:
-    """A tag for another pool, on the Redis master that has the fewest, of all models that are named or configured.
+    """Find a tag for a new pool on the Redis master with the fewest pools, of all models named or configured.
 
     named: as in ``_add``.
     """
@@ -320,7 +320,7 @@ async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
 
 
 async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]:
-    """By pool: a sentence about the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
+    """Return by pool a sentence on the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
     found: dict[str, list[str]] = {}
     for name, place in (await registry.placements()).items():
         if place.pinned and place.pool in tags and runs(place, time.time()):
@@ -333,7 +333,7 @@ async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]
 
 
 async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> None:
-    """Raises CommandError while something of the pool is in use, or nobody can tell."""
+    """Check that nothing of the pool is in use; raise CommandError while something is, or nobody can tell."""
     async with pool_of(url, tag) as fleet:
         try:
             workers = await fleet.workers.read()
@@ -360,7 +360,7 @@ async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> 
 
 
 async def _others_serve(url: str, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
-    """Raises CommandError if requests would find no worker until those of the pools ``tags`` have joined another."""
+    """Raise CommandError if requests would find no worker until those of the pools ``tags`` have joined another."""
     going = [tag for tag in entries if tag in tags and await _takes_requests(url, tag) is not False]
     staying = [tag for tag, entry in entries.items() if tag not in tags and not entry.draining]
     if going and not any([await _takes_requests(url, tag) for tag in staying]):
@@ -372,7 +372,7 @@ async def _others_serve(url: str, entries: Mapping[str, PoolEntry], tags: Sequen
 
 
 async def _takes_requests(url: str, tag: str) -> bool | None:
-    """Whether some worker of the pool takes requests; None if its Redis does not answer."""
+    """Tell whether some worker of the pool takes requests; None if its Redis does not answer."""
     async with pool_of(url, tag) as fleet:
         try:
             return any(worker.routable for worker in await fleet.workers.read())

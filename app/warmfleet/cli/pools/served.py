@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
-SEEN_S = 90.0  # a server that runs writes its place every 30 s; this machine's clock may be off by some seconds
+SEEN_S = 90.0  # longest time since a running server wrote its record (every 30 s), with this clock a bit off
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:
-    """The tags of all pools of the models that a command with ``--model`` and ``--redis`` is about.
+    """Return the tags of all pools of the models that a command with ``--model`` and ``--redis`` is about.
 
     ``--model`` with ``#`` is one pool; any other model stands for all its pools. Raises CommandError, FleetUnavailable.
     """
@@ -42,7 +42,7 @@ def tags_of(options: argparse.Namespace) -> list[str]:
 
 
 async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> list[str]:
-    """The tags of all pools of these models. settings: the tags of WARMFLEET_MODELS."""
+    """Return the tags of all pools of these models. settings: the tags of WARMFLEET_MODELS."""
     found: list[str] = []
     for model in dict.fromkeys(models):
         named = [tag for tag in settings if served_model(tag) == model]
@@ -51,7 +51,7 @@ async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> 
 
 
 async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[PoolEntry]:
-    """The pools of a served model by its registry; without a registry the pools that settings name (``named``).
+    """Read the pools of a served model from its registry; without a registry those that settings name (``named``).
 
     In a Cluster only the master with the registry may be away: then ``named`` is used, with a warning.
     """
@@ -73,7 +73,7 @@ async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[Pool
 async def answers_of(
     fleets: Sequence[Fleet], ask: Callable[[Fleet], Awaitable[Answer]]
 ) -> tuple[list[tuple[Fleet, Answer]], list[str]]:
-    """Ask all pools at once: the answers, and the tags of pools whose Redis does not answer.
+    """Ask all pools at once; return the answers, and the tags of pools whose Redis does not answer.
 
     Such a pool is left out, with a warning on standard error. Raises FleetUnavailable if no pool answers.
     """
@@ -94,20 +94,20 @@ async def answers_of(
 
 
 def tag_of(fleet: Fleet) -> str:
-    """The tag of a pool, as WARMFLEET_MODELS would name it."""
+    """Return the tag of a pool, as WARMFLEET_MODELS would name it."""
     return fleet.keys.tag.replace("~", "/")
 
 
 @asynccontextmanager
 async def fleets_of(url: str, tags: Sequence[str]) -> AsyncIterator[list[Fleet]]:
-    """All calls on these pools. Raises CommandError."""
+    """Connect to these pools, for all calls. Raises CommandError."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(pool_of(url, tag)) for tag in tags]
 
 
 @asynccontextmanager
 async def registry_of(url: str, model: str) -> AsyncIterator[PoolRegistry]:
-    """The registry of the served model that ``model``, a name or the tag of a pool, belongs to. Raises CommandError."""
+    """Connect to the registry of the served model of ``model``, a name or a pool's tag. Raises CommandError."""
     name = served_model(model)
     redis = _client(url, name)
     try:
@@ -118,7 +118,7 @@ async def registry_of(url: str, model: str) -> AsyncIterator[PoolRegistry]:
 
 @asynccontextmanager
 async def pool_of(url: str, tag: str) -> AsyncIterator[Fleet]:
-    """All calls on one pool. Raises CommandError."""
+    """Connect to one pool, for all calls. Raises CommandError."""
     fleet = Fleet(_client(url, tag), tag)
     try:
         yield fleet
@@ -127,7 +127,7 @@ async def pool_of(url: str, tag: str) -> AsyncIterator[Fleet]:
 
 
 async def slot_ranges(url: str) -> tuple[SlotRange, ...]:
-    """The slots of each master of a Cluster."""
+    """Ask for the slots of each master of a Cluster."""
     connections = RedisConnections(_complete(url), timeout_s=TIMEOUT_S)
     try:
         return await connections.slot_ranges()
@@ -136,12 +136,12 @@ async def slot_ranges(url: str) -> tuple[SlotRange, ...]:
 
 
 def runs(place: Placement, now: float) -> bool:
-    """Whether a server has written its place lately. now: this machine's clock, in seconds."""
+    """Tell whether a server has written its record lately. now: this machine's clock, in seconds."""
     return abs(now - place.seen_ms / 1_000) < SEEN_S
 
 
 def _client(url: str, tag: str) -> aioredis.Redis:
-    """A client of the Redis that has the keys of this model or pool. Raises CommandError."""
+    """Make a client of the Redis that has the keys of this model or pool. Raises CommandError."""
     try:
         return connect(_complete(url), model_tag(tag), timeout_s=TIMEOUT_S)
     except (RedisAddressError, WireError) as error:
@@ -149,5 +149,5 @@ def _client(url: str, tag: str) -> aioredis.Redis:
 
 
 def _complete(url: str) -> str:
-    """The address of Redis with the authority that the environment names. Raises RedisAddressError."""
+    """Return the address of Redis with the authority that the environment names. Raises RedisAddressError."""
     return with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 VARIABLE = "_ARGCOMPLETE"  # set by the shell while it asks for completions
-ASK_S = 0.5  # short, because a person waits at the prompt
+ASK_S = 0.5  # longest wait for a replica, because a person waits at the prompt
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +36,13 @@ def completed(argument: argparse.Action, words: Callable[..., Iterable[str]]) ->
 
 
 def models(**_: Any) -> list[str]:
-    """The models of WARMFLEET_MODELS and of the running stack."""
+    """List the models of WARMFLEET_MODELS and of the running stack."""
     local = running_stack.found()
     return sorted({*running_stack.models_of_environment(), *(local.models if local else ())})
 
 
 def workers(**_: Any) -> list[str]:
-    """The workers of the running stack and the names of their servers; none if there is no such stack."""
+    """List the workers of the running stack and the names of their servers; none if there is no such stack."""
     local = running_stack.found()
     if local is None:
         return []
@@ -56,6 +56,6 @@ def workers(**_: Any) -> list[str]:
 
 
 def _admin_headers() -> dict[str, str]:
-    """The headers of ``client.admin_headers``, without the time that loading its HTTP client takes at a prompt."""
+    """Make the headers of ``client.admin_headers`` without loading its HTTP client, which takes time at a prompt."""
     key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-MOST_NAMED = 8  # names in a sentence or a cell
+MOST_NAMED = 8  # most names in a sentence or a cell
 #: Text of a cell in a column of numbers, which is aligned to the right: with its unit, or a word for "no number".
 _NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
-_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # to another screen without a cursor, and back
+_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # go to another screen, no cursor; and back
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear the rest of a line, of the screen
 
 
@@ -64,7 +64,7 @@ class Table:
 
     @property
     def right(self) -> list[bool]:
-        """For each column whether its cells are numbers."""
+        """Whether the cells are numbers, for each column."""
         columns = [[str(row[column]) for row in self.rows] for column in range(len(self.header))]
         return [all(map(_NUMBER.match, cells)) and any(map(str.strip, cells)) for cells in columns]
 
@@ -74,23 +74,23 @@ Part = str | Toned | Table | tuple[str | Toned, ...]
 
 
 def plain(parts: Sequence[Part]) -> str:
-    """The parts as text without colour, each on lines of its own."""
+    """Write the parts as text without colour, each on lines of its own."""
     return printable("\n".join("".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in parts))
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters written out: much of it comes from workers, which must not steer a terminal."""
+    """Write out control characters in ``text``: much of it comes from workers, which must not steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_short(names: Sequence[str]) -> str:
-    """The first MOST_NAMED names, and how many more there are."""
+    """List the first MOST_NAMED names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
 
 
 def text_for(out: TextIO, parts: Sequence[Part]) -> str:
-    """The parts as ``out`` takes them: with colour if it is a terminal that shows it."""
+    """Write the parts as ``out`` takes them, with colour if it is a terminal that shows it."""
     text = plain(parts)
     if not out.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
@@ -117,7 +117,7 @@ def print_answer(value: object, parts: Callable[[], Sequence[Part]], *, as_json:
 
 
 def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
-    """Print the picture every so many seconds until Ctrl-C, which leaves the terminal as it was, and the last picture.
+    """Print the picture at this interval in seconds until Ctrl-C; then restore the terminal and leave the last picture.
 
     At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
     follow each other, each under a line with the time.
@@ -152,7 +152,7 @@ def _cut(lines: list[str], height: int) -> list[str]:
 
 
 def _console(width: int) -> Console | None:
-    """A console of rich that writes into a text, as wide as the widest line: the terminal wraps what is too long."""
+    """Make a console of rich that writes into a text, as wide as the widest line; the terminal wraps long lines."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:
@@ -162,7 +162,7 @@ def _console(width: int) -> Console | None:
 
 
 def _renderable(part: Part) -> RenderableType:
-    """The part as rich prints it."""
+    """Return the part as rich prints it."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text

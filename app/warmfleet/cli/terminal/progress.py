@@ -13,10 +13,10 @@ from warmfleet.cli.terminal.output import printable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DRAW_S = 0.2  # between two drawings of the line at a terminal
-SHOWN_FROM_S = 0.5  # a quicker step needs no line
-PLAIN_S = 10.0  # between two lines elsewhere, such as in the log of a CI job
-BAR = 24  # characters
+DRAW_S = 0.2  # time between two drawings of the line at a terminal
+SHOWN_FROM_S = 0.5  # time until a step has a line; a quicker one needs none
+PLAIN_S = 10.0  # time between two lines elsewhere, such as in the log of a CI job
+BAR = 24  # length of the bar in characters
 
 
 class Progress:
