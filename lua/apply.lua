@@ -49,7 +49,7 @@ local state = { prefix = prefix, worker = worker_id, record = record, row = row,
   truth = truth, changed = changed, short = short, probed = call("TYPE", probe_key).ok == "set",
   blocks = 0, seen = nil }
 
--- A worker that claims an endless cache, or none, would look empty for ever.
+-- Bound the capacity, because a worker that claims an endless cache, or none, would look empty for ever.
 local typical, capacity = tonumber(typical_blocks) or 0, math.min(record.capacity_blocks, MOST_BLOCKS)
 if typical > 0 then capacity = capacity == 0 and typical or math.min(capacity, MOST_OVER_TYPICAL * typical) end
 if capacity ~= row[CAPACITY_BLOCKS_FIELD] then row[CAPACITY_BLOCKS_FIELD], changed.row = capacity, true end
@@ -86,7 +86,7 @@ function operation.heartbeat(data, time)
   local paused, step_us = beat[known + 1] == 1, beat[known + 2] or 0
   if #beat < known or #beat > known + 2 or #beat == known + 1 and not paused then return false end
   local _, _, blocks, foreign_prefill, foreign_decode, speed, evicted, digest_count, high, low = unpack(beat, 1, known)
-  -- The record stays as it is for a small change: replicas read only records that have changed.
+  -- A small change leaves the record as it is, because replicas read every record that has changed.
   if STEP_CHANGE * math.abs(step_us - (record.step_us or 0)) > step_us then
     record.step_us, changed.record = step_us, true
   end

@@ -77,7 +77,7 @@ if found == "LEAVING" and not before.leaving then
   if others or since_ms == 0 then return { slot, in_flight, others and "LISTED" or "UP" } end
 end
 
--- A check passed. The record that stands is changed by one that agrees with it, or by its own replica.
+-- Apply a check that passed. It changes the record if it agrees with the record or comes from the record's replica.
 local scheme, confirmed = tonumber(record.scheme_id) or 0, now
 if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirmed or 0) > now - ttl_ms then
   record, scheme, confirmed = before, old_scheme, before.confirmed

@@ -31,7 +31,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = now + lease_ms
 
--- A request that lives on stays in flight for its client.
+-- Keep a request that lives on in flight for its client.
 local function keep(id)
   call("ZADD", leases_key, expiry, id)
   if #id >= CLIENT_AT then (include "shared/client_use")(prefix, id, now).renew(expiry) end

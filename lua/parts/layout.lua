@@ -45,7 +45,7 @@ local CLIENT_AT = 26 -- the position of a limited client's tag in a reservation'
 local LIMITS = ">I4I4" -- a client's limits: requests in flight, tokens per minute; 0: no such limit
 local LIMITS_BYTES = 8 -- a ninth byte marks a request that the limits have let in before
 
--- The queue. A flow is a priority class and a tenant, a place is a time in us as digits.
+-- The queue (shared/tickets). A flow is a priority class and a tenant; a place is a time in us as digits, the order.
 local FLOW_BYTES = 9
 local PLACE_BYTES = 16
 local MEMBER_ID_AT = FLOW_BYTES + PLACE_BYTES + 1 -- the position of the id in a member of `queue2`: flow, place, id

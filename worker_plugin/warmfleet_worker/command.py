@@ -24,7 +24,7 @@ class Command:
 
     @classmethod
     def parse(cls, raw: object) -> Command:
-        """Raises ValueError for anything but a command."""
+        """Read a command. Raises ValueError for anything else."""
         try:
             value = json.loads(raw)  # type: ignore[arg-type]  # a TypeError is caught below
             identity = value.get("id")

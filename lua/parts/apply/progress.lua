@@ -16,7 +16,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
   local prefix, worker_id, held_prefix = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
-  -- Whether this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
+  -- Tell if this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
   -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both signs only
   -- make the worker suspected, and a probe decides: else a tenant's prompts could end a healthy worker's routing.
   -- True if the index is complete and has the last block.
@@ -32,7 +32,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
     return held == 1
   end
 
-  -- The prefill of one prompt of a reservation is done. Of several prompts each gives back its share of what was
+  -- End the prefill of one prompt of a reservation. Of several prompts each gives back its share of what was
   -- booked; the lease keeps what is left. Shares are rounded up, so that nothing is left behind the last one.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", lease_key, id)

@@ -78,7 +78,7 @@ return function(s, own, first_in_order, draw)
     return policies.least_loaded()
   end
 
-  -- The first tokens are cut to full blocks: only full blocks are known.
+  -- The first tokens are cut to full blocks, because only full blocks are known.
   function policies.sticky()
     local tokens = min(s.prefix_tokens > 0 and s.prefix_tokens or 64, s.prompt - 1)
     tokens = max(s.block, floor(tokens / s.block) * s.block)

@@ -67,7 +67,7 @@ local function first_in_order(s, passes)
   end
 end
 
--- A hash of the seed and the candidate's slot. It is mixed by a square: a linear mix would let some slots win more
+-- Hash the seed and the candidate's slot. They are mixed by a square, as a linear mix would let some slots win more
 -- often.
 local function draw(s, i)
   local mixed = (s.seed * 40503 + unpack_from(ROW_SLOT, s.rows[i], SLOT_AT) * 2654435769) % 4294967291 % 67108859
@@ -89,7 +89,7 @@ local function meeting_objective(s, slack)
   return found
 end
 
--- Of the candidates that cost `bar` at most and are in `among` (nil: all are) the one that wins the tie, and the last
+-- Of the candidates that cost `bar` at most and are in `among` (nil: all are) return the winner of the tie and the last
 -- step that was needed for that. `level` is that step; the later fields of a row are read only if a tie gets so far.
 -- own: useful tokens of each match; nil if none is worth a step.
 local function win_tie(s, bar, among, home, own)
@@ -195,7 +195,7 @@ local function choose(s)
   return winner, why
 end
 
--- Of the candidates with room the choice, or else the cheapest; nil if none has room. Policies that do not choose by
+-- Return the choice if it has room, else the cheapest candidate with room; nil if none has. Policies not choosing by
 -- cost keep their choice if any candidate has room. room: seconds, by candidate.
 local function with_room(s, w, room)
   local best

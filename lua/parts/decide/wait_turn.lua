@@ -28,7 +28,7 @@ local NAMED, MAX_US = 8, 4294967295 -- most workers whose prices a ticket holds;
 local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
 local LAG_S = 1 -- seconds of work by which a tenant may stay behind others after it is served (`lag` of shared/tickets)
 
--- The slots of the workers of these ids, as a ticket keeps them: shorter than ids, however many workers there are.
+-- Return the slots of the workers of these ids for a ticket, because slots are shorter than ids.
 local function slots_of(ids, rows)
   local wanted, slots = {}, {}
   for id in ids:gmatch("[^,]+") do wanted[id] = true end
@@ -40,7 +40,7 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- The price of the request at each worker: the time that a worker needs for what it does not hold of the prompt, and
+-- Price the request at each worker: the time that a worker needs for what it does not hold of the prompt, and
 -- nothing else of what the cost rule charges: those terms say which of the workers with room is best, but would let
 -- engines stand free. The NAMED lowest prices are kept with the worker's name each, all other workers count like the
 -- cheapest of them: so a turn is found without looking at every worker again. The lowest of all is the request's size.
@@ -83,7 +83,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
     local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
     return { word, queue.waiting(), work_ms, string.format("%.6f", turn_s or 0), matched or 0 }
   end
-  -- The room of all engines. Returns it, and the room of this request's candidates: seconds, by candidate.
+  -- Return the room of all engines, and the room of this request's candidates in seconds, by candidate.
   local function room()
     local all = everybody()
     local limit_s = queue.limit_s(constants.max_engine_wait_s)
@@ -95,7 +95,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
     end
   end
 
-  -- The first write frees memory: a full Redis then allows the writes after it.
+  -- The first write frees memory, after which a full Redis allows further writes.
   if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
   local ticket, refusal = queue.find(id), "FULL"
@@ -135,7 +135,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   else
     local most = request.queue_max
     if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
-      -- The request cannot wait: at any price, it takes room that all waiting tickets leave over.
+      -- The request cannot wait, so it takes room that all waiting tickets leave over, at any price.
       local left, own = room()
       turns.take(queue, left, MAX_TURNS)
       s.room = own()

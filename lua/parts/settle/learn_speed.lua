@@ -15,7 +15,7 @@ local LEAST_TOKENS, MAX_SPEED = 64, 4000000000
 return function(row, tokens, now)
   local speed = struct.unpack(ROW_SPEED_TPS, row, SPEED_TPS_AT)
   local seconds = (now - struct.unpack(ROW_SINCE_MS, row, SINCE_MS_AT)) % U32 / 1000
-  -- Of a few tokens the time is not that of computing them. After a long time the clock has stepped back.
+  -- For a few tokens the time is not mostly that of computing. A very long time shows that the clock stepped back.
   if tokens < LEAST_TOKENS or seconds > LONGEST_S then return speed end
   if speed == 0 then
     if seconds < LEAST_S then return 0 end

@@ -67,7 +67,7 @@ return function(prefix, id, worker)
   if worker.lacks then
     local used = used_us(worker.lacks)
     local mark = tonumber(call("ZSCORE", lru, OUTDATED) or "") or 0
-    -- The block was used since then: another request may have made it anew after the engine looked.
+    -- If the block was used since then, another request may have made it anew after the engine looked.
     if used and used < worker.asked_us and used > mark then call("ZADD", lru, format("%.1f", used + 0.5), OUTDATED) end
   end
 

@@ -63,10 +63,10 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
           done, target = passed / 1000 * tps, BUSY_ALWAYS
           if done > going then done = going end
         end
-        -- The share by now, as shared/busy_share computes it: a call for each worker took 5 % of a decision.
+        -- The share by now, as shared/busy_share computes it, because a call for each worker took 5 % of a decision.
         if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / BUSY_MEMORY_MS) end
       end
-      -- Of requests that came past the routers only what waits is known: a second of it counts as no idle time at all.
+      -- Of requests past the routers only what waits is known, so an engine with a second of it counts as never idle.
       busy = busy / BUSY_ALWAYS + foreign / tps
       busy_share[count] = busy < 1 and busy or 1
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context

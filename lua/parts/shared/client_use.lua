@@ -46,7 +46,7 @@ return function(prefix, id, now)
     return used
   end
 
-  -- The request lives on: it stays in flight, and the record that knows the rate stays for its end.
+  -- Keep a request that lives on in flight, and keep the record with the rate, which its end will read.
   function client.renew(expires_ms)
     client.hold(expires_ms)
     local record = call("GET", tokens)

@@ -127,7 +127,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     end
   end
 
-  -- The ticket as the request is by now: more or less of its prompt may be held somewhere than when it was written.
+  -- Rewrite the ticket as the request is by now, as more or less of its prompt may be held somewhere than before.
   function queue.review(id, ticket, wish)
     local flow = flow_of(ticket)
     local before = place_of(flow)
@@ -140,7 +140,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     move(flow, before, tonumber(time))
   end
 
-  -- The largest work that was served lately in the class of a flow, now that `done` is served.
+  -- Return the largest work that was served lately in the class of a flow, now that `done` is served.
   local function largest_work(flow, done)
     local field = sub(flow, 1, 1) .. "largest"
     local before = tonumber(call("HGET", clock_key, field)) or 0
@@ -202,7 +202,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     for _, id in ipairs(ahead) do queue.renew(id) end
   end
 
-  -- The queue is full: the last ticket of the longest flow of the last class gives way, unless that flow is the
+  -- In a full queue the last ticket of the longest flow of the last class gives way, unless that flow is the
   -- newcomer's own or the newcomer's would be as long. So a tenant that fills the queue shuts out nobody but itself.
   function queue.displace(flow)
     local longest = call("ZREVRANGE", lengths_key, 0, 0, "WITHSCORES")
@@ -226,7 +226,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   end
 
   function queue.flows() return call("ZCARD", flows_key) end
-  -- The flows in order, from the first-th on, counted from 0: each as its member of :flows, then its score.
+  -- Return the flows in order, from the first-th on, counted from 0: each as its member of :flows, then its score.
   function queue.line(first, count) return call("ZRANGE", flows_key, first, first + count - 1, "WITHSCORES") end
   -- Up to PAGE_TICKETS tickets of a flow from the k-th on, counted from 0: their ids and records.
   function queue.page(flow, k)

@@ -157,7 +157,7 @@ local function room_left(s, room_of, overdue_s)
   local left = { room = room, slots = s.slots, late = late, ahead = ahead, wait_price = wait_price,
     making_scale = making_scale }
 
-  -- Of the candidates that may serve a ticket those with the least ahead: `any` of all, `first` of those with room.
+  -- Find the candidates with the least ahead that may serve a ticket: `any` of all, `first` of those with room.
   -- Tickets for one adapter bar the same workers.
   local allowed = {}
   local function allowed_by(barred)
@@ -178,8 +178,8 @@ local function room_left(s, room_of, overdue_s)
   -- Seconds that the wait for a worker counts, where a second of it counts `scale` of what it counts for most tickets.
   local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
 
-  -- A ticket's size, its tie, its lowest cost and whose that is, its lowest cost with room and whose that is, what it
-  -- costs to compute there (0 with policies that do not look at costs), and whether a worker is making its prompt.
+  -- Read a ticket's size, tie (us within which costs count as equal), lowest cost and whose, lowest with room and whose,
+  -- cost of computing there (0 with policies that look at no costs), and whether a worker is making its prompt.
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)

@@ -146,7 +146,7 @@ def engines_of(args: argparse.Namespace) -> list[EngineOptions]:
 
 
 def redis_url(args: argparse.Namespace) -> str:
-    """Raises OptionError."""
+    """Return the URL of Redis. Raises OptionError."""
     if not args.redis:
         raise OptionError("--redis or WARMFLEET_REDIS_URL must name the fleet's store")
     try:

@@ -33,7 +33,7 @@ class Objective(Protocol):
     """Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
 
     def xi_tokens(self) -> int | None:
-        """ξ at present; None or 0: nothing is given up before its turn, as with plain LRU."""
+        """Return ξ at present; None or 0: nothing is given up before its turn, as with plain LRU."""
         ...
 
     def note(self, served: Served) -> None:

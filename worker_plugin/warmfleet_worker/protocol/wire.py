@@ -82,7 +82,7 @@ class Keys:
         self.prefix = f"wf:{{{self.tag}}}:"
 
     def __getattr__(self, name: str) -> str:
-        """The keys in SINGLE_KEYS (``alive``, ``load``, ``leases`` ...); lua/README.md has a table of them."""
+        """Return a key in SINGLE_KEYS (``alive``, ``load``, ``leases`` ...); lua/README.md has a table of them."""
         if name not in SINGLE_KEYS:
             raise AttributeError(name)
         return self.prefix + name

@@ -50,7 +50,7 @@ class EngineOptions:
 
 
 def require_simulator() -> None:
-    """Raises CommandError if the simulated engines are not installed: a production install does not bring them."""
+    """Raise CommandError if the simulated engines are not installed, as a production install does not bring them."""
     if find_spec("warmfleet_loadtest") is None:
         raise CommandError(NO_SIMULATOR)
 
