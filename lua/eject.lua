@@ -1,5 +1,5 @@
 --[[
-eject: a replica has judged a worker by the answers that it got there. A worker that fails requests which others serve
+eject: takes a replica's verdict on a worker, by the answers it got there. A worker failing requests which others serve
 is ejected: no decision chooses it until its time is over, a longer one each time. Then it is on trial (tick): decide
 gives it one request at a time, and the outcome of that is the next verdict.
 

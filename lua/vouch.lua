@@ -1,6 +1,6 @@
 --[[
-vouch: a replica has found that the engine of a worker answers over HTTP, though its heartbeats are missing. The way of
-its plugin to Redis is broken, not the engine: the worker stays routable, with the index as it was last known.
+vouch: keeps a worker routable whose engine answers a replica over HTTP, though its heartbeats are missing. The way
+of the worker's plugin to Redis is broken, not the engine, so the index stays in use as it was last known.
 
 Guarantee: counts only for the incarnation that was asked: with another nonce it changes nothing. The worker's URL must
 have answered a probe before, and it is no worker that said goodbye or broke the rules. An engine core whose heartbeats

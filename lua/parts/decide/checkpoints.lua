@@ -1,5 +1,5 @@
 --[[
-decide/checkpoints: the blocks of a chain at which open reservations are counted (keys x:).
+decide/checkpoints: lists checkpoints, the blocks of a chain at which open reservations are counted (keys x:).
 
 Guarantee: pure. The checkpoints above a block, deepest first: the last block n, the fork, the powers of two down to 16,
 and block 1. The fork is the block where this chain leaves a chain that is being made already.

@@ -77,7 +77,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   end
 
   -- Find how far a chain that is being made equals the chain of this request. Two chains may part between checkpoints.
-  -- The place is found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an
+  -- That block is found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an
   -- approximate worker keeps there. A third chain that parted at that place counts at the next block, so it is
   -- followed, too. A hash stands for all blocks before it, so one comparison tells whether two chains are still the
   -- same. Starts at `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being

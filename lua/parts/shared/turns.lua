@@ -178,7 +178,7 @@ local function room_left(s, room_of, overdue_s)
   -- Seconds that the wait for a worker counts, where a second of it counts `scale` of what it counts for most tickets.
   local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
 
-  -- Read a ticket's size, tie (us within which costs count as equal), lowest cost and whose, lowest with room and whose,
+  -- Read a ticket's size, tie (us within which costs are equal), lowest cost and whose, lowest with room and whose,
   -- cost of computing there (0 with policies that look at no costs), and whether a worker is making its prompt.
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
