@@ -114,7 +114,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   end
   request.barred = slots_of(request.barred, request.rows)
   if making then request.barred = request.barred .. MAKING end
-  -- Return the price of the turn at the cheapest candidate, before tickets take turns, and what that holds of the prompt.
+  -- Return the price of the turn at the cheapest candidate, before tickets take turns, and its matched tokens.
   local function price(left)
     local scale = making and left.making_scale or 1
     local function late(i) return left.late[slots[s.slots[i]]] or 0 end
