@@ -357,7 +357,7 @@ class Bookings:
         return None if packed is None else Lease.unpack(packed)
 
     async def prefilled(self, reservation: str) -> bool:
-        """Return whether the worker's stream has reported the end of its prefill. Raises FleetUnavailable."""
+        """Return whether the worker has reported that this reservation's prefill has ended. Raises FleetUnavailable."""
         lease = await self.lease(reservation)
         return lease is not None and lease.stage >= Stage.STARTED
 

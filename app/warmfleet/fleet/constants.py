@@ -38,7 +38,7 @@ LABEL_PRICE = struct.Struct(">Id")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of the cost rule, see lua/parts/decide/cost_rule.lua; and two bounds of matching."""
+    """The weights of the cost rule (lua/parts/decide/cost_rule.lua), and two bounds on the matching of prefixes."""
 
     lambda_: float = 2.0  # weight of an uncached token while no worker is idle, as its prefill delays other requests
     kappa: float = 2.5  # weight of making what another worker is making; less would put a new prefix on over two

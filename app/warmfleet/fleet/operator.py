@@ -35,7 +35,7 @@ class OperatorKeys:
             await self._redis.sadd(self._approved, *digests)
 
     async def revoke(self, digests: Iterable[str]) -> None:
-        """Remove templates, named by their sha256."""
+        """Withdraw the approval of the chat templates with these sha256 digests."""
         with redis_errors():
             await self._redis.srem(self._approved, *digests)
 
@@ -44,7 +44,7 @@ class OperatorKeys:
         return asked(self._redis, pack_command("GET", self._policy), _policy)
 
     async def switch(self, policy: str) -> None:
-        """Switch every replica to ``policy``; an empty name takes the switch back."""
+        """Make every replica use ``policy``; with an empty name each uses the policy of its own settings again."""
         key = self._policy
         with redis_errors():
             await (self._redis.set(key, policy) if policy else self._redis.unlink(key))

@@ -105,7 +105,7 @@ class Processes:
             self.check(name)
             if time.monotonic() > deadline:
                 raise StackError(f"{name} is not ready after {READY_S:.0f} s:\n{self.tail(name)}")
-            time.sleep(POLL_S)  # another process gives no signal when it is ready
+            time.sleep(POLL_S)  # polled, because a child process gives no signal when it is ready
 
     def check(self, *names: str, within_s: float = 0.0) -> None:
         """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all.

@@ -60,9 +60,9 @@ class EventSockets:
         return changed
 
     def replay(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Ask for the batches from ``start`` on that the engine still has. Raises ReplayError.
+        """Ask the engine for the batches from ``start`` on, as far as it still has them. Raises ReplayError.
 
-        A ROUTER drops what a slow reader has no room for, so batches may be missing in between.
+        A ZeroMQ ROUTER socket drops messages while a reader's queue is full, so batches in the middle may be missing.
         """
         if self._replay_endpoint is None:
             raise ReplayError("no replay endpoint is known")

@@ -33,7 +33,7 @@ class Listening:
     operators: bool = False
 
     def line(self) -> bytes:
-        """Write the line by which the parent sends this."""
+        """Return this message as the line that the parent sends."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
