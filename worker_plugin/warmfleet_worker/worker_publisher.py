@@ -296,7 +296,7 @@ class WorkerPublisher:
     # ------------------------------------------------ heartbeat and command
 
     def _heartbeat_due(self, now: float) -> Load | None:
-        """Return the load if a heartbeat is due, else None. An engine that stands still sends none, and is dead after a TTL."""
+        """Return the load if a heartbeat is due, else None. An engine that stands still sends none."""
         if now < min(self._due.heartbeat, self._due.load):
             return None
         self._due.after_load(now)

@@ -122,7 +122,7 @@ class Counting:
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request go on counting against its client's limits, in the first pool that answers. Never raises.
+        """Let a gateway's request go on counting for its client, in the first pool that answers. Never raises.
 
         name: the reservation as the gateway has it.
         """

@@ -52,9 +52,7 @@ BUFFER_MAX_BYTES = 1_048_576
 #: Most seconds and pieces for which a stream that begins with a comment, a ping or half an event waits for its first
 #: event, which may be an error. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
-UNKNOWN_TOKEN_S = (
-    1e-4  # time of a token's prefill if no worker's speed is known, as in lua/parts/shared/alive_workers.lua
-)
+UNKNOWN_TOKEN_S = 1e-4  # prefill of a token if no worker's speed is known, as in lua/parts/shared/alive_workers.lua
 NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 

@@ -74,9 +74,7 @@ class BridgedEngine:
         self._read_due = 0.0
         self._tokenizer_due = float("inf")
         self._failures = self._unresolved = 0  # numbers of failed checks in a row
-        self._hybrid = (
-            False  # several KV cache groups (a hybrid model): blocks in the middle of a prefix may be missing
-        )
+        self._hybrid = False  # several KV cache groups (a hybrid model), so blocks inside a prefix may be missing
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
     def start(self) -> None:
