@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +89,15 @@ def test_all_kinds_in_two_processes(tmp_path: Path) -> None:
 def test_broken_connections_are_sent_again_and_others_fail(tmp_path: Path) -> None:
     faults = ["reset", "", "cut", "", "reset in the stream", "", "500", "error in the stream"]
     with engine(*faults) as (url, server):
-        # A request at a time, so that each fault and its second try follow each other.
-        more = ("OneOffUser", "--rate", "5", "--arrivals", "constant")
+        # A request at a time, so that each fault meets the request for which it is meant.
+        more = ("OneOffUser", "--rate", "2", "--arrivals", "constant")
         summary, status = drive(url, tmp_path, lambda: len(server.bodies) > len(faults), *more)
 
     found = figures(Tally.from_json(summary["tally"]), 0.0)
     assert status == 1
     assert [kind for _, kind in summary["tally"]["broken"]] == ["retried", "cut", "cut"]
-    assert [server.bodies[at] == server.bodies[at + 1] for at in (0, 2, 4, 6)] == [True, True, True, False]
+    times = Counter(json.dumps(body) for body in server.bodies)
+    assert sorted(times.values(), reverse=True)[:4] == [2, 2, 2, 1], "three requests came twice, no other did"
     assert found[ALL]["failed"] == 2
     assert any("500" in error for error in summary["errors"])
     assert any("engine died" in error for error in summary["errors"])
