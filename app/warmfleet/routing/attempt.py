@@ -114,7 +114,8 @@ class Attempt:
     def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.
 
-        It never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is decided.
+        A release never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is
+        decided.
         """
         if self._over:
             return

@@ -216,8 +216,8 @@ class Booking:
     ) -> bool:
         """Give back everything that is held in this pool; returns whether Redis may have booked it.
 
-        It never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end before
-        another attempt is decided. tokens: number in the answer, for a client with limits.
+        A release never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end
+        before another attempt is decided. tokens: number in the answer, for a client with limits.
         """
         state, self.state = self.state, RELEASED
         decision = self.decision

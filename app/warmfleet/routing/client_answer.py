@@ -149,7 +149,7 @@ class ClientAnswer:
     def pass_on(self) -> Callable[[bytes], bool]:
         """Return a function that sends a piece of the body between the first and the last.
 
-        It returns False if the client must accept the waiting bytes before more is sent; the next ``body`` waits for
+        The answer is False if the client must accept the waiting bytes before more is sent; the next ``body`` waits for
         that. For a chunked body it is the connection's own method, as a further call would cost time at every chunk.
         """
         return self._connection.write_chunk if self._chunked else self._pass_on_bare

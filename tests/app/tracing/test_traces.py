@@ -113,12 +113,8 @@ async def test_a_request_is_traced_from_its_client_to_its_engine(
         assert (request.name, request.status, request.flags) == ("POST /v1/completions", 0, 0x301)
         assert before_ns - 5e6 < request.began_ns < request.ended_ns < time.time_ns() + 5e6
         (attempt,) = found.tries(request)
-        assert (attempt.name, attempt.kind, attempt.trace_id, attempt.state) == (
-            "try",
-            CLIENT,
-            TRACE,
-            FROM_CLIENT["tracestate"],
-        )
+        state = FROM_CLIENT["tracestate"]
+        assert (attempt.name, attempt.kind, attempt.trace_id, attempt.state) == ("try", CLIENT, TRACE, state)
         first, later = (seen.headers for seen in upstream.seen[-2:])
         assert first["traceparent"] == f"00-{TRACE}-{attempt.span_id}-01"
         assert first["tracestate"] == FROM_CLIENT["tracestate"]
@@ -130,13 +126,8 @@ async def test_a_request_is_traced_from_its_client_to_its_engine(
         assert attempt.attributes["warmfleet.why"]
         assert first["x-request-id"].startswith(attempt.attributes["warmfleet.reservation"])
         assert attempt.event_names == ["decided", "sent", "first_byte"]
-        times = [
-            request.began_ns,
-            attempt.began_ns,
-            *(at for _, at, _ in attempt.events),
-            attempt.ended_ns,
-            request.ended_ns,
-        ]
+        moments = (at for _, at, _ in attempt.events)
+        times = [request.began_ns, attempt.began_ns, *moments, attempt.ended_ns, request.ended_ns]
         assert times == sorted(times)
 
         assert (second.parent_id, second.state, second.flags) == ("", "", 0x101)  # nobody began this trace before

@@ -1,7 +1,7 @@
 """Whether an engine without the plugin takes new requests now: it may be paused, asleep, or have more than it can do.
 
 vLLM answers on ``/is_sleeping`` and ``/is_paused`` whether requests wait until an operator wakes or resumes the engine.
-It has these paths if it can be put to sleep over HTTP. Its ``/metrics`` show sleep, too, and how many requests wait in
+An engine has these paths if HTTP can put it to sleep. Its ``/metrics`` show sleep, too, and how many requests wait in
 its queue; a page costs an engine 5 to 20 ms, so one replica at a time reads it for all replicas.
 
 An engine is *saturated* if the requests in its queue will not all have begun by the next check: new requests would only
