@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
-from warmfleet.fleet import Decision, Line, Memory, Seen, Tick, Truth, WorkerState, WorkerView
+from warmfleet.fleet import Decision, Line, Memory, Seen, Terms, Tick, Truth, WorkerState, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
 from warmfleet.pools.reasons import FALLBACK
@@ -141,7 +141,7 @@ def test_recent_decisions_are_bounded_and_summed() -> None:
 
 
 def told() -> Decision:
-    row = [b"w", 16, 0, LoadRow().pack("w"), b"0.5", b"0.5,0,0,0,0,0,0"]
+    row = [b"w", 16, 0, LoadRow().pack("w"), b"0.5", b",".join([b"0"] * len(fields(Terms)))]
     return replace(decision(), seen=Seen((1_000, 16, 0, 0), [row], waits=False, tie_s=0.005))
 
 
