@@ -54,8 +54,8 @@ METRICS = """\
 metrics (CPU, memory, open files, start). There the name of every counter ends in `_total`; the table leaves the ending
 out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to watch and what to do.
 
-The label `model` is the tag of a pool, `worker` a worker that the replica read last (its samples go when it leaves),
-and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
+The label `model` is the tag of a pool, `worker` a worker on the list that the replica last read from Redis (its
+samples go when it leaves the list), and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
 
 These gauges describe the fleet, Redis and the index, which all replicas read from the same Redis: `warmfleet_workers`,
 `warmfleet_worker_*`, `warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`,
