@@ -1,4 +1,4 @@
-"""Finds workers of one model that differ in identity or scheme, so that one prompt has different block hashes there,
+"""Finds workers of one model with different tokenizer identities or hash schemes, which hash one prompt differently,
 and workers that do not serve their pool's name.
 
 Each change is logged once, and a gauge shows how many workers differ from the largest group.
@@ -26,7 +26,7 @@ CONSEQUENCE = {
 
 
 class Agreement:
-    """Compares the groups of each look with those of the look before, so that only a change is logged."""
+    """Compares a model's groups of workers with those of the last comparison, so that only a change is logged."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -35,7 +35,7 @@ class Agreement:
         self._misnamed: dict[str, dict[str, str]] = {}
 
     def look(self, tag: str, matter: Matter, groups: Mapping[str, Sequence[str]]) -> None:
-        """Compare and log the groups of one model. groups: digest -> workers that have it, the largest group first."""
+        """Log one model's groups if they changed. groups: digest -> workers with this digest, the largest first."""
         before = self._last.get((tag, matter), {})
         now = self._last[tag, matter] = {name: tuple(workers) for name, workers in groups.items()}
         outvoted = 0
@@ -64,7 +64,7 @@ class Agreement:
             logger.warning("%s: its workers use over 4 schemes: cached blocks of %s are not found", tag, _some(now))
 
     def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
-        """Log the workers of one pool that do not serve its name, each with the reason, where these have changed."""
+        """Log each worker of one pool that does not serve the pool's name, unless it was logged with this reason."""
         before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
         for worker, reason in islice((item for item in reasons.items() if item not in before.items()), NAMED):
             logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)

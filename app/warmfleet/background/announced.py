@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
 
-MAX_SERVERS = 8  # most API servers whose copies of the same files are tried in turn
+MAX_SERVERS = 8  # most API servers from which the same files are read, one after the other, until one read succeeds
 NAMED = 3  # most differing facts that a sentence names, as engines of different models differ in nearly all
-#: The files that an identity is built of. Other files that a worker brings are not read.
+#: The files that an identity is built of. Other files that a worker stores in Redis are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
@@ -33,7 +33,7 @@ TOKEN_FACTS = (
 
 
 def identity_key(worker: WorkerView) -> str:
-    """Digest the files and facts. Workers with equal keys make equal token ids, whatever adapters they serve."""
+    """Return the digest of a worker's files and token facts. Equal keys mean equal token ids, whatever the adapters."""
     return hashlib.sha256(dumps(_identity_of(worker)).encode()).hexdigest()
 
 
@@ -41,7 +41,7 @@ class Grouping:
     """Groups the workers of one model at each reading. The record of a server that did not change is digested once."""
 
     def __init__(self) -> None:
-        #: Record and key by the record's ``id``, as the reader of records keeps an object while its text is the same.
+        #: ``id`` of a server's record -> record, key. The reader of records keeps an object while its text is the same.
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
@@ -49,7 +49,7 @@ class Grouping:
         ones the key of the first worker.
 
         A worker that brought no files is in no group. A worker that announces fewer facts than a group, and contradicts
-        none, comes last in that group, because a bridge cannot know all facts, and a probe tests its workers anyway.
+        none, is put at that group's end, because a bridge cannot know all facts, and a probe tests its workers anyway.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -63,7 +63,7 @@ class Grouping:
         for key in list(groups) if len(groups) > 1 else ():
             facts = _identity_of(
                 groups[key][0]
-            ).items()  # a group is part of another that announces all of that and more
+            ).items()  # a group joins another group that announces all the same facts and more
             fuller = (other for other in groups if other != key and facts < _identity_of(groups[other][0]).items())
             if home := next(fuller, None):
                 groups[home] += groups.pop(key)
@@ -71,7 +71,7 @@ class Grouping:
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """Name the files and facts in which the two differ. Adapters do not count, because each has its own hashes."""
+    """Name the files and facts in which two workers differ. Adapters do not count: their blocks have other hashes."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
@@ -89,7 +89,7 @@ def pieces(server: Mapping[str, Any]) -> list[str]:
 
 
 def in_words(key: str, workers: Sequence[WorkerView]) -> str:
-    """Return the identity key of these workers and the digests of its files, for a person to compare."""
+    """Return the common identity key of these workers and the digests of their files, for a person to compare."""
     artifacts = (workers[0].server or {})["artifacts"]
     files = (f"{name} {str(entry.get('sha256'))[:12]}" for name, entry in sorted(artifacts.items()))
     return f"{key[:12]} ({', '.join(files)})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-#: A timer may fire a little early, so a beat due within this share of its period, and these seconds, counts as come.
+#: A timer may fire a little early: a beat counts as reached if it is due within EARLY periods, and within EARLY_S.
 EARLY, EARLY_S = 1 / 16, 0.01
 
 
@@ -24,7 +24,7 @@ class Clock:
     def until(self, period_s: float, share: float = 0.0) -> float:
         """Return the seconds until the next beat of a period.
 
-        share: the part of the period by which these beats come later than those with share 0, below 1.
+        share: part of the period, below 1, by which these beats come later than the beats with share 0.
         """
         wait_s = period_s - (self._loop.time() - self._began - share * period_s) % period_s
         return wait_s if wait_s > min(period_s * EARLY, EARLY_S) else wait_s + period_s

@@ -1,10 +1,10 @@
-"""Ends requests that an engine does not answer although its heartbeats go on, and those over a time limit.
+"""Ends requests that an engine does not answer although its heartbeats go on, and requests over a time limit.
 
-A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (They stop if
-the engine's core has work and makes no step for half a minute: then its worker is lost, ``pools/stalled_requests``.) An
+A thread of the plugin sends the heartbeats, so they go on when the event loop of the API server hangs. (Heartbeats stop
+if the engine's core has work and makes no step for half a minute: the worker is lost, ``pools/stalled_requests``.) An
 engine that keeps a request waiting for ``hung_after_s`` is asked for ``/health``. If the engine does not answer
-UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then the requests that wait there for
-their first byte are tried at another worker. Decisions avoid the worker until it answers again.
+UNANSWERED times in a row, or if it stands still (``pools/stalled_requests``), then its requests that wait for their
+first byte are tried at another worker. Decisions avoid the hung worker until it answers again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from warmfleet.timing import Timing
 
 ASKED_AT_ONCE = 32
-UNANSWERED = 2  # unanswered questions in a row after which an engine hangs; a busy API server may miss a single one
+UNANSWERED = 2  # unanswered /health requests in a row by which an engine hangs; a busy API server may miss a single one
 
 
 class HungEngines:
-    """Looks after the requests of one replica that wait for engines."""
+    """Finds engines that hang, and ends or moves the requests of this replica that wait for them."""
 
     def __init__(
         self, pools: Pools, client: EngineClient, settings: Settings, timing: Timing, metrics: Metrics
@@ -36,9 +36,9 @@ class HungEngines:
         self._idle_s = settings.stream_idle_s
         self._total_s = settings.request_max_s
         self._timing = timing
-        self._pass_over_s = timing.hung_interval_s + 2 * timing.hung_timeout_s  # long enough for the next round to end
+        self._pass_over_s = timing.hung_interval_s + 2 * timing.hung_timeout_s  # hung workers are avoided for this time
         self._metrics = metrics
-        self._unanswered: dict[tuple[str, str], int] = {}  # (tag, worker_id) -> questions in a row without an answer
+        self._unanswered: dict[tuple[str, str], int] = {}  # (tag, worker_id) -> /health requests in a row unanswered
 
     async def end_late(self) -> None:
         """End the requests that are over a time limit of the settings."""
@@ -48,7 +48,7 @@ class HungEngines:
                 self._metrics.time_limits.labels(limit).inc(count)
 
     async def round(self) -> None:
-        """Ask the engines that keep requests waiting, and give up the requests of those that hang."""
+        """Ask the engines that keep requests waiting for /health; give up the requests that wait for hung engines."""
         gate, now = asyncio.Semaphore(ASKED_AT_ONCE), time.perf_counter()
         asked: list[tuple[Pool, str]] = []
         for pool in self._pools.all:
@@ -71,7 +71,7 @@ class HungEngines:
         return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
 
     async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
-        """Ask whether the worker's API server is healthy. A worker that left the view is not asked."""
+        """Ask whether the worker's API server is healthy. A worker that left the view counts as healthy, unasked."""
         url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
         if not url:
             return True

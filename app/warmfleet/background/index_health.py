@@ -20,16 +20,16 @@ RESYNC = "resync_"  # prefix of the counters of snapshots that replaced a worker
 
 
 class IndexHealthWatch:
-    """Reads the figures of the index into the metrics: sums, those of the worst worker, and the lag of each worker."""
+    """Sets the metrics of the index: sums over all workers, values of the worst worker, and the lag of each worker."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
         self._metrics = metrics
         self._last: dict[str, Truth] = {}
-        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (tag, worker_id) -> lag in batches, in seconds
+        self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (tag, worker_id) -> lag in batches, lag in seconds
 
     async def look(self) -> None:
-        """Read every model once. Raises FleetUnavailable if a model cannot be read; its last figures then stay."""
+        """Read every model's index once. Raises FleetUnavailable if one cannot be read; its last figures then stay."""
         try:
             await self._pools.each(self._read)
         finally:

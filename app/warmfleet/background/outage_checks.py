@@ -1,9 +1,9 @@
 """Health checks over HTTP while no heartbeat can be heard: Redis is away, refuses writes, or came back empty.
 
-An outage of Redis is no reason to take workers for dead, so no worker expires during it. But a worker that dies during
-the outage would get one request after another, so these checks find such workers. The replica avoids them until they
-answer a check or the outage ends. If Redis has lost all workers and none has joined again, those that were known last
-stay in use while some of them answer.
+An outage of Redis is no reason to take workers for dead, so no worker expires in an outage. But a worker that dies
+during the outage would get one request after another, so these checks find such workers. The replica avoids them until
+they answer a check or the outage ends. If Redis has lost all workers and none has joined again, the workers that were
+known last stay in use while some of them answer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32  # number of checks that run at a time, or more if a round would need over TURNS turns of them
-TURNS = 2  # most successive turns of checks in a round, even if no server answers
+CHECKS_AT_ONCE = 32  # number of checks that run at a time; more if a round would take longer than TURNS time-outs
+TURNS = 2  # longest round, as a multiple of CHECK_TIMEOUT_S, even if no server answers
 
 
 class OutageChecks:
@@ -36,7 +36,7 @@ class OutageChecks:
         """interval_s: time between two rounds."""
         self._pools = pools
         self._client = client
-        self._pass_over_s = interval_s + TURNS * CHECK_TIMEOUT_S  # long enough for the next round to end
+        self._pass_over_s = interval_s + TURNS * CHECK_TIMEOUT_S  # a silent worker is avoided until the next round ends
         self._metrics = metrics
         self._silent: dict[str, frozenset[str]] = {}  # tag -> URLs that did not answer
 
@@ -48,9 +48,9 @@ class OutageChecks:
         await asyncio.gather(*(self._check(pool, servers, gate) for pool, servers in asked))
 
     async def _check(self, pool: Pool, workers: Mapping[str, Sequence[str]], gate: asyncio.Semaphore) -> None:
-        """Check the servers of this pool, and let decisions avoid the workers of those that do not answer.
+        """Check servers of this pool, and let decisions avoid the workers of servers that do not answer.
 
-        workers: their names, by the URLs of the servers to ask.
+        workers: URL of each server to ask -> names of its workers.
         """
         missing = pool.last_known.missing
 

@@ -1,7 +1,7 @@
 """Follows the registry of pools, so that added pools are served and removed pools end without a restart.
 
-A removed pool gets no new request. Its background tasks go on for ``leave_s``, and until no request of this replica is
-left in it; then its tasks and its connection end.
+A removed pool gets no new request. Its background tasks and its connection end after ``leave_s``, or later, when no
+request of this replica is left in the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 
-FIRST_READING_S = 5.0  # longest wait for all registries, as stock engines' checks wait, too; a third of a worker's TTL
+FIRST_READING_S = 5.0  # longest wait of engine checks for the first reading of all registries: a third of the TTL
 
 
 class PoolChanges:
@@ -60,7 +60,7 @@ class PoolChanges:
         self._first_reading = asyncio.Event()
 
     async def round(self) -> None:
-        """Look for changes once. Raises FleetUnavailable, after all others, if a registry cannot be read."""
+        """Read all registries once, and follow changes. Raises FleetUnavailable at the end if one cannot be read."""
 
         async def follow(registry: PoolRegistry, found: Mapping[bytes, bytes]) -> None:
             self._change(registry.name, await registry.told(found))
@@ -126,7 +126,7 @@ class PoolChanges:
         return pool
 
     async def _let_go(self) -> None:
-        """End the leaving pools in which nothing of this replica is left."""
+        """End each leaving pool whose ``leave_s`` is over and in which this replica has no request or outcome left."""
         now = asyncio.get_running_loop().time()
         for pool in self._pools.leaving:
             held = pool.reservations or pool.reservations.outcomes() or pool.degraded.in_flight or self._waits_in(pool)

@@ -70,7 +70,7 @@ class Prewarmer:
         return True
 
     async def close(self) -> None:
-        """Stop all warming; other replicas probe those workers when their claims are over."""
+        """Stop all warming; other replicas probe the unfinished workers once the claims of this replica expire."""
         await stop(list(self._running))
 
     async def _warm(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, nonce: str) -> None:
@@ -99,7 +99,7 @@ class Prewarmer:
         return await pool.fleet.probes.warming(worker.worker_id, nonce, owner, int(1000 * CLAIM_S))
 
     async def _send(self, pool: Pool, worker: WorkerView, nodes: list[Node], owner: str, sent: list[int]) -> str:
-        """Send the prefixes; return the metric's result. sent: takes the number of tokens of each answered prefix."""
+        """Send the prefixes; return the label for the metric. sent: list that gets each answered prefix's tokens."""
         scheme, capacity, result = worker.record["scheme"], worker.load.capacity_blocks, "done"
         room = int(FILL * capacity * scheme["block_tokens"])
         for node in nodes:

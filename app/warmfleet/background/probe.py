@@ -2,8 +2,8 @@
 
 The prompts are a text, a chat and a list of token ids; each asks for one token of answer. The router computes their
 block hashes as it does for any request. Exactly these hashes must appear in the worker's own stream, and the worker
-must count as many prompt tokens as the router. The replica that applies the stream writes down which of the hashes
-came, so a block that is evicted soon after still counts.
+must count as many prompt tokens as the router. The replica that applies the stream notes in Redis which of the hashes
+the stream reported, so a block that is evicted soon after still counts.
 
 The prompt of token ids is sent last, and its load is booked like a request's. A stream reports the blocks of a prompt
 before it reports that its prefill is done. So after that report a block that is still missing is wrong and not late.
@@ -58,12 +58,12 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
-MORE_PIECES = 8  # number of words of a text beyond the tokens of a block, so that it fills at least one block
+MORE_PIECES = 8  # number of words beyond a block's number of tokens, so that a text fills at least one block
 POLL_S = 0.05
-#: Time limits for all three answers: that of a first probe, which doubles with each further probe, and the longest. An
+#: Time limit for all three answers together: in a first probe (it doubles with each further probe), and at most. An
 #: engine may compile at its first request, but an engine that never answers must not delay the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
-BEAT_S = 0.1  # time by which a heartbeat must be younger than an answer, to be sure that it was sent later
+BEAT_S = 0.1  # time by which a heartbeat must be younger than an answer, to be surely sent after the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,13 @@ class Probe:
     """Probes workers, each as the pool's last reading of the fleet describes it."""
 
     def __init__(self, client: EngineClient, settings: Settings, blocks_timeout_s: float) -> None:
-        """blocks_timeout_s: longest time from the answer until the stream reports its blocks."""
+        """blocks_timeout_s: longest wait, after the answers, until the worker's stream reports the prompts' blocks."""
         self._client = client
         self._settings = settings
         self._blocks_timeout_s = blocks_timeout_s
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
-        """Probe one worker. texts: test a text and a chat, too, which needs the identity; else only the scheme.
+        """Probe one worker. texts: also send a text and a chat, which needs a loaded identity, not only token ids.
 
         Raises FleetUnavailable.
         """
@@ -218,9 +218,9 @@ class Probe:
 
 
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
-    """Return the HTTP headers of a request that this replica sends to a worker on its own account.
+    """Return the HTTP headers of the router's own request to a worker, a probe or a prefix to warm.
 
-    Engines' key goes to workers whose URL was proved, and to others only where the operator listed their addresses.
+    The engines' key goes to workers with a proved URL, and to others only if the operator listed workers' addresses.
     """
     headers = {"Content-Type": "application/json"}
     proved = worker.load.flags & Flag.URL or worker.proof == "warming"
@@ -232,7 +232,7 @@ def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str,
 
 
 async def current(pool: Pool, worker: WorkerView) -> WorkerView | None:
-    """Read the worker anew; None if it has left or joined again since. Raises FleetUnavailable."""
+    """Read this worker again; None if it has left or joined anew since ``worker`` was read. Raises FleetUnavailable."""
     for fresh in await pool.fleet.workers.read():
         if fresh.worker_id == worker.worker_id and fresh.record.get("nonce") == worker.record.get("nonce"):
             return fresh
@@ -248,7 +248,7 @@ def random_text(pieces: int) -> str:
 
 
 def _unhashed(worker: WorkerView, error: Exception) -> Result:
-    """Say why no prompt can match this worker's blocks: it keeps none, or hashes them in an unknown way."""
+    """Say why no prompt can match this worker's blocks: the engine keeps none, or hashes them in an unknown way."""
     kept = UNMATCHED.get((worker.record.get("scheme") or {}).get("algorithm", ""))
     if kept is not None:
         return Result("identity", "unmatched", f"{kept}: it is chosen by load")
@@ -278,7 +278,7 @@ def _prompt_tokens(answer: bytes) -> int | None:
 
 
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
-    """Ask Redis to note the blocks that the stream reports; return the questions without blocks that the worker holds.
+    """Let Redis note which blocks the stream reports; return the questions without blocks that the worker holds now.
 
     Held blocks, for example the first of a chat template, are left out because no stream reports them again.
     """
@@ -291,7 +291,7 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
 
 
 async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
-    """Return the questions' parts of which the stream has not reported all blocks; None if Redis lost the notes."""
+    """Return the parts (text, chat, tokens) whose blocks are not all reported yet; None if Redis lost the notes."""
     awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     if awaited is None:
         return None
@@ -306,7 +306,7 @@ async def _some_came(pool: Pool, worker: WorkerView, questions: Sequence[Questio
 
 
 async def _over(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> None:
-    """Give back the probe's booking and notes in Redis."""
+    """End the probe's booking, and delete the notes of its blocks in Redis."""
     await pool.fleet.bookings.settle(probe, "finished")
     await pool.fleet.probes.await_no_blocks(worker.worker_id, probe, _hashes(questions))
 

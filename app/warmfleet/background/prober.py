@@ -66,8 +66,8 @@ class Prober:
     async def round(self) -> None:
         """Start a probe of every worker that is due, the most urgent first; does not wait for their results.
 
-        Of equally urgent workers, names that were never probed come first, then those probed longest ago. So a worker
-        that keeps probes waiting, and joins again and again, delays itself.
+        Of equally urgent workers, those never probed under this name come first, then those probed longest ago. So a
+        worker that keeps probes waiting, and joins again and again, delays only itself.
         """
         now, seen, names = time.monotonic(), set[str](), set[tuple[str, str]]()
         due: list[tuple[int, float, float, str, Pool, WorkerView]] = []
@@ -85,7 +85,7 @@ class Prober:
                     due.append((URGENCY[worker.state], begun, random.random(), name, pool, worker))
         for _, begun, _, name, pool, worker in sorted(due)[: AT_ONCE - len(self._running)]:
             if begun and len(self._running) >= AT_ONCE / 2:
-                continue  # half of the room is for new workers: slow probes of others delay none of them
+                continue  # half of AT_ONCE is kept for workers never probed, which slow probes of others must not delay
             self._begun[pool.tag, worker.worker_id] = now
             self._running[name] = asyncio.ensure_future(self._probe(name, pool, worker))
         self._next = {name: value for name, value in self._next.items() if name in seen}
@@ -152,7 +152,7 @@ class Prober:
         texts = ready and not differs
         result = await self._worker_probe.run(pool, worker, texts=texts)
         if not proved_before and result.proof != "url" and not (result.witnessed or self._settings.lists_workers):
-            # An engine answered, but nothing shows that it is this worker: any service of the network may answer.
+            # An answer came, but nothing shows that this worker sent it: any service of the network may answer.
             return Result("pending", result.cause or "silent", result.reason or "its stream tells nothing of a probe")
         if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
             result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure in a row counts
@@ -163,7 +163,7 @@ class Prober:
         if differs and result.proof != "url":
             return Result("identity", "differs", differs)
         comes = self._settings.tokenizer or "tokenizer.json" in ((worker.server or {}).get("artifacts") or {})
-        # If no tokenizer will come, the token ids are the engines' own, which need no test.
+        # If neither the settings nor the worker bring a tokenizer, engines make the token ids: no text needs a test.
         if result.proof == "proven" and not texts and comes:
             return Result("identity", "untested", "no tokenizer is loaded here yet to test its text with")
         return result
@@ -193,7 +193,7 @@ def _identity_ready(view: View) -> bool:
 
 
 def _differs(view: View, worker: WorkerView) -> str:
-    """Say why prompts have other token ids at this worker, judged by its files; empty if they have the same."""
+    """Say in which files or facts this worker differs from the fleet's reference worker; empty if in none."""
     reference, keys = view.reference, view.identity_keys
     if reference is None or keys.get(worker.worker_id, "") == keys.get(reference.worker_id):
         return ""

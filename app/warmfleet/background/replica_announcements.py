@@ -31,7 +31,7 @@ class ReplicaPlace:
 class ReplicaAnnouncements:
     """Announces this replica in each of its pools.
 
-    draining: returns whether it is about to stop. waiting: returns the number of requests that it queues for a pool.
+    draining: returns whether this replica is about to stop. waiting: returns how many of its requests wait for a pool.
     """
 
     def __init__(

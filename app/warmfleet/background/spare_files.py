@@ -1,9 +1,9 @@
 """Empties copies of tokenizers and templates that no router will read.
 
 Every server stores its own files in Redis, about 1 MB, and servers with equal announcements have equal files. Routers
-read those of the first few servers, so the copies of all other servers only take memory and are emptied. An empty key
-shows its server that the file is stored. When a server becomes one of the first, its empty keys are deleted, so that it
-stores its files again. Each server has its own keys, and routers check every digest.
+read the files of the first few servers, so the copies of all others only take memory and are emptied. To its server an
+empty key means that the file is stored. When a server becomes one of the first, its empty keys are deleted, so that the
+server stores its files again. Each server has its own keys, and routers check every digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
-LOOK_S = 30.0  # time between two looks; until the next, a server that has just joined keeps its copy
+LOOK_S = 30.0  # time between two looks at all copies; a server that has just joined keeps its copy until the next look
 FORGET_S = 600.0  # time until the same copies are looked at again, as another replica may have changed them
 KEPT = announced.MAX_SERVERS  # number of whole copies of equal files to keep, because no router asks more servers
 MOST_EMPTIED = 128  # most servers emptied in one look at a pool, so that it takes a tenth of a second
@@ -35,7 +35,7 @@ class SpareFiles:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
         self._groupings: dict[str, announced.Grouping] = {}
-        self._whole: dict[str, dict[Incarnation, bool]] = {}  # by tag: whether the copy was whole at the last look
+        self._whole: dict[str, dict[Incarnation, bool]] = {}  # tag -> whether each copy was whole at the last look
         self._forgets_at = 0.0
 
     async def look(self) -> None:
@@ -72,7 +72,7 @@ async def _empty(
     for server_id, server in servers.items():
         incarnation, pieces = (server_id, str(server.get("nonce"))), announced.pieces(server)
         is_whole = known.get(incarnation)
-        if is_whole is not (whole < KEPT):  # the copy is not known to be as it should be
+        if is_whole is not (whole < KEPT):  # not known to be whole (or empty) as it should be
             is_whole = all(await fleet.artifacts.sizes(server_id, pieces))
         if is_whole is (whole < KEPT):
             found[incarnation] = is_whole

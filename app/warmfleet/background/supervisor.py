@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.supervisor")
 
-#: First and longest wait after a failed round; the wait doubles with each further failure. The longest is one second,
-#: because a pool whose Redis is away makes the rounds fail that the other pools still need as often.
+#: First and longest wait after a failed round; the wait doubles with each further failure. The longest is one second:
+#: a single pool whose Redis is away makes a round over all pools fail, and the other pools still need that round.
 RETRY_S = 0.2, 1.0
 CANCEL_AGAIN_S = 0.2
 
@@ -47,7 +47,7 @@ async def supervise(
         wait=wait_exponential(first_s, max=last_s),
         before_sleep=_FailureReport(name, metrics, tag),
     )
-    async for spell in failures:  # the loop goes on only when a round failed: tenacity costs a good round nothing
+    async for spell in failures:  # one turn of this loop for each failure, so good rounds cost nothing here
         with spell:
             while True:
                 await work()
@@ -60,7 +60,7 @@ class _FailureReport:
 
     def __init__(self, name: str, metrics: Metrics, tag: str) -> None:
         self._name = f"{tag}: {name}" if tag else name
-        self._logger = logger.getChild(name)  # so that a task's repeated failures do not fold those of another
+        self._logger = logger.getChild(name)  # the log folds repeated lines by logger: this keeps tasks apart
         self._failures = metrics.task_failures.labels(name)
 
     def __call__(self, state: RetryCallState) -> None:

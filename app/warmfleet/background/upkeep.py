@@ -48,12 +48,12 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
 
 
 async def tell_again(pools: Pools) -> None:
-    """Send Redis again the outcomes of requests that it did not take. Without such outcomes this asks Redis nothing."""
+    """Send Redis again those outcomes of requests that it did not accept. Without such outcomes nothing is sent."""
 
     async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():
             if reservation in pool.reservations:
-                continue  # booked again during the calls for others
+                continue  # the request was booked again while other outcomes were sent
             await pool.fleet.bookings.settle(reservation, outcome)
             pool.reservations.outcome_taken(reservation)
 
@@ -62,7 +62,7 @@ async def tell_again(pools: Pools) -> None:
 
 
 async def carry_out(pools: Pools, metrics: Metrics) -> None:
-    """Tell Redis which workers are to be ejected, and which passed their trial; without any, ask nothing."""
+    """Tell Redis which workers to eject, and which have passed their trial; if there are none, send nothing."""
 
     async def tell_model(pool: Pool) -> None:
         for worker_id, good in list(pool.outliers.verdicts.items()):
@@ -78,7 +78,7 @@ async def carry_out(pools: Pools, metrics: Metrics) -> None:
 
 
 async def clear(pools: Pools) -> None:
-    """Remove expired leases and dead replicas' queue tickets. Decisions do so, too, but a fleet at rest has none."""
+    """Remove expired leases and dead replicas' queue tickets. Decisions do so, too, but a fleet at rest makes none."""
 
     async def clear_model(pool: Pool) -> None:
         await pool.fleet.bookings.reap()

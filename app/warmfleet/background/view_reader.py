@@ -1,7 +1,7 @@
 """Reads the workers of every model again and again, and loads the identity that most of a model's workers announce.
 
-The tables of a view are derived again only when a worker's standing has changed, which is all but its loads and ages
-(``_standing``), because in a fleet at rest only these change from one reading to the next.
+The tables of a view are derived again only when a worker's standing (``_standing``: all its values but loads and ages)
+has changed, because in a fleet at rest only loads and ages change from one reading to the next.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.view_reader")
 
 MAX_FAILED_LOADS = 256
-#: Most pools that are read at once, and the seconds until the next ones. A reading takes a quarter of a millisecond of
-#: this process, so 64 readings at once would keep every request waiting.
+#: Most pools that are read at once, and the pause before the next ones. Each reading takes a quarter of a millisecond
+#: of this process, so 64 readings at once would keep every request waiting.
 AT_ONCE, TURN_S = 8, 0.05
 
 
 class ViewReader:
-    """Keeps the view of every pool fresh. An identity loads in the background; views have it once it is loaded."""
+    """Keeps the view of every pool fresh. Identities load in the background; a view uses one only once it is loaded."""
 
     def __init__(
         self, pools: Pools, identities: Identities, settings: Settings, timing: Timing, metrics: Metrics
@@ -69,8 +69,8 @@ class ViewReader:
         self._not_before: dict[str, float] = {}
         #: Keys of identities whose files cannot be used: identities of other workers are preferred.
         self._unreadable: set[str] = set()
-        #: By tag: the standings of the last whole derivation, and the last view made of it. Only for views with the
-        #: identity that their workers announce, because any other may be replaced at the next reading.
+        #: Tag -> the workers' standings when a view was last derived from scratch, and the latest view. Only for views
+        #: with the identity that their workers announce, because any other may be replaced at the next reading.
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def round(self) -> bool:
@@ -84,7 +84,7 @@ class ViewReader:
         return bool(pools)
 
     def _may_rest(self, pool: Pool) -> bool:
-        """Whether the reading of a pool at rest is good enough for another interval.
+        """Whether the last reading of this pool need not be renewed yet, because the pool is at rest.
 
         A pool with a worker that misses heartbeats does not rest, because the worker must be asked before it expires.
         """
@@ -209,7 +209,7 @@ class ViewReader:
             del self._loads[key]
 
     async def _use_loaded(self) -> None:
-        """Read the fleet with an identity that was just loaded; the next round does so where this fails."""
+        """Read the fleet again, so that views use an identity just loaded; if this fails, the next round does so."""
         try:
             await self.refresh()
         except Exception as error:  # noqa: BLE001  the next round reports the error
@@ -230,7 +230,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity from the first of these workers whose files are in Redis; some only announce files."""
+        """Build an identity from the first worker whose announced files are in Redis; some servers only announce."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:
@@ -260,7 +260,7 @@ class ViewReader:
 
 
 def _standing(worker: WorkerView) -> tuple[object, ...]:
-    """Return the values of a worker that decide all of a view but loads and ages; equal values give equal views."""
+    """Return all values of a worker on which a view depends, without loads and ages; equal values give equal views."""
     load, record = worker.load, worker.record
     served = worker.server, worker.url, worker.models
     announced_by_core = record.get("scheme"), record.get("server_id"), record.get("rank"), record.get("max_model_len")

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.vouching")
 
-VOUCH_INTERVAL_S = 1.0  # time between two checks which workers are silent
-#: Age of the last heartbeat at which a worker is asked: two are missing, half an interval before it expires. Core and
-#: API server send theirs apart, so earlier a core that stands still could not be told from a server that is cut off.
+VOUCH_INTERVAL_S = 1.0  # time between two looks for silent workers
+#: Age of the last heartbeat at which a worker is asked: two heartbeats are missing, and it expires half an interval
+#: later. Core and API server send heartbeats apart, so earlier a stuck core looks like a server cut off from Redis.
 ASK_AFTER_S = WORKER_TTL_SECONDS - HEARTBEAT_SECONDS / 2
-ASK_AGAIN_S = HEARTBEAT_SECONDS  # time between two questions to one worker
+ASK_AGAIN_S = HEARTBEAT_SECONDS  # time between two health checks of one worker
 
 
 class Vouching:
@@ -76,7 +76,7 @@ class Vouching:
             logger.info("%s: nobody vouches for %s: %s", pool.tag, worker.worker_id, error)
 
     async def _answers(self, worker: WorkerView) -> bool:
-        """Ask whether the API server is healthy and serves the worker's models, as another may have its address now."""
+        """Ask whether the server at the worker's URL is healthy and serves its models: it may be another server now."""
         try:
             healthy, _ = await self._client.get(worker.url, "/health", {}, CHECK_TIMEOUT_S)
             if healthy != 200:

@@ -31,7 +31,7 @@ SERVED = "%s is served: %d of %d engines take requests"
 
 
 class Waiting:
-    """Compares each reading of the fleet with the last reading that it logged."""
+    """Compares each reading of the fleet with the last logged one, and logs the pools whose state changed."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 _W = WorkerState
-#: The meaning of each state for requests; ``why`` replaces some of these by the cause.
+#: The meaning of each state for requests; ``why`` replaces some of these texts by the cause of the state.
 STATES: Mapping[WorkerState, str] = {
     _W.GONE: "nothing is known of it",
     _W.PENDING: "it joined and waits for its probe",
@@ -39,7 +39,7 @@ SUSPICIONS: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router",
     "blocks": "its stream did not report the blocks of prompts",
 }
-#: States to whose words ``why`` adds the reason that the last probe gave.
+#: States to whose text ``why`` adds the reason that the last probe gave.
 PROBED = (_W.PENDING, _W.UNREACHABLE, _W.LOAD_ONLY)
 #: The remedy of each state that needs one. {model} is the tag of the pool, {name} the name of its model.
 REMEDIES: Mapping[WorkerState, str] = {
@@ -85,7 +85,7 @@ CAUSES: Mapping[str, str] = {
 
 
 def why(worker: WorkerView, model: str, moved_to: str = "") -> str:
-    """Explain the meaning of a worker's state, and its cause as far as that is known.
+    """Explain a worker's state, and the cause of this state if the cause is known.
 
     model: the tag of its model. moved_to: another pool in which the worker is heard, which explains its absence here.
     """

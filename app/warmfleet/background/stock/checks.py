@@ -57,20 +57,20 @@ ROUND_S = 9.0
 #: Most engines with a failed last check that a round asks again, in turn and beside the others, so that dead entries
 #: make a round no longer than one such check. For example, each of 200 dead engines is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # share of an interval within which a load that another replica read is not read again
+TOLD_LATELY = 0.8  # part of the interval of checks during which a load that another replica read is not read again
 NAME_CHARACTERS = 64
 #: Most blocks of an engine's mirror (the blocks that its cache likely holds) in Redis, and its size if that of the
 #: cache is not known. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
 REASON_CHARACTERS = 200  # most characters of a failed check's reason, in its worker's record
-MAX_COUNT = 2**31  # largest context in tokens that is believed, as for the plugin
+MAX_COUNT = 2**31  # largest context length in tokens that is accepted from an engine, as from the plugin
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
     """The last check that an engine passed.
 
-    facts: as read at ``facts_at``. failing_since: time of the first failed check since, or None. Monotonic seconds.
+    facts_at: when ``facts`` were read. failing_since: first failed check since the passed one, or None. Monotonic.
     """
 
     pool: Pool
@@ -105,9 +105,9 @@ class StockEngines:
         self._timing = timing
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
-        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis first took that
+        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis was first told, or None
         self._failed: dict[str, None] = {}  # URLs whose last check failed, the longest ago first
-        #: URL -> the worker that has the same engine, and the last check.
+        #: Listed URL -> another worker that has the same engine, and the URL's last passed check.
         self._standing_back: dict[str, tuple[str, CheckedEngine]] = {}
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # limits the checks of the current round
         self._headers: dict[str, str] = {}
@@ -177,7 +177,7 @@ class StockEngines:
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
-        if last is not None and last.pool is not engine.pool:  # else both pools would choose it for a TTL
+        if last is not None and last.pool is not engine.pool:  # else the old pool would choose it, too, for a TTL
             await last.pool.fleet.workers.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
@@ -208,7 +208,7 @@ class StockEngines:
         return pool.tries.sends(worker_id(url), time.perf_counter(), STILL_S)
 
     async def _stand_back(self, url: str, holder: str, last: CheckedEngine | None) -> None:
-        """Leave the engine to another worker; this URL's own worker, if any, ends as soon as nothing runs there."""
+        """Leave the engine to the worker ``holder``; this URL's own worker, if any, ends once it has no requests."""
         if last is None or worker_id(url) == holder:
             self._checked.pop(url, None)
             return
@@ -228,7 +228,7 @@ class StockEngines:
         return await self._readiness.ask(url, anew=anew, read=read)
 
     async def _let_go(self, url: str) -> None:
-        """Drain an engine that is no longer listed, and forget it once nothing runs there, unless others list it."""
+        """Drain an engine that is not listed here now, and forget it once it has no requests, unless others list it."""
         engine, now, since = self._checked[url], time.monotonic(), self._leaving[url]
         self._known.release(url)
         if since is None:
@@ -239,7 +239,7 @@ class StockEngines:
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
-        if since is None or (gone and found.in_flight):  # other replicas that list it have a round to report so
+        if since is None or (gone and found.in_flight):  # others that list it have a round to say so
             self._leaving[url] = now if since is None else since
             return
         if gone:
@@ -349,7 +349,7 @@ def _count(value: Any) -> int:
 
 
 def worker_id(url: str) -> str:
-    """Name a stock engine: by host and port, and a digest of its URL if it has a path or a long host name."""
+    """Return the worker id of a stock engine: host and port, and the URL's digest if it has a path or a long host."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

@@ -36,15 +36,15 @@ class EngineFacts(NamedTuple):
 
 
 def from_metrics(page: bytes) -> EngineFacts:
-    """Read the facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: vLLM's
-    sizes are added; of the others' the largest counts, as their pages do not show which lines are ranks."""
+    """Read the facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: sizes
+    of vLLM's ranks are added; for others the largest size counts, as their pages do not tell which lines are ranks."""
     block_tokens, cache_tokens = BLOCK_TOKENS, 0
     for config in _VLLM.findall(page):
         size, blocks = _VLLM_BLOCK_TOKENS.search(config), _VLLM_BLOCKS.search(config)
         block_tokens = int(size[1]) if size and int(size[1]) else block_tokens
         cache_tokens += block_tokens * int(blocks[1]) if blocks else 0
     if sglang := _largest(_SGLANG_TOKENS, page):
-        cache_tokens = sglang  # SGLang's pages may be of one token, so its prompts are counted by BLOCK_TOKENS
+        cache_tokens = sglang  # pages of SGLang may have one token, so BLOCK_TOKENS stays the block size here
     if (blocks_of := _largest(_TENSORRT_BLOCKS, page)) and (size_of := _largest(_TENSORRT_BLOCK_TOKENS, page)):
         block_tokens, cache_tokens = size_of, size_of * blocks_of
     started, asks_info = _largest(_STARTED, page), bool(_TGI.search(page))
@@ -55,7 +55,7 @@ def identity_of(page: bytes) -> str:
     """Return the figures on a page of /metrics that identify its process; empty if there are none.
 
     The client library for Python writes when the process started, in hundredths of a second, and when it made each
-    counter, in microseconds. Engines that a script starts together may have the first in common, not both.
+    counter, in microseconds. Engines that a script starts together may share the start time, but not both times.
     """
     started, created = _values(_STARTED, page), _values(_CREATED, page)
     if len(started) != 1:

@@ -26,7 +26,7 @@ LOOK_UP_TIMEOUT_S = 3.0
 
 
 class ListedEngine(NamedTuple):
-    """An engine that the operator listed. cache_tokens: size of its cache; 0: as it reports itself."""
+    """An engine that the operator listed. cache_tokens: size of its cache; 0: the size that the engine reports."""
 
     url: str
     cache_tokens: int = 0
@@ -37,7 +37,7 @@ class EngineList:
     """The engines of all sources. A source that cannot be read keeps the engines of its last reading."""
 
     def __init__(self, entries: Sequence[str], *, read: bool = True) -> None:
-        """entries: the setting's. read: read the files now, and raise BadArgument for an unusable file; otherwise
+        """entries: of WARMFLEET_STATIC_WORKERS. read: read files now, raise BadArgument for an unusable one; otherwise
         ``look`` reads them, and ``problems`` names the unusable ones."""
         self._sources = [engine_source(entry) for entry in entries]
         self._files = {source.where: _WatchedFile(source.where) for source in self._sources if source.kind == "file"}
@@ -87,7 +87,7 @@ class EngineList:
         except (OSError, ValueError) as error:  # a time-out, too; ValueError: no name that DNS could know
             self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
             return
-        # The addresses that are engines are allowed as if the operator had listed them, and get the engines' key.
+        # Addresses taken for engines count as listed by the operator: the router connects and sends the engines' key.
         engines = [address for address in addresses if not gives_credentials(address)]
         left_out = f"{host}: addresses that tell a machine's credentials are no engines and are left out"
         self._note(source.where, left_out if len(engines) < len(addresses) else "")
@@ -145,7 +145,7 @@ def parse(data: bytes, name: str) -> list[EngineSource]:
 
 
 def _as_entry(line: bytes) -> str:
-    """Convert a line to an entry of the setting. Raises ValueError."""
+    """Convert a line of the file to an entry of WARMFLEET_STATIC_WORKERS. Raises ValueError."""
     if not line.startswith(b"{"):
         return line.decode()
     entry = orjson.loads(line)

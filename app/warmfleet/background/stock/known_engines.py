@@ -1,10 +1,10 @@
 """Finds listed URLs that lead to an engine of the fleet, so that the engine counts as one worker only.
 
 Two URLs lead to one engine if both give the same identity of its process (``engine_facts.identity_of``). If a URL gives
-none, they do if their connections end at the same address and port, with the same path, unless both URLs have different
-host names, because a proxy may route by name. A worker of the plugin or a bridge takes precedence over a listed URL
-after it has answered a probe, even while it drains or is paused. Of two listed URLs, the URL that is a worker already
-takes precedence; when that worker is gone, the other URL takes its place.
+no identity, the URLs count as one engine if they lead to the same address, port and path, unless both have different
+host names, because a proxy may route by name. A worker of the plugin or a bridge that has answered a probe takes
+precedence over a listed URL, even while the worker drains or is paused. Of two listed URLs, the URL that is a worker
+already takes precedence; when that worker is gone, the other URL takes its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STANDS_S = 10.5
 
 
 class EngineKey(NamedTuple):
-    """Recognizes an engine. identity: of its process, "": not known. place: the address at which connections end."""
+    """Recognizes an engine. identity: of its process, "" if not known. place: the address at which connections end."""
 
     identity: str
     place: Place | None
@@ -69,8 +69,8 @@ class KnownEngines:
     def __init__(self, pools: Pools, client: EngineClient) -> None:
         self._pools = pools
         self._client = client
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> identity, time of the next question
-        self._fleet: dict[object, list[_Has]] = {}  # by each of their marks
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> identity, when to ask for it again
+        self._fleet: dict[object, list[_Has]] = {}  # mark -> engines with this mark
         self._listed: dict[str, tuple[EngineKey, str]] = {}  # URL that passed its last check -> its key and worker
         self._holders: dict[object, str] = {}  # mark -> the listed URL that stands for its engine
         self._told_s: dict[tuple[str, str], float] = {}  # (tag, worker_id) -> age of its last reported load
@@ -97,11 +97,11 @@ class KnownEngines:
                 self._fleet.setdefault(mark, []).append(_Has(key, pool, worker))
 
     def told_s(self, tag: str, name: str) -> float:
-        """Return the seconds since a check read the load of this worker of that pool; infinite if none has."""
+        """Return the seconds since a check read the load of worker ``name`` in pool ``tag``; infinite if none did."""
         return self._told_s.get((tag, name), math.inf)
 
     async def key_of(self, url: str, identity: str) -> EngineKey:
-        """Make the key of the engine at a URL. identity: by its last /metrics there."""
+        """Make the key of the engine at a URL. identity: from the engine's last /metrics page at this URL."""
         return EngineKey(identity, await self._client.place(url))
 
     def holder(self, url: str, key: EngineKey, tag: str, name: str) -> str:
@@ -163,7 +163,7 @@ def _counts(worker: WorkerView) -> bool:
 
 
 def _goes_before(has: _Has, own: _Has | None, name: str) -> bool:
-    """Whether the listed worker ``has`` stays instead of ``own``: the elder in one pool, else the first by name."""
+    """Whether the listed worker ``has`` stays instead of ``own``: the older one in one pool, else the first by name."""
     if has is own or (own is None and has.worker.worker_id == name):
         return False
     if own is None:

@@ -2,7 +2,7 @@
 
 vLLM answers on ``/is_sleeping`` and ``/is_paused`` whether requests wait until an operator wakes or resumes the engine.
 An engine has these paths if HTTP can put it to sleep. Its ``/metrics`` show sleep, too, and how many requests wait in
-its queue; a page costs an engine 5 to 20 ms, so one replica at a time reads it for all replicas.
+its queue; each read of this page costs the engine 5 to 20 ms, so one replica at a time reads it for all replicas.
 
 An engine is *saturated* if the requests in its queue will not all have begun by the next check: new requests would only
 wait there. Two readings of the page show how fast requests begin.
@@ -42,14 +42,14 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """An engine's answers, None: unknown. paused: paused or asleep. wait_s: time until a new request would begin."""
+    """The state of an engine; None is unknown. paused: also asleep. wait_s: time until a new request would begin."""
 
     paused: bool | None = None
     wait_s: float | None = None
 
 
 class Figures(NamedTuple):
-    """Numbers of an engine's requests by a page of its /metrics. asleep: None if the page does not show it."""
+    """Numbers of requests on one page of an engine's /metrics. asleep: None if the page does not show sleep."""
 
     running: float
     waiting: float
@@ -67,10 +67,10 @@ class _Known:
 
 
 class Readiness:
-    """Asks engines, and remembers the paths and the last figures of each."""
+    """Asks engines whether they take requests, and remembers the paths and the last figures of each."""
 
     def __init__(self, client: EngineClient, headers: Mapping[str, str], interval_s: float) -> None:
-        """interval_s: time between two questions to an engine."""
+        """interval_s: time between two calls of ``ask`` for one engine."""
         self._client = client
         self._headers = headers
         self._interval_s = interval_s
@@ -81,7 +81,7 @@ class Readiness:
         self._known = {url: known for url, known in self._known.items() if url in urls}
 
     async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
-        """Ask an engine; raise no WarmfleetError. anew: forget its old paths and figures. read: also read /metrics."""
+        """Ask whether an engine takes requests; raise no WarmfleetError. anew: forget it first. read: /metrics, too."""
         known = None if anew else self._known.get(url)
         paths = PAUSE_PATHS if known is None else known.paths
         before = None if known is None else known.figures
@@ -100,7 +100,7 @@ class Readiness:
         """Estimate a new request's wait: the time that the queue takes, or 0 if that is shorter than the interval."""
         if figures.waiting < 1:
             return 0.0
-        if before is None or before.waiting < 1:  # the waiting requests may have come this moment
+        if before is None or before.waiting < 1:  # the waiting requests may have just arrived
             await asyncio.sleep(CONFIRM_S)
             later = await self._figures(url)
             if later is None or later.waiting < 1:
@@ -156,7 +156,7 @@ def figures_of(page: bytes, now: float) -> Figures:
 
 
 def _samples(page: bytes, name: bytes) -> list[tuple[bytes, float]]:
-    """Return labels and value of each sample of this name. ``find`` takes a tenth of the time of a pattern."""
+    """Return labels and value of each sample of this name. ``find`` takes a tenth of a regular expression's time."""
     found, at = [], page.find(name)
     while at >= 0:
         end = page.find(b"\n", at)
