@@ -28,12 +28,12 @@ of the worker's package, which is not installed here: {INSTALL_BRIDGE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status. An error that the user can mend is a line on stderr, and 2."""
+    """Run one subcommand and return its exit status. An error that the user can mend is a line on stderr; status 2."""
     parser = build_parser()
     complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "pools" and not any(word.startswith("-") for word in rest):
-        options.tags += rest  # `pools drain --move llama`: argparse takes no names where none stood before the options
+        options.tags += rest  # argparse does not take names that stand only behind options: `pools drain --move llama`
         rest = []
     if rest and options.command != "bridge":
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def become_bridge(arguments: Sequence[str]) -> NoReturn:
-    """Hand over to the bridge: a program of the worker's package, which this package never imports.
+    """Replace this process by the bridge, a program of the worker's package, which this package never imports.
 
     Raises CommandError if it is not installed, unless only help is wanted.
     """

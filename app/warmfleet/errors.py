@@ -31,7 +31,7 @@ class WarmfleetError(Exception):
     """The router has a bug: see its log.
 
     The class is also the base of all other errors. ``param``: the request field at fault, or None. ``retry_after_s``:
-    seconds; 0: trying again cannot help.
+    seconds until the client may try again; 0: trying again cannot help.
     """
 
     status = 500
@@ -135,7 +135,7 @@ class Overloaded(WarmfleetError):
 class RateLimited(WarmfleetError):
     """The client's key is at its limit of requests.
 
-    ``type``: the limit, as in OpenAI's API. ``headers``: of the answer, which tell all limits of the key.
+    ``type``: the limit, as in OpenAI's API. ``headers``: the answer's headers that tell all limits of the key.
     """
 
     status, type, code = 429, "requests", "rate_limit_exceeded"
@@ -187,14 +187,14 @@ class UpstreamGone(UpstreamError):
 
     @property
     def warns_others(self) -> bool:
-        """Other requests should avoid the worker, too. An answer of 500 may be the request's own fault."""
+        """Whether other requests should avoid the worker. An answer of 500 may be the request's own fault."""
         return self.refused or not self.answered
 
 
 class NameRefused(UpstreamGone):
     """The worker does not serve this model any more.
 
-    Another worker serves the model, and the answer cost nothing. counts: the refusal counts against the worker
+    Another worker serves the model, so the request is tried there. counts: the refusal counts against the worker
     (``Pool.refused``).
     """
 
@@ -206,7 +206,7 @@ class NameRefused(UpstreamGone):
 
     @property
     def warns_others(self) -> bool:
-        """The worker is well for other names."""
+        """False, because the worker serves other models as before."""
         return False
 
 

@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-DRAIN_SETTLES_S = 3.0  # longest wait at the stop for settlements under way, each of which takes at most 2 s
+DRAIN_SETTLES_S = 3.0  # longest wait at the stop for outcomes on their way to Redis, each of which takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
 ALARM_GAP_S = 0.1  # least time between two probes of suspected workers that do not wait for the next round
 MEMORY_INTERVAL_S = 1.0
@@ -267,7 +267,7 @@ def _starlette(
     unknown = UnknownPath((*(route.path for route in routes), *passed_on))
     handlers = {WarmfleetError: error_response, HTTPException: unknown.handle, Exception: internal_error}
     starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-    starlette.router.redirect_slashes = False  # a redirect would name the host that the client's header names
+    starlette.router.redirect_slashes = False  # a redirect would repeat any Host that a client sends
     return starlette
 
 
@@ -330,7 +330,7 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, t
     config = uvicorn.Config(
         doors.application,
         loop="uvloop",
-        http=HttpConnection,  # uvicorn never makes one
+        http=HttpConnection,  # never used: the doors make the connections
         ws="none",
         lifespan="on",
         access_log=False,
@@ -429,7 +429,7 @@ async def _background(replica: _Replica, identities: Identities, clock: Clock) -
     rounds = _rounds(replica, identities, reader, prober, announcements)
 
     contact = asyncio.Event()
-    numbers = itertools.count()  # of pools, in the order in which this replica met them
+    numbers = itertools.count()  # of pools, in the order in which their tasks were started
 
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
@@ -508,7 +508,7 @@ async def _look(read: Callable[[], Awaitable[bool | None]], prober: Prober, wait
     anything: bool | None = True
     try:
         anything = await read()
-    finally:  # probe even if one model could not be read, so that other models' probes do not wait
+    finally:  # probe also if one model could not be read, so that the other models' workers need not wait
         if anything is not False:
             if waiting is not None:
                 waiting.look()
@@ -521,7 +521,7 @@ async def _close_pools(pools: Pools) -> None:
 
 
 async def _drain(router: Router) -> None:
-    """Wait for the settlements that are under way."""
+    """Wait until the outcomes of requests that are on their way have reached Redis."""
     try:
         async with asyncio.timeout(DRAIN_SETTLES_S):
             await router.drained()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ANSWERS = STREAM, PLAIN = "stream", "plain"
 LIMIT_RESULTS = ("requests", "tokens", "unchecked")
-#: Reasons that are 0 from the start for each model: those of the queue, and those of decisions without Redis, besides
-#: the codes of errors.
+#: Reasons (labels) that each model's counters have from the start, with value 0, besides the codes of errors: why the
+#: queue rejected a request, and why a decision was made without Redis.
 REJECTIONS = ("full", "displaced", "bytes", "deadline")
 FALLBACKS = ("away", "open", "no_worker")
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -54,7 +54,7 @@ class Number:
 class Counter(prometheus_client.Counter):
     """A metric that only grows. If it has labels, callers keep its children (``labels``) and count by these."""
 
-    _value: Number  # the library's has a lock
+    _value: Number  # the library's type has a lock
 
     def _metric_init(self) -> None:
         self._value, self._created = Number(), 0.0
@@ -117,7 +117,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, models: Iterable[str] = ()) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # not annotated there
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types here
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.build_info = self._gauge("build_info", "1; the labels name the versions", "version python")
@@ -161,7 +161,7 @@ class Metrics:
                         metric.remove(*sample.labels.values())
 
     def _of_requests(self) -> None:
-        """Requests and their engines."""
+        """Make the metrics of requests and their engines."""
         self.requests = self._counter(
             "requests",
             "Requests that were answered; `model` is empty where a request was refused before its model was known",
@@ -208,7 +208,7 @@ class Metrics:
         )
 
     def _of_decisions(self) -> None:
-        """Decisions and reservations."""
+        """Make the metrics of decisions and reservations."""
         self.decision_seconds = self._histogram(
             "decision_seconds", "Time that a request waited for its decision", "model"
         )
@@ -244,7 +244,7 @@ class Metrics:
         )
 
     def _of_prompts(self) -> None:
-        """Prompts before they are sent."""
+        """Make the metrics of prompts before they are sent."""
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests", "model")
         self.matched_tokens = self._counter(
             "matched_tokens", "Prompt tokens that the chosen worker held already", "model"
@@ -282,7 +282,7 @@ class Metrics:
         )
 
     def _of_waits(self) -> None:
-        """Clients' waits for their first byte."""
+        """Make the metrics of clients' waits for their first byte."""
         self.first_byte_seconds = self._histogram(
             "first_byte_seconds",
             "Time from reading a request to the first byte of its answer: of a `stream` that is its first token; a "
@@ -299,7 +299,7 @@ class Metrics:
         )
 
     def _of_the_queue(self) -> None:
-        """Requests that wait for a worker with room."""
+        """Make the metrics of requests that wait for a worker with room."""
         self.queued = self._gauge(
             "queued_requests",
             "Requests that wait in this replica, each until the worker that suits it has room",
@@ -319,7 +319,7 @@ class Metrics:
         )
 
     def _of_background(self) -> None:
-        """The replica's work besides requests."""
+        """Make the metrics of the replica's work besides requests."""
         self.task_failures = self._counter("task_failures", "Rounds of background tasks that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied to the index")
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")
@@ -339,7 +339,7 @@ class Metrics:
         )
 
     def _of_workers(self) -> None:
-        """Findings of this replica about workers, and its actions."""
+        """Make the metrics of this replica's findings about workers, and of its actions on them."""
         self.workers = self._gauge(
             "workers",
             "Workers by state, at the last reading: `proven` (or suspected), `identity` (load-only), `approximate`,"
@@ -373,7 +373,7 @@ class Metrics:
         )
 
     def _of_each_worker(self) -> None:
-        """Each worker at the last reading. Every replica reads the same values, so take their maximum, not the sum.
+        """Make the metrics of each worker at the last reading. Replicas read the same values: take the maximum, no sum.
 
         All are set anew at once (``background/worker_gauges``, ``background/index_health``), so that a worker that left
         does not stay.
@@ -399,7 +399,7 @@ class Metrics:
         self.worker_lag_seconds = gauge("apply_lag_seconds", "Age of the oldest of these entries")
 
     def _of_redis(self) -> None:
-        """Redis and the index in it. Every replica reads the same values, so take their maximum, not the sum."""
+        """Make the metrics of Redis and its index. Every replica reads the same values: take the maximum, no sum."""
         self.memory_used_ratio = self._gauge("memory_used_ratio", "Used share of Redis's memory limit; 0 without one")
         self.memory_short = self._gauge(
             "memory_short_models", "Models whose new blocks are not indexed: memory is short"
@@ -430,7 +430,7 @@ class Metrics:
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """Yield the same text metric by metric, because with 1,000 workers the whole takes a tenth of a second."""
+        """Yield the text of ``render`` metric by metric, because with 1,000 workers it takes a tenth of a second."""
         for family in self.registry.collect():
             yield generate_latest(_Families([family]))
 

@@ -150,8 +150,8 @@ class EngineSource(NamedTuple):
     """An entry of ``WARMFLEET_STATIC_WORKERS``: where engines without the plugin are found.
 
     kind: ``url`` (where: of one engine), ``dns`` (where: a URL, and every address behind its host is an engine) or
-    ``file`` (where: the path of a file with one engine per line). cache_tokens: of each engine; 0: as it announces.
-    labels: of each engine, as ``read_labels`` takes them.
+    ``file`` (where: the path of a file with one engine per line). cache_tokens: cache size of each engine; 0: the size
+    that the engine reports. labels: of each engine, as ``read_labels`` takes them.
     """
 
     kind: Literal["url", "dns", "file"]

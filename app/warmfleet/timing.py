@@ -22,14 +22,14 @@ class Timing:
     apply_interval_s: float = 0.05  # least time between two steps that apply events; plugins flush theirs every 0.1 s
     tick_within_s: float = 0.4  # longest time between two steps, except at rest, so that a new worker is found in 0.5 s
     clear_interval_s: float = 5.0  # time between two removals of expired leases, which live 30 s
-    truth_interval_s: float = 5.0  # time between two readings of the index's figures for /metrics; heartbeats' interval
+    truth_interval_s: float = 5.0  # time between two reads of the index's figures for /metrics, as between heartbeats
     renew_interval_s: float = 10.0  # time between two renewals of a reservation, which lives 30 s, so that two may fail
     #: Time between checks of engines without the plugin, and of all engines in an outage. A passed check counts as the
     #: engine's heartbeat, so the interval is a third of the workers' TTL of 15 s.
     health_interval_s: float = 5.0
     files_interval_s: float = 1.0  # time between two looks for changes of the clients' keys and of certificates
     pools_interval_s: float = 1.0  # time between two looks for changes of the registry of pools
-    #: Time between two readings of a stock engine's /metrics, which cost it some 20 ms each; also after a failure.
+    #: Time between two reads of a stock engine's /metrics, which take it some 20 ms; the same after a failed read.
     facts_interval_s: float = 30.0
     limit_interval_s: float = 1.0  # time between two looks for requests over a time limit
     hung_interval_s: float = 5.0  # time between two looks for engines that keep requests waiting
@@ -39,10 +39,10 @@ class Timing:
     traces_interval_s: float = 1.0  # time between two looks for spans to send, because no request wakes the thread
 
     # how long an engine may take
-    connect_timeout_s: float = 2.0  # to accept a connection, which takes milliseconds; then another worker is tried
-    #: To answer with token ids, plus a time for each byte, because a longer wait costs more than a prefill.
+    connect_timeout_s: float = 2.0  # to accept a connection, usually milliseconds; after this, another worker is tried
+    #: To answer with token ids, plus a time for each byte of text; a longer wait would cost more than a prefill.
     tokenize_timeout_s: float = 0.25
-    #: Time without a first byte after which an engine is asked for /health; a plain answer may take much longer.
+    #: Wait for a first byte after which the engine is asked for /health; a whole plain answer may take much longer.
     hung_after_s: float = 10.0
     hung_timeout_s: float = 5.0  # to answer /health
     check_timeout_s: float = 3.0  # to answer a check of a stock engine
@@ -56,20 +56,20 @@ class Timing:
     write_timeout_s: float = 60.0  # time without taking a byte of its answer after which a client is disconnected
 
     # how long until another try
-    #: Time from a failed probe to the next, doubled after each further failure, from the first figure to the second.
+    #: Time from a failed probe to the next: the first value, doubled after each further failure up to the second value.
     backoff_s: tuple[float, float] = (5.0, 60.0)
-    #: Time from a probe to the next one if the worker is suspected meanwhile, doubled while suspicions prove wrong.
+    #: The same for a worker that became suspected since its last probe, doubled for each suspicion that proves wrong.
     suspected_s: tuple[float, float] = (5.0, 600.0)
-    load_retry_s: float = 10.0  # time until a failed load of a token identity is tried again
+    load_retry_s: float = 10.0  # time until a token identity that failed to load is loaded again
     traces_retry_s: tuple[float, float] = (1.0, 3.0)  # waits before the second and the third try to send spans
 
     # how long something stays as it is
     grace_s: float = WORKER_TTL_SECONDS  # time without a heartbeat after which a worker counts as lost
-    #: Time added to ``grace_s`` for a worker that may be moving to another pool: meanwhile it is alive in neither, for
-    #: at most ``ASK_SECONDS`` of the plugin's seat.
+    #: Time added to ``grace_s`` for a worker that may be moving to another pool: no pool hears it meanwhile, for at
+    #: most ``ASK_SECONDS`` of the plugin (``pool_assignment``).
     parted_s: float = 15.0
     quiet_s: float = 3.0  # time without a byte after which a request at a lost worker is given up
     identity_wait_s: float = 5.0  # longest wait of a first probe for the worker's tokenizer; then it tests only hashing
     redis_retry_s: float = 1.0  # time for which Redis is asked nothing after two failures in a row
-    leave_s: float = 30.0  # time for which a removed pool is kept: a lease's life, while gateways may settle
-    snapshot_s: float = 1.0  # age until which one status answer serves all requests; workers are read as often
+    leave_s: float = 30.0  # time for which a removed pool is kept: a lease's life, in which gateways may report
+    snapshot_s: float = 1.0  # age up to which one status answer serves all requests; workers are read each second

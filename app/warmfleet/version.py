@@ -8,7 +8,7 @@ from importlib import metadata
 
 @cache
 def version() -> str:
-    """Such as ``0.1.0``; ``(not installed)`` in a source tree that nobody installed."""
+    """Return the version, such as ``0.1.0``; ``(not installed)`` in a source tree that nobody installed."""
     try:
         return metadata.version("warmfleet")
     except metadata.PackageNotFoundError:

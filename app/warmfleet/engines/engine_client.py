@@ -33,7 +33,7 @@ CONNECT_ERRORS = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
 class Place(NamedTuple):
-    """The end of connections to a URL. end: address, port, path. named: the host is a name besides ``localhost``."""
+    """Where connections to a URL lead. end: address, port, path. named: the host is a name, but not ``localhost``."""
 
     end: tuple[str, int, str]
     host: str
@@ -48,7 +48,7 @@ class EngineClient:
     """A pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
 
     def __init__(self, addresses: Addresses, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """tls: for https; None = the system's."""
+        """tls: the context for https; None = the system's authorities."""
         self._addresses = addresses
         self._timeouts = httpx.Timeout(None, connect=connect_timeout_s).as_dict()
         self._resolver = Resolver(addresses)
@@ -94,11 +94,11 @@ class EngineClient:
                 addresses = await self._resolver.addresses(host, port)
         except (OSError, UnicodeError, httpx.InvalidURL, ValueError):
             return None
-        first = [address for address in addresses if ":" not in address] or addresses  # a machine may have one of each
+        first = [address for address in addresses if ":" not in address] or addresses  # a dual-stack host has both
         if len(first) > 1:
             return None
         address = ipaddress.ip_address(first[0])
-        if address.is_unspecified:  # a connection to it goes to this machine
+        if address.is_unspecified:  # a connection to 0.0.0.0 or :: goes to this machine
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
         named = url.host != first[0] and url.host != "localhost"
         return Place((str(address), port, url.path.rstrip("/")), url.host, named)
@@ -163,7 +163,7 @@ class EngineClient:
 
 @contextmanager
 def _engine_errors() -> Iterator[None]:
-    """Translate errors of the HTTP library: to UpstreamGone if the engine does not answer, else to UpstreamError."""
+    """Translate the HTTP library's errors: to UpstreamGone if the engine does not answer, others to UpstreamError."""
     try:
         yield
     except (httpx.TransportError, OSError, TimeoutError) as error:

@@ -25,7 +25,7 @@ HEAD_MAX_BYTES = 65_536  # most bytes of an answer's status line and headers, wi
 TRAILERS_MAX_BYTES = 8_192  # most bytes of trailers, and of the line before a chunk with its extensions
 FIELD_COST_BYTES = 32  # bytes counted for a header besides its text, so that many short ones are bounded as well
 MAX_INTERIM_ANSWERS = 8  # most answers 1xx before the final one
-LAST_WORD_BYTES = 64  # most bytes of a piece that ends a stream, such as [DONE]; so short a piece holds no usage
+LAST_WORD_BYTES = 64  # most bytes of the piece that ends a stream, such as [DONE]; a piece this short holds no usage
 UNREAD_MAX_BYTES = 65_536  # most bytes that wait for a slow client before reading from the engine pauses
 #: TCP notices after 25 s that a machine vanished. It does not notice a frozen process, whose kernel still answers, so
 #: pools/stalled_requests.py ends the requests that wait for such a process.
@@ -33,21 +33,21 @@ TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_US
 #: The errors by which a connection ends if its engine died before it had read the whole request: the kernel sends RST.
 #: If the engine had read the request, the kernel sends FIN, and the engine may have died of the request.
 UNREAD = (ConnectionResetError, BrokenPipeError)
-#: Before a kept connection is used, the kernel is asked for a hang-up, which the event loop notices later. Else an
-#: engine that gets a request after its own end would count as killed by that request.
-HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # event by which the engine ends its sending; 0 where unknown
+#: Before a kept connection is used, the kernel is asked whether the engine hung up, which the event loop notices later.
+#: Otherwise an engine that had ended before it got a request would count as killed by that request.
+HANG_UP: int = getattr(select, "POLLRDHUP", 0)  # event when the peer ends its sending; 0 if the system has none
 
 
 class EngineResponse:
     """The answer of an engine to one request, from the moment at which the request is on its way.
 
-    ``status`` is 0 until the headers came. ``headers`` have lower-case names and are bytes, as they came.
-    ``content_type`` is in lower case, without parameters. ``received`` counts all bytes from the engine, ``unread``
-    those of the body that wait for the reader, in ``pieces``. ``began`` says that some of the body came, ``complete``
-    that the whole answer did. ``chunks`` counts the pieces of the body as the engine cut it, ``gap_s`` is the longest
-    silence between two of the reads that brought them, ``came_at`` the time of the last (``time.perf_counter``), and
-    ``client_s`` how long its reader waited for a slow client. ``tail`` is the last piece that may hold the usage. The
-    caller must ``close`` every response.
+    ``status``: 0 until the headers came. ``headers``: bytes as they came, but names in lower case. ``content_type``: in
+    lower case, without parameters. ``received``: number of all bytes from the engine. ``unread``: number of body bytes
+    that wait for the reader, in ``pieces``. ``began``: some of the body came. ``complete``: the whole answer came.
+    ``chunks``: number of pieces into which the engine cut the body. ``gap_s``: longest silence between two reads that
+    brought pieces. ``came_at``: time of the last such read (``time.perf_counter``). ``client_s``: time for which the
+    reader waited for a slow client. ``tail``: the last piece that may hold the usage. The caller must ``close`` every
+    response.
     """
 
     __slots__ = (
@@ -63,7 +63,7 @@ class EngineResponse:
         self.request = request
         self.without_body = without_body
         self.on_stale: Callable[[EngineResponse], None] | None = None
-        #: Whether the engine had the whole request, on any connection that was lost: then it may have died of it.
+        #: Whether a connection was lost on which the engine had the whole request, of which it may have died.
         self.may_have_been_read = False
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -80,7 +80,7 @@ class EngineResponse:
         self.tail = b""
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        #: The function that gets the body while ``pass_on`` waits; None also once the function wanted no more for now.
+        #: The function that gets the body while ``pass_on`` waits; None at other times, and once it has returned False.
         self._take: Callable[[bytes], bool] | None = None
         self._connection: Connection | None = None
         #: Makes a connection for this request, and is cancelled if the request is given up.
@@ -138,7 +138,7 @@ class EngineResponse:
 
     @property
     def waiting(self) -> bool:
-        """Whether the reader waits for bytes of the engine. While it waits for a slow client, it does not."""
+        """Whether the reader waits for bytes of the engine now, and not for a slow client."""
         return self._waiter is not None
 
     def fail(self, error: UpstreamError) -> bool:
@@ -152,7 +152,7 @@ class EngineResponse:
 
     def close(self) -> None:
         """Give up the rest of the answer: the connection is closed at once, and the engine stops its work."""
-        if not self.complete:  # an error that was raised would hold this answer by its traceback
+        if not self.complete:  # in place of an error whose traceback would keep this answer alive
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
         self.pieces.clear()
@@ -258,7 +258,7 @@ class KeptConnections:
             self._idle.pop(0).abort()
 
     def close(self) -> None:
-        """Close all of them, and from now on every connection that becomes idle."""
+        """Close all idle connections, and from now on every connection that becomes idle."""
         self._closed = True
         while self._idle:
             self._idle.pop().abort()
@@ -308,7 +308,7 @@ class Connection(asyncio.Protocol):
         self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once. The answer under way does not learn of it."""
+        """Close the connection at once. The answer under way gets no error."""
         self._answer = None
         self._transport.abort()
 
@@ -356,11 +356,11 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._kept.forget(self)
-        self._parser = None  # type: ignore[assignment]  # else the two hold each other until a full collection
+        self._parser = None  # type: ignore[assignment]  # breaks a cycle that only a full garbage collection would free
         answer, self._answer = self._answer, None
         if answer is None:
             return
-        if self._until_close and exc is None:  # by closing, the engine says that the answer is whole
+        if self._until_close and exc is None:  # the engine ends such an answer by closing the connection
             answer.finish()
             answer.wake()
             return
@@ -437,7 +437,7 @@ class Connection(asyncio.Protocol):
             answer.unread += len(piece)
 
     def on_message_complete(self) -> None:
-        if self._answer is not None and self._answer.status:  # no interim answer
+        if self._answer is not None and self._answer.status:  # not after an interim answer
             self._answer.finish()
 
 

@@ -6,9 +6,9 @@ error of that code.
 
 from __future__ import annotations
 
-WORDS = b"EngineCore encountered an issue"  # of vLLM's EngineDeadError, which has the type of many other errors
+WORDS = b"EngineCore encountered an issue"  # text of vLLM's EngineDeadError; the type alone is that of many errors
 
 
 def is_reported_in(piece: bytes) -> bool:
-    """Return whether this first piece of an answer, which is an error, reports the death."""
+    """Return whether this first piece of an error answer reports the death of the engine core."""
     return WORDS in piece

@@ -1,17 +1,17 @@
 """The order of prompts that wait in an engine which goes by priorities: least uncached work first, with ageing.
 
 vLLM with ``--scheduling-policy priority`` takes the waiting request with the lowest number first. The number is a time:
-the request's arrival plus PATIENCE times the time that its uncached tokens take. So only requests that come
-within PATIENCE times its own work can overtake a request, and no work waits for ever. The time is that of the replica's
-clock; where the clocks of two replicas differ, the requests of one replica count as so much later.
+the request's arrival plus PATIENCE times the time that its uncached tokens take. So a request can be overtaken only by
+requests that arrive within PATIENCE times its own work, and none waits for ever. Arrivals are read from the replica's
+clock; if the clocks of two replicas differ, the requests of one replica count as later by the difference.
 
-A priority that the client itself names counts first, as it does in an engine that gets no such number.
+Requests with different priorities of their clients are ordered by these first, as in an engine without such numbers.
 """
 
 from __future__ import annotations
 
 PRIORITY_HEADER = "X-Vllm-Priority"
-PATIENCE = 4  # in simulations at 83 % load 4 puts mean TTFT within 1 % of that without ageing, and 1 within 2 %
+PATIENCE = 4  # factor; simulated at 83 % load, mean TTFT is within 1 % of that without ageing (2 % with factor 1)
 CLASS_MS = 2**44  # distance of two neighbouring priorities of clients: more ms than a clock shows until the year 2527
 MAX_CLASS = 2**17  # largest size of a client's priority, to both sides of 0, because engines' numbers have 64 bits
 UNKNOWN_TPS = 10_000  # prefill tokens a second that are assumed for an engine whose speed is not known yet

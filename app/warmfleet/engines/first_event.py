@@ -16,7 +16,7 @@ import orjson
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # a status of Anthropic's API alone
-#: Number of bytes of an event that show that it is no error, unless a word of an error is among them.
+#: Length of an event's beginning that shows that the event is no error, unless a word of an error is in it.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 
 class StreamError(NamedTuple):
-    """An error by which an engine begins a stream. status: that the answer would have had."""
+    """An error by which an engine begins a stream. status: the HTTP status that fits this error."""
 
     status: int
     message: str

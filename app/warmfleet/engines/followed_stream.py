@@ -20,9 +20,9 @@ MAX_EVENT_BYTES = 2_097_152  # most bytes of an event: the first lists the promp
 MAX_KEPT_TOKENS = 131_072  # most tokens of prompt and answer together; a stream with more is not continued
 MAX_KEPT_BYTES = 67_108_864  # most bytes of the ids of all streams of a replica
 ID_BYTES = 4
-#: Names that all events of one stream have in common.
+#: Fields whose values are equal in all events of one stream.
 CONSTANT = ("id", "created", "model", "system_fingerprint")
-#: Fields of a chat's delta besides its text: an answer with any other is not continued.
+#: Fields of a chat's delta that may have a value in an answer that is continued.
 PLAIN_DELTA = frozenset({"role", "content"})
 
 
@@ -37,7 +37,7 @@ class Sink(Protocol):
     """The part of a client's answer that takes the pieces of a stream."""
 
     def pass_on(self, data: bytes) -> bool:
-        """Send a piece between the first and the last. False: the next ``body`` must be awaited before more is sent."""
+        """Send a piece between first and last; return False if ``body`` must be awaited before further pieces."""
 
     async def body(self, data: bytes, *, more: bool) -> None:
         """Send a piece; it is the last one unless there is ``more``."""
@@ -62,13 +62,13 @@ class EventReader:
         """Note that the engine's answer is complete."""
 
     def pass_on(self, data: bytes) -> bool:
-        """Pass on a piece as the client does. Returns False also after the stream was cut, when ``body`` raises."""
+        """Take a piece as ``Sink.pass_on`` does. Returns False also once the stream was cut; ``body`` then raises."""
         events = self._events(data)
         goes_on = self.client.pass_on(events) if events else True
         return goes_on and self.cut is None
 
     async def body(self, data: bytes, *, more: bool) -> None:
-        """Send a piece as the client does. Raises UpstreamError if the engine cut the stream."""
+        """Take a piece as ``Sink.body`` does. Raises UpstreamError if the engine cut the stream."""
         events = self._events(data)
         if not more and self.cut is None:
             self.ends()
@@ -200,7 +200,7 @@ class StreamCut(Exception):  # noqa: N818  a condition, as in ``errors``
 
 
 class ContinuedStream(EventReader):
-    """The second part of a stream, from another worker, made to look like the first one's.
+    """The second part of a stream, from another worker, made to look like the first worker's.
 
     The worker begins behind the ``safe`` ids, so the text that the client has ``beyond`` them comes again. That text
     must be the same, and the client does not get it twice.
@@ -247,7 +247,7 @@ class ContinuedStream(EventReader):
         self.cut = UpstreamError("Another worker went on with another text.")
 
     def _correct(self, usage: dict[str, Any] | None) -> None:
-        """Count the first worker's tokens as a part of the answer. This worker counts them as a part of its prompt."""
+        """Count the first worker's tokens in ``usage`` as answer, because this worker counted them as prompt."""
         if not usage:
             return
         usage["prompt_tokens"] -= self._before

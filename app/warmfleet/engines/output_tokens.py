@@ -22,7 +22,7 @@ class OutputTokens:
     """
 
     def __init__(self, body: bytes = b"") -> None:
-        """body: of an answer that came whole."""
+        """body: the body of an answer that came whole."""
         self._reported = 0
         self._events = 0
         self._tail = b"\n"
@@ -43,7 +43,7 @@ class OutputTokens:
 
 
 class WatchedClient:
-    """A client. ``watch`` gets every piece of its answer first."""
+    """Passes the pieces of an answer on to ``client``, each after ``watch`` got it."""
 
     def __init__(self, watch: Callable[[bytes], None], client: Sink) -> None:
         self._watch = watch

@@ -22,7 +22,7 @@ class AnswerTail:
     """The last bytes of an answer. No other byte of the answer is kept or read."""
 
     def __init__(self, body: bytes = b"") -> None:
-        """body: of an answer that came whole."""
+        """body: the body of an answer that came whole."""
         self._tail = body[-TAIL_BYTES:]
 
     def add(self, piece: bytes) -> None:
@@ -37,6 +37,6 @@ class AnswerTail:
         if not cached:
             return Usage(prompt_tokens, None)
         name, cached_tokens = cached[-1][0], int(cached[-1][1])
-        if name == b"cache_read_input_tokens":  # Anthropic's API counts these apart from the others
+        if name == b"cache_read_input_tokens":  # Anthropic's API leaves these out of the prompt's count
             prompt_tokens += cached_tokens
         return Usage(prompt_tokens, min(cached_tokens, prompt_tokens))

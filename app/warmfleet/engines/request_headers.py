@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
-#: A space ends a word of a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
+#: A space would split the id in a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
 
@@ -23,7 +23,7 @@ def safe_request_id(client_id: bytes) -> str:
 
 
 def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Write the headers as a request has them. Raises UpstreamError if one of them would end its line too early."""
+    """Return the headers as lines of a request. Raises UpstreamError if a line break or NUL is in a header."""
     made = [name + b": " + value + b"\r\n" for name, value in headers]
     lines = b"".join(made)
     if lines.count(b"\n") != len(made) or lines.count(b"\r") != len(made) or b"\0" in lines:

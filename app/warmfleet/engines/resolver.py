@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from warmfleet.engines.allowed_addresses import Addresses
 
-RESOLVED_FOR_S = 10.0  # time after which a name is resolved again
+RESOLVED_FOR_S = 10.0  # time for which the addresses of a name are remembered
 MAX_NAMES = 4_096  # most names that are remembered; one more empties the memory
 
 

@@ -39,7 +39,7 @@ class Upstream:
         on_stale: Callable[[], None] = lambda: None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """on_stale: called when a kept connection was dead and is replaced. tls: for https; None = the system's."""
+        """on_stale: called when a dead kept connection is replaced. tls: context for https; None = the system's."""
         self._addresses = addresses
         self._resolver = Resolver(addresses)
         self._on_stale = on_stale
@@ -57,7 +57,7 @@ class Upstream:
         self._forget_engines()
 
     async def sweep(self) -> None:
-        """Close the connections that are idle for too long, because ``start`` closes only those that it meets."""
+        """Close the connections that are idle for too long, because ``start`` closes only those that it would use."""
         for engine in self._engines.values():
             engine.kept.sweep()
 
@@ -112,7 +112,7 @@ class Upstream:
         answer.connecting = self._loop.create_task(self._send_anew(engine, answer))
 
     async def _send_anew(self, engine: Engine, answer: EngineResponse) -> None:
-        """Make a connection and send the request on it. Every failure becomes the answer's."""
+        """Make a connection and send the request on it. Every error goes to the reader of ``answer``."""
         try:
             connection = await self._connection(engine)
         except (OSError, TimeoutError, ValueError) as error:  # ValueError means a name that cannot be looked up
@@ -143,7 +143,7 @@ class Upstream:
 
 
 class Engine:
-    """The address of requests for one base URL, and the part of their head that is always the same."""
+    """The address of requests for one base URL, and the headers that all these requests share."""
 
     __slots__ = ("_authorization", "_lines", "_path", "_replace", "host", "kept", "port", "tls")
 

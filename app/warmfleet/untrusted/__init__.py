@@ -1,1 +1,1 @@
-"""Runs the code and tables that workers bring, in processes of their own until an operator trusts them."""
+"""Runs workers' chat templates and tokenizers, in processes of their own until an operator trusts them."""

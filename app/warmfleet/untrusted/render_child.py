@@ -1,8 +1,8 @@
 """The program of a process that renders one chat template that no operator has approved.
 
-``render_process`` starts it; a replica itself runs nothing of it but the constants. The process speaks over its
-standard input, which is a socket. A request is 4 bytes of length and marshalled values: ``(source, content format)``
-first, then ``(messages, arguments, fixed)`` each time. An answer is one byte of status, 4 bytes of length and a text.
+``render_process`` starts this program; a replica itself only uses its constants. The process reads requests from, and
+writes answers to, its standard input, a socket. A request is 4 bytes of length and marshalled values: first ``(source,
+content format)``, then ``(messages, arguments, fixed)``. An answer is a status byte, 4 bytes of length and a text.
 The kernel refuses the process every file, connection and child process. The process ends when its parent dies, which
 closes the socket. SIGPROF ends it at its CPU limit, even in a call that never returns to Python.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CPU_S = 0.25  # longest CPU time of one render, or of compiling, which usually takes 0.02 s
 MEMORY_BYTES = 256 * 2**20  # most address space of the process
-HEAD_BYTES = 4  # length of the number that says how long a request or an answer is
+HEAD_BYTES = 4  # size of the number that gives the length of a request or an answer
 
 #: Status byte of an answer. DONE: the rendered text follows, or the content format after compiling. REFUSED: the reason
 #: follows. MEMORY: the process ran out of memory.
@@ -78,7 +78,7 @@ def _import_all() -> None:
     import pprint  # noqa: F401  for jinja2.utils
 
     import jinja2.constants
-    import jinja2.debug  # noqa: F401  for its tracebacks
+    import jinja2.debug  # noqa: F401  jinja2 imports it for tracebacks
 
     from warmfleet.prompt.chat_template import ChatTemplate
 

@@ -43,7 +43,7 @@ WAIT_S = 2.0  # longest time that a request waits for its turn; then it is route
 MAX_WAITING = 64  # most requests that wait for one template
 MAX_REQUEST_BYTES = 4 * 2**20
 PIECE_BYTES = 2**20  # most bytes per write to the socket, because copying more at once would delay the event loop
-#: A prompt is hardly longer than its request. A longer output would keep the tokenizer busy while others wait.
+#: Longest output: bytes, and bytes per byte of the request. More would keep the tokenizer busy while others wait.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
 STRIKES, WITHIN_S = 3, 60.0  # number of limits met within a time, after which a template is held back (not run)
 FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # length of the first hold, doubled with each further one up to the longest
@@ -165,7 +165,7 @@ class Sandboxed:
 
     @property
     def state(self) -> str:
-        """For people: ``sandbox``, ``held back`` or ``does not compile``."""
+        """The state as a text for people: ``sandbox``, ``held back`` or ``does not compile``."""
         return "does not compile" if self._refused else "held back" if self._held else "sandbox"
 
     async def ready(self) -> Format:
@@ -193,7 +193,7 @@ class Sandboxed:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Ask the process in turn, shielded, because a client that hangs up must leave no answer in the socket."""
+        """Ask the process in turn, even if the client hangs up, which would leave an unread answer in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))
@@ -230,7 +230,7 @@ class Sandboxed:
             return ""
         status, body = await self._child.ask(request)
         if status != DONE:
-            raise NotReproducible("template")  # without the template's own words, because a reason becomes a label
+            raise NotReproducible("template")  # without the template's message: reasons become labels of metrics
         return _text(body)
 
     async def _start(self) -> None:
@@ -241,7 +241,7 @@ class Sandboxed:
         status, body = await self._child.ask(marshal.dumps((self._source, self._wanted_format)), START_S)
         text = _text(body)
         if status == DONE and text in ("string", "openai"):
-            self.content_format = text  # type: ignore[assignment]  # one of the two words
+            self.content_format = text  # type: ignore[assignment]  # checked above
             return
         self._refused = True
         logger.warning("chat template %s does not compile (%s): chats are routed by load", self.name, text[:80])
@@ -266,7 +266,7 @@ class Sandboxed:
 
     @property
     def _held(self) -> bool:
-        """The template is held back and not rendered now."""
+        """Whether the template is held back, so that no request is rendered now."""
         return time.monotonic() < self._held_until
 
     async def _end_child(self) -> None:

@@ -51,7 +51,7 @@ class Template:
 
     @property
     def state(self) -> str:
-        """For people: ``approved``, or the state of its process."""
+        """The state as a text for people: ``approved``, or ``Sandboxed.state``."""
         return "approved" if self.local is not None else self.sandbox.state
 
     async def ready(self) -> Format:
@@ -60,14 +60,14 @@ class Template:
         return local.content_format if local is not None else await self.sandbox.ready()
 
     async def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
-        """Render the prompt text in this process or in the template's. Raises NotReproducible."""
+        """Render the prompt text in this process if approved, else in the template's own. Raises NotReproducible."""
         local = self.local
         if local is not None:
             return local.render(messages, arguments, fixed)
         return await self.sandbox.render(messages, arguments, fixed)
 
     async def compile(self) -> None:
-        """Compile the template for this process and end its own. Raises jinja2.TemplateError."""
+        """Compile the template in this process, and end the template's own process. Raises jinja2.TemplateError."""
         if self._compiled is None:
             self._compiled = await asyncio.to_thread(ChatTemplate, self._source, self._content_format, trusted=True)
         await self.sandbox.end()
@@ -149,7 +149,7 @@ class Templates:
             await template.ready()
 
     def _make_room(self, starting: Sandboxed) -> None:
-        """End the process that was started first if the one that starts now is one too many."""
+        """End the process that was started first if ``starting`` is one process too many."""
         self._processes[starting] = None
         self._processes.move_to_end(starting)
         while len(self._processes) > MAX_PROCESSES:

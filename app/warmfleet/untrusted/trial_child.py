@@ -1,11 +1,11 @@
 """The program of a process that tries one tokenizer that a worker brought.
 
-``tokenizer_trial`` starts it; a replica itself runs nothing of it. The file of a tokenizer holds patterns, replacements
-and tables that a library in Rust follows. A hostile file may need any amount of memory and time, and a crash of
-the library ends its process. So everything that may go wrong happens here first: loading, every probe, and texts that
-make bad patterns slow. The process takes a single request, framed as in ``render_child``, and answers it. The request
-is a marshalled ``(tokenizer.json, chat template)``; the answer is the JSON with which a replica loads the tokenizer
-without probing it.
+``tokenizer_trial`` starts this program; a replica itself runs nothing of it. A tokenizer's file holds patterns,
+replacements and tables that a library in Rust applies. A hostile file may need any amount of memory and time, and a
+crash of the library ends its process. So everything that may go wrong is tried here first: loading, probing, and texts
+that make bad patterns slow. The process answers a single request, framed as in ``render_child``. The request is a
+marshalled ``(tokenizer.json, chat template)``; the answer is JSON with the results, with which a replica loads the
+tokenizer without probing it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _tried(tokenizer_json: bytes, template: str) -> str:
-    """Try a tokenizer; return the results as JSON. Raises ValueError with the reason why none should load it."""
+    """Try a tokenizer; return the results as JSON. Raises ValueError with the reason why no replica should load it."""
     from warmfleet.prompt.tokenizer import Encoder, read
 
     tokenizer = read(tokenizer_json)
