@@ -1,7 +1,7 @@
 """The access log: a line for each request that was answered, where the operator wants it.
 
-The thread that writes the log makes the line of a request. No line has the query, the headers or the body of a request,
-nor anything of an answer.
+The thread that writes the log also formats each line. No line has the query, the headers or the body of a request, nor
+anything of an answer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ MAX_PATH = 200  # most characters of a path that a line shows
 
 
 class AccessLog:
-    """Notes requests that were answered. ``engines``: those that go to engines, ``own``: those to this replica."""
+    """Logs answered requests. ``engines``: requests sent to engines; ``own``: requests that this replica answered."""
 
     def __init__(self, output: LogOutput) -> None:
         self._later = output.later
 
     def engines(self, record: RequestRecord) -> None:
-        """Note the end of a request to engines."""
+        """Log the end of a request to engines."""
         self._later(line_of, record)
 
     def own(self, request: HttpRequest, answer: ClientAnswer, request_id: str) -> None:
-        """Note a request that this replica answered itself, or refused before its path was known."""
+        """Log a request that this replica answered itself, or refused before its path was known."""
         now = time.perf_counter()
         fields: dict[str, Any] = {
             "method": request.method.decode("ascii", "backslashreplace"),
@@ -53,13 +53,13 @@ def line_of(record: RequestRecord) -> Line:
 
 
 def line_of_own(answered: tuple[float, str, dict[str, Any]]) -> Line:
-    """Format the line of a request that this replica answered itself. answered: time, id, fields."""
+    """Format the line of a request that this replica answered itself. answered: Unix time, request id, fields."""
     at, request_id, told = answered
     return Line(at, "INFO", LOGGER, text_of(told), request_id, "", told)
 
 
 def text_of(told: dict[str, Any]) -> str:
-    """Format the fields of a line as text, without unknown and usual values."""
+    """Format the fields of a line as text, without fields that are unknown or have their usual value."""
     worker, tokens = told.get("worker"), told.get("prompt_tokens")
     text = f"{told['method']} {told['path']} {told['status']} in {told['ms']} ms"
     if not told["complete"]:

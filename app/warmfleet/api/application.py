@@ -42,7 +42,7 @@ class ServiceApplication:
     ) -> None:
         """Answer and log the request. With an access log, a request without an id gets an id, which its answer shows.
 
-        serve: makes the coroutine that answers; a task that is cancelled before its first step makes none.
+        serve: makes the coroutine that answers, only here, as a task cancelled earlier would leave it never awaited.
         """
         if self._access_log is None:
             await serve()

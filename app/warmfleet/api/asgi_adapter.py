@@ -17,7 +17,7 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer) -> None:
-    """Let ``app`` answer. Its task is cancelled if the client hangs up, so ``app`` gets no message about that."""
+    """Let ``app`` answer. If the client hangs up, this task is cancelled, and ``app`` gets no http.disconnect."""
     path, raw_path, query = request.url()
     scope: Message = {
         "type": "http",
@@ -41,7 +41,7 @@ async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer
             unread = False
             await request.decode(request)
             return {"type": "http.request", "body": request.body, "more_body": False}
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # no message comes
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # waits for ever
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -49,9 +49,9 @@ def operators_hints(raw: list[tuple[bytes, bytes]]) -> Hints:
 
 
 def patience_s(value: bytes | None) -> float:
-    """Read how many seconds the client lets its request wait for a worker with room; infinite by default.
+    """Return the seconds for which the client lets its request wait for a worker with room; infinite by default.
 
-    value: of the header X-Request-Timeout-Ms, None without that header. Raises BadRequest.
+    value: of the header X-Request-Timeout-Ms; None if the request lacks that header. Raises BadRequest.
     """
     if value is None:
         return math.inf
@@ -100,7 +100,7 @@ def _labels(value: bytes) -> frozenset[str]:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Whether the client asks for an explanation. Its value is the key, because Authorization may be the engine's."""
+    """Whether the client asks for an explanation. value: the operator's key, as Authorization may hold the engine's."""
     if value.strip().lower() in (b"", *NO):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

@@ -62,7 +62,7 @@ class Noting(NamedTuple):
 
 
 class CompletionsProxy:
-    """Serves one path. Its task is cancelled when the client hangs up, in whatever step the call is."""
+    """Serves one path. The task of a request is cancelled when its client hangs up, whatever it does at that time."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class CompletionsProxy:
             if answer.lost:
                 record.hung_up()
             # The client hung up, or the time after a stop signal is over. If part of a plain answer was sent, only
-            # closing the connection can tell the client that it is cut off.
+            # closing the connection can tell the client that the answer is cut off.
             if answer.lost or (answer.started and not answer.complete):
                 raise
             if not answer.complete:
@@ -120,7 +120,7 @@ class CompletionsProxy:
 
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
         """Pass the finished request's record to the metrics, the logs and the collector."""
-        ended_by_error = record.failure is not None and record.first_byte_at > 0  # then the error ends the answer
+        ended_by_error = record.failure is not None and record.first_byte_at > 0  # an error ended the started answer
         record.end(answer.status, complete=answer.complete and not ended_by_error)
         self._last.ended(record)
         if self._access_log is not None:
@@ -144,8 +144,8 @@ class CompletionsProxy:
     def _span(
         self, tracing: Tracing, request: HttpRequest, request_id: str, method: str, passed_on: dict[bytes, Field]
     ) -> RequestSpan | None:
-        """Begin the span of a sampled request, and drop the traceparent from the engine's headers, since each try makes
-        its own. For any other request the headers tell the engine that the request is not sampled.
+        """Begin the span of a sampled request, and drop the traceparent from the engine's headers, as each try makes a
+        traceparent of its own. For any other request, return None, and tell the engine that it is not sampled.
         """
         given = passed_on.pop(b"traceparent", NOTHING)[1]
         context = tracing.context(given, passed_on.get(b"tracestate", NOTHING)[1])
@@ -186,7 +186,7 @@ class CompletionsProxy:
         )
 
     def _read_headers(self, raw: list[tuple[bytes, bytes]]) -> tuple[dict[bytes, Field], dict[bytes, bytes]]:
-        """Split the headers into the engine's and the router's; of two headers with one name the last counts."""
+        """Return the headers for the engine and those for the router; of two headers with one name the last counts."""
         passed_on, for_router = {b"content-type": JSON}, dict[bytes, bytes]()
         for name, value in raw:
             spelled = PASSED_ON.get(name)
@@ -194,7 +194,7 @@ class CompletionsProxy:
                 passed_on[name] = (spelled, value)
             elif name.startswith((b"x-warmfleet-", b"x-request-")):
                 for_router[name] = value
-        anthropic_key = passed_on.pop(b"x-api-key", None)  # vLLM looks at Authorization only
+        anthropic_key = passed_on.pop(b"x-api-key", None)  # vLLM takes a key in Authorization only
         if anthropic_key is not None:
             passed_on.setdefault(b"authorization", (b"Authorization", b"Bearer " + anthropic_key[1]))
         if self._worker_authorization:
@@ -212,5 +212,5 @@ class CompletionsProxy:
 
 
 def _log_step(request_id: str, step: str) -> None:
-    """Log a step of a request. The task that takes it may be another than the request's."""
+    """Log a step of a request under the request's id, also from a task other than the request's own."""
     steps.debug("%s", step, extra={"request_id": request_id})

@@ -41,8 +41,8 @@ class Connections:
 
     ``open``: number of open connections. ``body_bytes``: bytes of bodies in memory.
 
-    ``waiting`` and ``uploading``: the connections that have no whole request yet, those that wait longest first; those
-    in ``uploading`` have sent a part of a body.
+    ``waiting`` and ``uploading``: connections without a whole request yet, the longest waiting first; a connection in
+    ``uploading`` has sent a part of a body.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Connections:
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; return whether it may send requests to engines.
 
-        At the limit, a connection without a whole request is closed in its favour: the longest waiting, or else the
+        At the limit, a connection without a whole request is closed to make room: the longest waiting, or else the
         longest uploading. Without such a connection, the new one may ask for health and metrics only.
         """
         self.open += 1
@@ -95,9 +95,9 @@ class Connections:
         self.uploading.pop(connection, None)
 
     def hold(self, size: int, held: int) -> None:
-        """Count ``size`` more bytes of a body, ``held`` bytes in all. Raises UploadsFull if it may not grow.
+        """Count ``size`` more bytes of a body that has ``held`` bytes now. Raises UploadsFull if it may not grow.
 
-        Beyond the limit the largest unfinished body is given up, so small requests pass beside large uploads.
+        While all bodies exceed their memory, the largest unfinished one is refused, so that small requests still pass.
         """
         self.body_bytes += size
         while self.body_bytes > self.max_uploads_bytes:

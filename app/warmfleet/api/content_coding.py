@@ -1,4 +1,4 @@
-"""Decodes bodies that clients compressed (Content-Encoding), within the limits for bodies: engines decode none."""
+"""Decodes bodies that clients compressed (Content-Encoding), within the limits for bodies, as engines decode none."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 OFFERED = "gzip, deflate, zstd"
 MAX_CODINGS = 2  # most codings that were applied to a body, one after another
-MAX_MEMBERS = 1_024  # most consecutive streams in a body; without a bound, empty streams would cost much time
-PIECE_BYTES = 1_048_576  # largest piece of the decoded body for which memory is taken at a time
+MAX_MEMBERS = 1_024  # most compressed streams in a row in one body; without a bound, empty streams would cost much time
+PIECE_BYTES = 1_048_576  # largest piece of the decoded body that is decoded, and counted in memory, at a time
 INPUT_BYTES = 65_536
 WINDOW_LOG = 23  # 8 MiB, the largest window that RFC 9659 allows senders of zstd
 
@@ -46,7 +46,7 @@ def _gzip(_body: bytes) -> Stream:
 
 
 def _deflate(body: bytes) -> Stream:
-    """Open a zlib stream, or a bare deflate stream, which some senders use; the first two bytes tell them apart."""
+    """Open a zlib stream, or the bare deflate stream of some senders; the first two bytes tell which one it is."""
     framed = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
     return zlib.decompressobj(wbits=15 if framed else -15)
 
@@ -71,9 +71,9 @@ def codings(header: bytes) -> list[str]:
 
 
 async def decode(shared: Connections, request: HttpRequest) -> None:
-    """Replace the request's body by the decoded one, once; decoding runs in a thread.
+    """Replace the request's body by the decoded body; a second call does nothing. Decoding runs in a thread.
 
-    The memory for bodies counts each piece as it comes. Raises BadRequest, UnsupportedCoding, TooLarge, UploadsFull.
+    The memory for bodies counts each decoded piece. Raises BadRequest, UnsupportedCoding, TooLarge, UploadsFull.
     """
     header, request.coding, request.decode = request.coding, b"", as_it_is
     for coding in codings(header) if request.body else ():

@@ -50,24 +50,24 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
 
 
 def error_body(error: WarmfleetError, target: bytes, request_id: str = "") -> bytes:
-    """Return the body of an error's answer. target: the request's, as it stands in the request line."""
+    """Return the body of an error's answer. target: path and query as they stand in the request line."""
     return orjson.dumps(error.as_anthropic(request_id) if is_anthropic(target) else error.as_dict())
 
 
 async def send_error(answer: ClientAnswer, error: WarmfleetError, target: bytes, request_id: str) -> None:
-    """Answer with the error. target: the request's, as it stands in the request line."""
+    """Answer with the error. target: path and query as they stand in the request line."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
     headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
     await answer.whole(error.status, headers, error_body(error, target, request_id))
 
 
 async def error_response(request: HTTPRequest, error: Exception) -> Response:
-    """Answer for a WarmfleetError that a route raised; a handler of Starlette."""
+    """Answer a request whose route raised a WarmfleetError; a handler of Starlette."""
     return _response(request, cast("WarmfleetError", error))
 
 
 async def internal_error(request: HTTPRequest, _error: Exception) -> Response:
-    """Answer for a bug; a handler of Starlette, which then raises the error again, so that it is logged."""
+    """Answer a request that met a bug; a handler of Starlette, which raises the error again, so that it is logged."""
     return _response(request, WarmfleetError(OUR_BUG))
 
 
@@ -80,7 +80,7 @@ class UnknownPath:
     """Answers requests that no route of a port takes: 404 with the most similar path, or 405 with the methods."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """paths: all that the port serves; a pattern is compared up to its ``{``."""
+        """paths: all paths that the port serves; of a pattern only the part before ``{`` is compared."""
         self._paths = tuple(dict.fromkeys(path.partition("{")[0] for path in paths))
 
     async def handle(self, request: HTTPRequest, error: Exception) -> Response:

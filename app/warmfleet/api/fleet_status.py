@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.routing.call import Hints
 
-#: The names of a replica's figures that are added up over its pools.
+#: Figures of a replica that are summed over its pools, by their names in the answer.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
 AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool (``pools/home_pools``) was not asked
 
 
 def versions(pools: Pools) -> dict[str, Any]:
-    """Return ``version``, that of most routable engines or "", and ``engines``, the number of engines by version."""
+    """Return ``version``, the most frequent one of routable engines or "", and ``engines``, their number by version."""
     seen = [worker.record.get("version") for pool in pools.all for worker in pool.view.workers if worker.routable]
     counts = Counter(str(version).removeprefix("vllm-") for version in seen if version).most_common()
     return {"version": counts[0][0] if counts else "", "engines": dict(counts)}
@@ -92,7 +92,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
-    """Describe a worker. tag: its pool's. truth: its index's state; None if approximate, and while Redis is away.
+    """Describe a worker. tag: of its pool. truth: state of its index; None if approximate, and while Redis is away.
 
     moved_to: another pool in which the worker is heard, if any.
     """
@@ -169,12 +169,12 @@ class Inquiry:
 async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     """Find the worker that a request would get now, and every worker's cost, without booking. Raises NoWorker.
 
-    If no worker takes requests, NoWorker has the words that the request would get. While Redis does not answer, the
+    If no worker takes requests, NoWorker has the message that the request would get. While Redis does not answer, the
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
     FleetUnavailable is raised.
 
     pool: the pool of the model by which the prompt is identified. In the result, ``pools`` has the offers that a router
-    would compare, ``passed_over`` why a home pool is not among them; all else is about the best offer.
+    would compare, and ``passed_over`` why a home pool made no offer; all other fields are about the best offer.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -187,7 +187,7 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
 
 
 async def _considered(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """Do as ``explain`` does, but raise NoWorker without the words that the request would get."""
+    """Do the same as ``explain``, but raise NoWorker without the message that the request would get."""
     prompt = await identify_here(inquiry.request, pool)
     homes = model.order_for(prompt, inquiry.request.model, counted=False)
     answers, failed = await _of_homes(homes, inquiry)
@@ -275,9 +275,9 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
 
 
 async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
-    """Choose the worker while Redis does not answer, as routers then do: by a hash of the prompt's beginning.
+    """Choose the worker while Redis does not answer, as routers do in an outage: by a hash of the prompt's beginning.
 
-    ``candidates`` tell the load of the last reading; a cost and a match are known to Redis alone. Raises NoWorker.
+    ``candidates`` tell the load of the last reading; costs and matches are known to Redis alone. Raises NoWorker.
     """
     prompt = await identify_here(request, pool)
     unable, workers = prompt.unable_workers, pool.last_known.workers
@@ -325,7 +325,7 @@ def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str)
 
 
 async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
-    """Return the answer about the worker that the request would get in this pool."""
+    """Return the answer of /explain for this pool: the worker that the request would get here, and why."""
     request, hints = inquiry.request, inquiry.hints
     prompt = await identify_here(request, pool)
     pool.idle.wake()

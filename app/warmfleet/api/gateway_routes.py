@@ -38,14 +38,14 @@ MAX_OUTPUT_TOKENS = 100_000_000  # most tokens of an answer that a gateway may r
 MAX_EXCLUDED = 64  # most ids of workers that a gateway may exclude, because they failed this request
 OUTCOMES = get_args(Outcome)
 _WORD = "[A-Za-z0-9_-]"
-RESERVATION = (  # its first field marks a reservation
+RESERVATION = (  # the prefix marks a reservation; the client's tag may follow
     rf"{RESERVATION_PREFIX}{_WORD}{{{ID_CHARACTERS + 1}}}({_WORD}{{{CLIENT_TAG_LENGTH}}})?"
 )
 _RESERVATION = re.compile(RESERVATION)
 
 
 class GatewayRoutes:
-    """Handlers for Starlette. Gateways have the rights of operators."""
+    """Handlers for Starlette. Gateways need the same rights as operators."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class GatewayRoutes:
         return JSONResponse((await self._place(call, handover, record))._asdict())
 
     async def _place(self, call: Call, handover: Handover, record: RequestRecord) -> Placement:
-        """Place the call, and keep its record, which the gateway's reports complete."""
+        """Place the call, and keep its record, to which the gateway's later reports add the outcome."""
         self._last.begun(record)
         record.placed = True
         try:

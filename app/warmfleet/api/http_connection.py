@@ -32,11 +32,11 @@ CHUNK_FRAMING_MAX_BYTES = 8_192
 CHUNK_LINE_BYTES = 24  # longest size line of a chunk without extensions, with its line ends
 MAX_TRAILERS = 16
 MAX_PIPELINED = 64  # most requests on a connection that wait for the answers to earlier ones
-BODY_LOOK_MIN_BYTES = 10_240  # least bytes of a body between two looks (``body_look_s``), which is about 1 kB/s
-LINGER_S = 1.0  # time for a client to read its error before further bytes of it reset the connection
+BODY_LOOK_MIN_BYTES = 10_240  # least bytes of a body that must come between two looks (``body_look_s``), about 1 kB/s
+LINGER_S = 1.0  # time for a client to read its error before its further bytes reset the connection
 CANCEL_AGAIN_S = 0.2
 
-CHUNK_LINES_BELOW = 1_024  # size of a chunk below which its size line is made in advance; a token's has some 250 bytes
+CHUNK_LINES_BELOW = 1_024  # chunk size below which the size line is made in advance; a token's chunk has some 250 bytes
 CHUNK_LINES = tuple(b"%x\r\n" % size for size in range(CHUNK_LINES_BELOW))
 TOO_LARGE_HEAD = f"The headers have more than {HEAD_MAX_BYTES} bytes."
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -45,15 +45,15 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class HttpConnection(asyncio.Protocol):
     """Reads requests one after another, and serves each by a task of its own once it is whole.
 
-    A lost connection cancels the task of an answer that is not complete. uvicorn makes the connections, and calls
-    ``shutdown`` when the replica stops.
+    A lost connection cancels the task of an answer that is not complete. ``Server`` makes the connections; uvicorn
+    calls ``shutdown`` when the replica stops.
     """
 
     def __init__(
         self,
         shared: Connections,
         *,
-        config: Config,  # noqa: ARG002  uvicorn gives these four by name
+        config: Config,  # noqa: ARG002  the names by which uvicorn passes its four arguments
         server_state: ServerState,
         app_state: dict[str, Any],  # noqa: ARG002
         _loop: asyncio.AbstractEventLoop | None = None,
@@ -65,7 +65,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self.writable: asyncio.Future[None] | None = None
         self.lost = False
-        # the request that is being read
+        # state of the request that is being read
         self._in_head = False
         self._in_body = False
         self._upgrades = False
@@ -79,16 +79,16 @@ class HttpConnection(asyncio.Protocol):
         self._framing_bytes = 0
         self.body_bytes = 0
         self._request: HttpRequest | None = None
-        # the requests that were read
+        # the requests that were read, and their answers
         self._serving: HttpRequest | None = None
         self._answer: ClientAnswer | None = None
         self._task: asyncio.Task[None] | None = None
         self._pipelined: list[HttpRequest] = []
         self._unparsed: list[bytes] = []
-        self._deaf = False  # nothing more is parsed on this connection
-        self._refusal: WarmfleetError | None = None  # sent after the answers to earlier requests
-        self._last = False  # no request is taken after those that were read
-        self._engines = True  # requests to engines are taken
+        self._deaf = False  # whether no more bytes of this connection are parsed
+        self._refusal: WarmfleetError | None = None  # the error to send after the answers to earlier requests
+        self._last = False  # whether no further request is taken
+        self._engines = True  # whether requests to engines are taken
         # time limits
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = math.inf
@@ -115,7 +115,7 @@ class HttpConnection(asyncio.Protocol):
         self._deadline = math.inf
         if self._timer is not None:
             self._timer.cancel()
-        self._parser = None  # type: ignore[assignment]  # else the two hold each other until a full collection
+        self._parser = None  # type: ignore[assignment]  # breaks a cycle that only a full garbage collection would free
         self._serving = None
         if self._answer is not None and self._task is not None:
             self._cancel(self._task)
@@ -158,7 +158,7 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._answer is not None:  # a pipelined request: it waits, unread
+        if self._answer is not None:  # bytes of a pipelined request wait unparsed
             self._unparsed.append(data)
             self._transport.pause_reading()
             return
@@ -167,7 +167,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._feed(data)
         except WarmfleetError as error:
-            self._target = self._target or data.partition(b" ")[2]  # the parser tells no target with a wrong byte
+            self._target = self._target or data.partition(b" ")[2]  # the parser withholds a target with a wrong byte
             self.refuse(error, _reason(error))
             return
         if self._answer is not None or self._deaf:
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """Check the framing after a read within a body. framing_bytes: those of this read, for ``chunks`` chunks."""
+        """Check the size of a body's framing. framing_bytes: those of one read, in which ``chunks`` chunks came."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes
@@ -339,7 +339,7 @@ class HttpConnection(asyncio.Protocol):
             return
         if not self.lost:
             self._close()  # so the client learns that its answer is cut off
-        self._answer = self._task = None  # else they hold each other until a full collection
+        self._answer = self._task = None  # breaks a cycle that only a full garbage collection would free
 
     def write(self, data: bytes) -> None:
         """Send these bytes, unless the connection was lost."""
@@ -348,7 +348,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def write_chunk(self, data: bytes) -> bool:
-        """Send these bytes as a chunk; return False if the client must take what waits before more is sent."""
+        """Send these bytes as a chunk; return False if the client must take the waiting bytes before more are sent."""
         if not self.lost:
             size = len(data)
             chunk = (CHUNK_LINES[size] if size < CHUNK_LINES_BELOW else b"%x\r\n" % size) + data + b"\r\n"
@@ -404,7 +404,7 @@ class HttpConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ ending
 
     def refuse(self, error: WarmfleetError, reason: str) -> None:
-        """Answer the request that is being read with the error, after those that were read before; read no more."""
+        """Answer the request that is being read with the error, after the answers to earlier requests; read no more."""
         if self.lost or self._lingering:
             return
         self._deaf = self._last = True
@@ -440,7 +440,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def _close(self) -> None:
-        """Close once the client has taken all waiting bytes, within a time limit."""
+        """Close once the client has taken all waiting bytes, or has taken none for ``write_timeout_s``."""
         self._deaf = True
         self._shared.waiting.pop(self, None)
         self._transport.close()
@@ -470,7 +470,7 @@ class HttpConnection(asyncio.Protocol):
     def _expired(self) -> None:
         unsent = self._transport.get_write_buffer_size()
         if self._lingering:
-            self._transport.abort()  # further bytes of the client are not read
+            self._transport.abort()  # the client had its time to read the error
         elif unsent:
             accepted = self._written - unsent
             if accepted > self._accepted:

@@ -14,19 +14,19 @@ from warmfleet.errors import BadRequest
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-MODELS_BELOW = b"/v1/models/"  # prefix of paths that end in the name of a model, which may have a slash written as %2F
+MODELS_BELOW = b"/v1/models/"  # prefix of paths that end in the name of a model, whose slashes may be written as %2F
 _ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
-_MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM names a model by its folder unless told otherwise
-#: Spellings of a path that another server may read as another path than this one does: an empty segment, ``.``, ``..``,
-#: a backslash, a fragment, a byte that is no character of a URL, and escapes of characters that need none, of a
-#: slash, a backslash or a control character, or of nothing.
+_MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # by default vLLM names a model by its folder, "/..."
+#: Spellings of a path that a proxy may read as another path than this replica does: an empty segment, ``.``, ``..``, a
+#: backslash, a fragment, a byte that is no character of a URL; escapes of characters that need no escape, of a slash,
+#: a backslash or a control character; and a ``%`` without two hex digits.
 _AMBIGUOUS = re.compile(
     rb"//|/\.\.?(?:/|$)|[\\#\x00-\x20\x7f-\xff]|"
     rb"%(?:2[def]|3[0-9]|4[1-9a-f]|5[0-9acf]|6[1-9a-f]|7[0-9aef]|[01][0-9a-f]|(?![0-9a-f]{2}))",
     re.IGNORECASE,
 )
-#: Headers that say where a request goes, where it ends, how its body is compressed, or that an answer is awaited before
-#: the body is sent.
+#: Headers that decide where a request goes, where its body ends, how the body is compressed, or whether the client
+#: waits for an answer (100 Continue) before it sends the body.
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
 
 
@@ -89,7 +89,7 @@ class HttpRequest:
 
 
 def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
-    """Read the framing from these headers. Raises BadRequest where two readers of the headers might not agree on it.
+    """Read the framing from these headers. Raises BadRequest if two servers might read the headers differently.
 
     The parser has refused already: two lengths, a length that is no number, a length beside a transfer coding, bare
     line ends, folded lines, spaces before a colon, control characters.

@@ -1,4 +1,4 @@
-"""The entries of /v1/models, with the fields that engines tell in theirs."""
+"""The entries of /v1/models, with the fields that engines show in their own /v1/models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ListedPool:
-    """The facts that the entries of one pool's models share, by its routable workers.
+    """The facts of one pool's routable workers that the entries of its models show.
 
     ``names``: served names. ``created``: when the first worker started, or joined, as Unix time; 0: not known.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Proxies:
     """Has a proxy for each known path, and makes a proxy per request to a path that only a pattern covers.
 
-    ``by_target``: the proxies of known paths by the path as most clients send it.
+    ``by_target``: the proxies of known paths, by the path in bytes, for requests without a query or escapes.
     """
 
     def __init__(self, paths: EnginePaths, make: Callable[[EnginePath], CompletionsProxy]) -> None:

@@ -1,4 +1,4 @@
-"""The facts of a request as values for JSON: for the access log, ``/why`` and the status page alike."""
+"""The facts of a request as values for JSON, the same for the access log, ``/why`` and the status page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ms(seconds: float) -> float:
 
 
 def started_at(record: RequestRecord) -> float:
-    """Return the Unix time at which the request was complete, by the system's clock at this replica's start."""
+    """Return the Unix time at which the whole request had come, by the system's clock at this replica's start."""
     return record.began_at + _CLOCK_OFFSET_S
 
 
@@ -91,15 +91,15 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 
 def predicted_s(attempt: TryRecord) -> float | None:
-    """Predict the seconds from the engine's receipt of the request to the first token: the prefill ahead, and the
-    prompt's uncached part, at its measured speed. None without a decision of Redis, and while no speed is known."""
+    """Predict the seconds from the engine's receipt of a request to its first token: the prefill of requests ahead and
+    of the prompt's uncached part, at the engine's measured speed. None without a decision of Redis or a known speed."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
     return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:
-    """Count the prompt's tokens that the engine's cache had, by its plugin or answer; None if neither reports it."""
+    """Return how many of the prompt's tokens the engine had cached, by its plugin or answer; None if neither tells."""
     return attempt.cached_tokens if attempt.cached_tokens is not None else _number(_CACHED.search(attempt.usage))
 
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # least seconds, and least share of the whole time, of a part with a sentence
-MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late after this multiple of its prediction and these seconds
-FEW_TOKENS = 64  # number of tokens by which the cache may hold less than expected without a sentence about it
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part with a sentence: in seconds, and as share of the whole time
+MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late beyond MUCH_TIMES its predicted time + MUCH_S
+FEW_TOKENS = 64  # most tokens that may be missing in the cache, against the expected ones, without a sentence
 SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # longest part that needs no remedy, and longest decision that needs no reason
 SILENCE_S = 1.0  # shortest silence in the middle of an answer that gets a sentence
 SO_FAR = " so far"
-FAILED_BY_FLEET = 500  # least status for which the fleet is at fault and not the client
+FAILED_BY_FLEET = 500  # lowest status for which the fleet is at fault and not the client
 
 BUSY = "`warmfleet workers` shows how busy each engine is: more engines shorten the queue"
 SLOWER = "`warmfleet workers` tells the state of {0}, and its own log what it did; `warmfleet doctor` asks it"
@@ -87,7 +87,7 @@ def in_words(record: RequestRecord, found: list[Part], now: float) -> str:
 
 
 def _head(record: RequestRecord, now: float) -> str:
-    """Say the outcome of the request, and its time."""
+    """Return the beginning of the first sentence: the outcome of the request, and its time."""
     took_s = (record.ended_at or now) - record.began_at
     first_at, failure = record.first_byte_at, record.failure
     if failure is not None and failure.word == HUNG_UP:
@@ -125,7 +125,7 @@ def parts(record: RequestRecord, now: float) -> list[Part]:
 
 def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:
     if not record.tries and not record.identified_at and record.failure is not None:
-        return  # the body was refused
+        return  # the body was refused, so no prompt was identified
     seconds = (record.identified_at or until) - record.began_at
     how = {"engine": ", for whose token ids an engine was asked"}.get(record.kind, "")
     yield Part(seconds, f"{shown(seconds)} to identify the prompt{how}", IDENTIFY)
@@ -171,7 +171,7 @@ def _at_engine(attempt: TryRecord, record: RequestRecord, until: float) -> Part:
 
 
 def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predicted: float | None) -> tuple[str, str]:
-    """Compare an engine's time with the predicted one; return the words and the remedy."""
+    """Compare an engine's time with the predicted one; return the text and the remedy."""
     decision, to = attempt.decision, "to its first byte" if record.streams else "to its whole answer"
     if decision is None or predicted is None:
         why = "it was chosen without Redis" if attempt.fallback else "its speed is not known yet"
@@ -224,7 +224,7 @@ def _after(record: RequestRecord, now: float) -> Iterator[str]:
 
 
 def shown(seconds: float) -> str:
-    """Say a time in words."""
+    """Format a time with its unit."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1_000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1_000 * seconds:.1f} ms"

@@ -117,7 +117,7 @@ class ServiceRoutes:
         page = list[bytes]()
         for family in self._metrics.families():
             page.append(family)
-            await asyncio.sleep(0)  # requests go on between two metrics
+            await asyncio.sleep(0)  # lets other requests run between two metrics
         return Response(b"".join(page), headers={"content-type": self._metrics.content_type})
 
     async def workers(self, request: HTTPRequest) -> Response:

@@ -30,10 +30,10 @@ _BEARER = b"bearer "
 
 @dataclass(frozen=True, slots=True)
 class ClientKey:
-    """A client's key. ``models``: the names of models that a request may have, None for all. ``expires_at``: Unix time.
-    ``limits``: None: no limits.
+    """A client's key. ``models``: the models that its requests may name; None: all. ``expires_at``: Unix time or None.
+    ``limits``: None if there are no limits.
 
-    Several keys may have one ``name``: they are one tenant, so that a client can change its key.
+    Keys with one ``name`` are one client and tenant, so that a client can get a new key while its old one is valid.
     """
 
     name: str
@@ -51,7 +51,7 @@ ANYBODY = ClientKey("")
 
 
 class ClientKeys:
-    """The keys in force. ``required``: whether requests need a key, which holds if the settings name a file."""
+    """The keys that are valid now. ``required``: whether requests need a key: only if the settings name a file."""
 
     def __init__(self, path: str, metrics: Metrics) -> None:
         """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
@@ -71,8 +71,8 @@ class ClientKeys:
     def client(self, headers: Sequence[tuple[bytes, bytes]]) -> ClientKey:
         """Return the key of a request, or ANYBODY if none is needed. Raises Unauthorized.
 
-        The key is the bearer token of Authorization. Only without that header it is X-Api-Key, by which clients of
-        Anthropic's API send it. If the header comes twice, the request counts as one without a key.
+        The key is the bearer token of Authorization, or without that header the value of X-Api-Key, which clients of
+        Anthropic's API send. If the header comes twice, the request counts as one without a key.
         """
         if not self.required:
             return ANYBODY
@@ -91,7 +91,7 @@ class ClientKeys:
         return found
 
     def limits_of(self, name: str) -> ClientLimits | None:
-        """Return the limits of a client whose key a gateway has checked: of several keys with its name the first's."""
+        """Return the limits of a client whose key a gateway has checked: those of the first key with this name."""
         return self._limits.get(name)
 
     def _read_if_changed(self) -> None:

@@ -1,9 +1,9 @@
 """Access to the paths for operators.
 
-With ``WARMFLEET_ADMIN_KEY`` all these paths need that key. Without it they are open, unless clients are kept apart (by
-keys, tenants or hidden headers). Then sums stay open, so that Prometheus and the status page work; paths about single
-requests, or that change something, answer only processes on the replica's own host: not through a proxy, and not for
-a page of another origin in a browser there.
+With ``WARMFLEET_ADMIN_KEY`` all these paths need that key. Without this setting the paths are open, unless clients are
+kept apart (by keys, tenants or hidden headers): in that case sums stay open, so that Prometheus and the status page
+work, but paths that show single requests or change something answer only processes on the replica's own host, not
+through a proxy, and not for a page of another origin in a browser on this host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet.settings import Settings
 
-#: Addresses of processes on the own host. Sidecars use others of 127.0.0.0/8; Istio's, for example, 127.0.0.6.
+#: Addresses of processes on the replica's host. Sidecars use other loopback addresses; Istio's, for example, 127.0.0.6.
 OWN_ADDRESSES = frozenset(("127.0.0.1", "::1", "::ffff:127.0.0.1"))
 #: Prefixes of headers that show that a proxy passed the request on, or that a page of another origin sent it.
 PASSED_ON = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"l5d-", b"via", b"cf-connecting-ip", b"origin")
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether Host names the own host. It must, because a foreign page can make a browser send other names."""
+    """Whether the Host header names the replica's own host: a foreign page can make a browser send other names."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
@@ -91,10 +91,10 @@ def without_requests(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of the own host, also if it is an IPv4 address in the form of IPv6."""
+    """Whether this is a loopback address, also if it is an IPv4 address in the form of IPv6."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # the host of a socket without addresses
+    except ValueError:  # no address, as of a unix socket
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

@@ -1,8 +1,8 @@
-"""The line between a replica and the parent that runs several on the same ports (``warmfleet serve --workers``).
+"""The socket between a replica and the parent that runs several on the same ports (``warmfleet serve --workers``).
 
-The replica says once that it is ready, and from then on every second that it is alive: a replica whose event loop hangs
-falls silent, and the parent replaces it. The parent says on which sockets it shall listen, again whenever that changes.
-If the list is empty, or the line closes because the parent has ended, the replica stops as after SIGTERM.
+The replica reports once that it is ready, and from then on every second that it is alive: if its event loop hangs, the
+reports end, and the parent replaces the replica. The parent sends the list of sockets on which the replica listens, and
+again each change. If the list is empty, or the parent has ended, the replica stops as after SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ logger = logging.getLogger("warmfleet.api.listening")
 READY, ALIVE = b"ready\n", b"alive\n"
 HEARTBEAT_S = 1.0  # time between two reports that the replica is alive
 READY_LOOK_S = 0.05
-LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, so that no new health check hears of draining
+LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, so that no new health check sees the drain
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The sockets to listen on: the indices of those for clients, and whether to listen on those for operators, too."""
+    """The sockets to listen on. clients: indices of the clients' sockets. operators: also the operators' socket."""
 
     clients: tuple[int, ...] = ()
     operators: bool = False
 
     def line(self) -> bytes:
-        """Return this message as the line that the parent sends."""
+        """Return the line of text by which the parent sends this message."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> Listening:
-        """Parse such a line."""
+        """Parse a line that ``line`` made."""
         told = json.loads(line)
         return cls(tuple(told["clients"]), operators=told["operators"])
 
@@ -47,7 +47,7 @@ RETIRED = Listening()  # the order to stop, for a replica that another one repla
 
 
 class Parent:
-    """The replica's end of the line to its parent."""
+    """The replica's end of the socket to its parent."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -55,7 +55,7 @@ class Parent:
     async def obey(
         self, listen: Callable[[Listening], Awaitable[None]], stop: Callable[[], None], unready: Callable[[], str]
     ) -> None:
-        """Report once nothing is ``unready``, and ``listen`` as told; ``stop`` when retired or the parent is gone."""
+        """Report once ``unready()`` is ""; ``listen`` as the parent orders; ``stop`` if retired or without parent."""
         reader, writer = await asyncio.open_unix_connection(sock=self._line)
         report = asyncio.create_task(self._report(writer, unready))
         try:
@@ -73,7 +73,7 @@ class Parent:
         stop()
 
     async def _report(self, writer: asyncio.StreamWriter, unready: Callable[[], str]) -> None:
-        while unready():  # noqa: ASYNC110  many things make a replica ready
+        while unready():  # noqa: ASYNC110  no single event makes a replica ready
             await asyncio.sleep(READY_LOOK_S)
         writer.write(READY)
         while True:

@@ -35,7 +35,7 @@ BACKLOG = 2_048  # most connections that the kernel keeps until the replica acce
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A group of listening sockets, by the state of their connections; ``tls`` is None for plain HTTP."""
+    """The settings of a group of listening sockets. ``connections``: their shared state. ``tls``: None = plain HTTP."""
 
     connections: Connections
     tls: ssl.SSLContext | None
@@ -57,7 +57,7 @@ class Doors:
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Bound sockets, and the line to the parent, which says when to listen on each; without a parent all are used."""
+    """Bound sockets, and the link to the parent, which orders when to listen on each; without a parent all are used."""
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket] = ()
@@ -102,10 +102,10 @@ class Server(uvicorn.Server):
         if exits:
             self._exits.set()
             with suppress(RuntimeError):  # no loop runs yet
-                asyncio.get_running_loop().call_soon_threadsafe(int)  # a signal alone does not wake the loop
+                asyncio.get_running_loop().call_soon_threadsafe(int)  # wakes the loop, which a signal alone does not
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
-        """Start the replica, then listen, or let the parent say when."""
+        """Start the replica, then listen on all sockets, or on those that the parent orders."""
         await super().startup([])
         known, self.started = self._sockets, False
         if known.parent is None:
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def listen(self, to: Listening) -> None:
-        """Listen on these sockets and on no others. The caller keeps them open, so waiting connections are not lost."""
+        """Listen on these sockets only. The caller keeps all sockets open, so that no waiting connection is lost."""
         doors = {self._sockets.clients[place]: self._doors.clients for place in to.clients}
         if to.operators:
             doors |= dict.fromkeys(self._sockets.operators, self._doors.operators)
@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
             handler.flush()  # uvicorn raises the signal again, which may end the process at once
 
     async def _end_at_once(self) -> None:
-        """End requests and the lifespan after a second SIGINT; uvicorn does not, so their end would look like a bug."""
+        """End requests and the lifespan after a second SIGINT; uvicorn leaves them, which would print tracebacks."""
         for task in self.server_state.tasks:
             task.cancel()
         with suppress(TimeoutError):
@@ -176,4 +176,4 @@ class Server(uvicorn.Server):
 
     def _exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        del self._captured_signals[1:]  # uvicorn raises them again, and of two SIGINTs the second would look like a bug
+        del self._captured_signals[1:]  # uvicorn raises these signals again; a second SIGINT would print a traceback

@@ -18,7 +18,7 @@ HTTP = ["http/1.1"]
 
 
 class ServerTls:
-    """TLS contexts, for TLS 1.2 and newer. Connections keep the certificate with which they began."""
+    """TLS contexts, for TLS 1.2 and newer. Open connections keep the certificate of their handshake."""
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         """Read the files. Raises BadArgument that says which file cannot be used, and why."""
@@ -42,7 +42,7 @@ class ServerTls:
             self._seen = state
 
     def _listening(self, *, requires_certificate: bool) -> ssl.SSLContext:
-        """Make a listener's context, whose handshakes take the certificate and clients' authority as last read."""
+        """Make a listener's context, whose handshakes use the last read certificate and authority of clients."""
         context = _server_context()
         if requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED
@@ -127,7 +127,7 @@ def _end_of(context: ssl.SSLContext, certificate: str) -> float:
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusting.wrap_bio(to_client, to_server)
     server = context.wrap_bio(to_server, to_client, server_side=True)
-    for side in (client, server, client):  # the client has seen the certificate after its second step
+    for side in (client, server, client):  # after its second step the client has the certificate
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:

@@ -1,7 +1,7 @@
 """The OpenAPI document of a port: the requests that a replica takes there, and its answers. Built at the start.
 
-Of requests to engines, the document names only the fields that the router reads itself, and refuses if they are wrong;
-other fields and the answers are up to the engine.
+For requests to engines, the document has only the fields that the router itself reads, and refuses if they are wrong;
+all other fields, and the answers, depend on the engine.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _answer(path: str) -> Json:
 
 
 def _errors(faults: Iterable[type[WarmfleetError]], *, engines: bool) -> Json:
-    """Return the error answers by status. engines: whether engines answer there, too, in their own form."""
+    """Return the error answers by status. engines: whether engines' own errors also come on this path."""
     by_status: dict[str, list[type[WarmfleetError]]] = {}
     listed: list[type[WarmfleetError]] = [*faults, errors.Unauthorized]
     for fault in listed:

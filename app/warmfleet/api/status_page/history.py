@@ -1,4 +1,4 @@
-"""The last quarter of an hour of this replica, one point every five seconds, for the plots of its status page.
+"""Figures of this replica's last quarter of an hour, one point every five seconds, for the plots of its status page.
 
 The points are kept even while no page is open, because an operator who opens the page wants to see the past.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 EVERY_S = 5.0  # time between two points, the interval of heartbeats
 SPAN_S = 900.0  # length of the history, long enough to see the causes of an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
-RATE_S = 10.0  # time over which current rates are averaged; over less, the rate of one request a second would blink
-RATIO_S = 60.0  # time over which the hit ratio is computed, the same minute as for the times to first token
+RATE_S = 10.0  # time over which current rates are averaged; with less, the rate of one request a second would flicker
+RATIO_S = 60.0  # time over which the hit ratio is computed, as the times to first token are
 
 Number = int | float | None
 
@@ -31,8 +31,8 @@ Number = int | float | None
 class Point(NamedTuple):
     """The figures of a model at a moment. at: monotonic seconds.
 
-    The next four are sums since the start of the replica. The times are quantiles of the last minute's streams in
-    seconds, None without streams. waiting: requests in the queue that wait in this replica.
+    decided to matched_tokens: sums since the start of the replica. p50_s, p90_s, p99_s: quantiles of the time to first
+    token of the last minute's streams; None without streams. waiting: requests that wait in this replica's queue.
     """
 
     at: float
@@ -77,7 +77,7 @@ class History:
         return Point(self._clock(), *sums, p50_s, p90_s, p99_s, int(gauge.samples[0].value))
 
     def last_minute(self, pool: Pool) -> LastMinute:
-        """Return the figures of this replica in the pool in the last minute, for the other replicas."""
+        """Return this replica's figures of the last minute in the pool, which it announces to other replicas."""
         now = self.now(pool)
         before = _before([*self._of(pool), now], RATIO_S)
         return LastMinute(
@@ -91,8 +91,8 @@ class History:
     def columns(self, pool: Pool) -> dict[str, list[Number]]:
         """Return the plotted curves, each a list with the oldest value first, and ``age_s`` of each value.
 
-        None is an unknown value, such as a hit ratio without requests. The lists end at the last point, because a rate
-        since that point could be the rate of a few milliseconds.
+        None is an unknown value, such as a hit ratio without requests. The lists end at the last point and not now,
+        because a rate since the last point could cover only a few milliseconds.
         """
         return columns([*self._of(pool)])
 

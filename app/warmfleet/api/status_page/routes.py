@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from warmfleet.pools.served_models import Pools
     from warmfleet.tracing.last_requests import LastRequests
 
-SLOW = 10  # number of slow requests shown: over all models, the slowest of the last hour
+SLOW = 10  # most slow requests shown: the slowest of the last hour, over all models
 DATA = "/status.json"
-#: Path -> the file in the folder ``page`` and its type. tests/contract/test_status_page.py compares it with the folder.
+#: Path -> file in the folder ``page`` and its type. tests/contract/test_status_page.py compares this with the folder.
 FILES = {
     "/status": ("page.html", "text/html; charset=utf-8"),
     "/status/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -81,7 +81,7 @@ class StatusPage:
         self._began = clock()
         self._made_at = float("-inf")
         self._snapshot = self._sums = b""
-        self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # of the last snapshot, by model and number
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {}  # last decisions: model -> number -> row
         self._making: asyncio.Task[None] | None = None
 
     def routes(self) -> list[Route]:

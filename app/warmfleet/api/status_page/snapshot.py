@@ -34,7 +34,7 @@ RUNGS = ("redis", "asked", "last_known", "nothing")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Redis' data of a model for a snapshot. reached: False if Redis does not answer; all else is empty then."""
+    """The data of a model that Redis has. reached: False if Redis does not answer; the other fields are then empty."""
 
     reached: bool
     truth: Truth
@@ -44,7 +44,7 @@ class Reading:
 
 
 async def read(pool: Pool) -> Reading:
-    """Ask Redis for all but the workers, which come from the replica's last reading, younger than two seconds."""
+    """Read a snapshot's data from Redis, without the workers: the page shows the last reading's, at most 2 s old."""
     try:
         async with asyncio.timeout(READ_S):
             truth = await pool.fleet.index.truth(pool.view.workers)
@@ -101,8 +101,8 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
 
 
 def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
-    """Return the workers of the last reading, and those known last if requests go to them (while Redis is away, only
-    those)."""
+    """Return the workers of the last reading. If requests go to the last known workers, add these, or, while Redis is
+    away, return only these."""
     if rung != "last_known":
         return pool.view.workers
     if away:
@@ -112,7 +112,7 @@ def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
 
 
 def fleet_figures(replicas: Sequence[ReplicaView]) -> dict[str, Any]:
-    """Sum up the last minute of all live replicas, with the keys of a replica's own figures."""
+    """Sum up the figures of all live replicas for the last minute, under the same names as for one replica."""
     minutes = [view.told.minute for view in replicas if view.heard]
     prompt, matched = (sum(getattr(minute, name) for minute in minutes) for name in ("prompt_tokens", "matched_tokens"))
     return {
@@ -138,7 +138,7 @@ def replica_row(view: ReplicaView) -> dict[str, Any]:
 
 
 def rung_of(pool: Pool, *, reached: bool) -> str:
-    """Return how workers are chosen now, as a word of RUNGS. reached: whether Redis answers."""
+    """Return the rung: how workers are chosen now, one of RUNGS. reached: whether Redis answers."""
     known = any(worker.routable for worker in pool.last_known.workers)
     away = _away(pool, reached=reached)
     if away or not any(worker.routable for worker in pool.view.workers):
@@ -156,7 +156,7 @@ def _away(pool: Pool, *, reached: bool) -> bool:
 
 
 def rung_in_words(pool: Pool, rung: str, *, reached: bool, others: bool = False) -> str:
-    """Explain a word of RUNGS in a sentence. others: whether the model has another pool that knows a worker."""
+    """Explain a rung in a sentence. others: whether another pool of the model has a worker that takes requests."""
     if rung == "nothing":
         served = "other pools of its model serve its requests" if others else "requests get 503 until Redis is back"
         return f"Redis is away and no worker of this pool is known: {served}."
@@ -184,10 +184,10 @@ def worker_row(
     known_last: bool = False,
     moved_to: str = "",
 ) -> dict[str, Any]:
-    """Describe a worker. truth: None if approximate, and while Redis is away. avoided: by this replica, for now.
+    """Describe a worker. truth: None if approximate, and while Redis is away. avoided: this replica avoids it now.
 
-    known_last: the worker is of the last known view, so nothing newer is known and no blocks are matched. moved_to:
-    another pool in which the worker is heard, if any.
+    known_last: the worker is one of the last known workers, so its values may be old, and no blocks are matched.
+    moved_to: another pool in which the worker is heard, if any.
     """
     load, past = worker.load, known_last and worker.routable
     return {
