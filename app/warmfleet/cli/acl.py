@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 OLD = ".old"  # suffix of a user's name for the previous password, which stays valid while passwords are changed
-PASSWORD_BYTES = 24  # random bytes of a password: many, because Redis keeps an unsalted SHA-256
+PASSWORD_BYTES = 24  # random bytes of a password: many, because Redis stores only an unsalted SHA-256 of it
 MAX_PASSWORD_FILE_BYTES = 1_048_576
 ADMIN_RULES = ("~*", "&*", "+@all")
 
@@ -71,7 +71,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
 
 
 def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, commands: bool) -> list[str]:
-    """Write lines of an aclfile, or commands for redis-cli. A whole aclfile turns off the password-less `default`."""
+    """Write lines of an aclfile, or commands for redis-cli. With an admin, turn off the password-less `default`."""
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
     valid = {name: [passwords[key] for key in (name, name + OLD) if key in passwords] for name in rules}
@@ -79,7 +79,7 @@ def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, command
 
 
 def read_passwords(place: str, names: Sequence[str]) -> dict[str, str]:
-    """Read the passwords of these users, and previous ones as ``NAME.old``. Raises CommandError if a user has none.
+    """Read the users' passwords, and their previous ones as ``NAME.old``. Raises CommandError if a user has none.
 
     place: a file with ``NAME PASSWORD`` on each line, or a folder with a file for each user (a mounted Secret).
     ``NAME.old`` may be missing or empty.

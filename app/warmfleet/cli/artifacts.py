@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 
 @dataclass
 class Artifact:
-    """A file of a model. entry: its row of a server's manifest. servers: those that announced it."""
+    """A file of a model. entry: the file's row of a server's manifest. servers: the servers that announced the file."""
 
     name: str
     entry: dict[str, Any]
@@ -42,7 +42,7 @@ class Artifact:
 class Shelf:
     """The artifacts of one model by digest, and the digests that the operator approved.
 
-    approved: by command. by_settings: in this environment, which may not be that of the routers.
+    approved: by this command. by_settings: by the variable in this environment, which may differ from the routers'.
     """
 
     fleet: Fleet
@@ -130,7 +130,7 @@ def listing(shelves: Sequence[Shelf]) -> list[Part]:
 def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ...]:
     by_setting = Toned(f"approved by {APPROVED_TEMPLATES}", Tone.GOOD)
     states = {
-        None: "-",  # only a template is approved
+        None: "-",  # no template, so it needs no approval
         True: Toned("approved", Tone.GOOD),
         False: by_setting if row["sha256"] in by_settings else Toned("not approved by command", Tone.MIND),
     }
@@ -139,7 +139,7 @@ def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ..
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """Find the only digest of ``known`` that begins with ``digest``; a whole one is itself. Raises CommandError."""
+    """Return a whole digest as it is; of a beginning, the only digest in ``known`` with it. Raises CommandError."""
     if len(digest) == 64:
         return digest
     found = sorted(sha256 for sha256 in known if sha256.startswith(digest))
@@ -160,7 +160,7 @@ async def _source(shelves: Sequence[Shelf], digest: str) -> str:
 
 
 async def _change(action: str, digest: str, shelves: Sequence[Shelf]) -> None:
-    """Approve or revoke for each model that knows the template, or for all named models if none knows it."""
+    """Approve or revoke a template for each model that knows it, or for all named models if none does."""
     concerned = [shelf for shelf in shelves if digest in shelf.templates()] or shelves
     for shelf in concerned:
         try:

@@ -39,6 +39,6 @@ def ask(method: str, url: str, path: str, body: bytes | None = None) -> Any:
 
 
 def admin_headers() -> dict[bytes, bytes]:
-    """Make the header that a replica requires from its operator, by ``WARMFLEET_ADMIN_KEY``; empty if that is unset."""
+    """Return the header with ``WARMFLEET_ADMIN_KEY`` that replicas require of operators; empty if no key is set."""
     key = secret("WARMFLEET_ADMIN_KEY", os.environ)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}

@@ -1,4 +1,4 @@
-"""``warmfleet demo``: the four states of a cached prefix, and the same conversations routed in two ways."""
+"""``warmfleet demo``: the four states of a cached prefix, and the same conversations routed by two policies."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Work:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0 if every state passed and prefix-aware routing computed less, else 1. Raises CommandError if a
-    request fails.
+    """Run the demo; return 0 if every state passed and prefix-aware routing computed fewer prompt tokens and answered
+    sooner, else 1. Raises CommandError if a request fails.
     """
     try:
         return _show(options)
@@ -71,7 +71,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
-    """Tell whether prefix-aware routing computed less and answered sooner, and a sentence that says so."""
+    """Return whether prefix-aware routing computed fewer tokens and answered sooner, and a sentence about both."""
     saved = computed(results["round_robin"]) - computed(results["cost"])
     sooner = first_token(results["cost"]) < first_token(results["round_robin"])
     tokens = f"prefix-aware routing computed {abs(saved)} tokens {'less' if saved > 0 else 'more'}"
@@ -81,7 +81,7 @@ def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
 
 
 async def four_states(stack: Stack, progress: Progress) -> bool:
-    """Print the verdict of each state as it comes; return True if all passed."""
+    """Check the four states, and print each verdict as soon as it is known; return True if all passed."""
     progress.step("walking through the four states")
     chat = Chat(stack.names[0])
     try:
@@ -97,7 +97,7 @@ async def four_states(stack: Stack, progress: Progress) -> bool:
 
 
 async def converse(stack: Stack, work: Work, progress: Progress) -> list[Answer]:
-    """Collect all answers of the comparison. The seed is fixed, so each policy gets the same conversations."""
+    """Hold the conversations; return all answers. The seed is fixed, so each policy gets the same conversations."""
     chat = Chat(stack.names[0])
     rng = random.Random(SEED)
     groups = -(-work.conversations // CONVERSATIONS_PER_SYSTEM_PROMPT)
@@ -128,7 +128,7 @@ async def converse(stack: Stack, work: Work, progress: Progress) -> list[Answer]
 
 
 def compare(results: dict[str, list[Answer]]) -> Table:
-    """Make the table of both policies, by the engines' own counts."""
+    """Make the table that compares both policies, from the engines' own counts of tokens."""
     rows: list[tuple[object, ...]] = []
     for policy, answers in results.items():
         prompt = sum(answer.prompt_tokens for answer in answers)

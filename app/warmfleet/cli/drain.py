@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 POLL_S = 0.5
-#: Length of a time without requests after which a worker has finished, because a replica that could not reach Redis
-#: when the drain began may still send requests until its next reading of the fleet.
+#: Time without requests after which a drained worker has finished: a replica that could not reach Redis when the drain
+#: began may send requests until its next reading of the fleet.
 QUIET_S = 3.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Drain, or undo it; return 0. Raises CommandError with a sentence for the operator."""
+    """Drain the named workers, or undo a drain; return 0. Raises CommandError with a sentence for the operator."""
     tags = tags_of(options)
     if options.undo and options.wait:
         raise CommandError("--wait waits for requests to finish, --undo sends new ones: choose one of them")
@@ -49,7 +49,7 @@ async def _run(names: Sequence[str], url: str, tags: Sequence[str], *, undo: boo
 async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[Fleet, WorkerView]]:
     """Find the workers with these names; the name of a server means all its engine cores.
 
-    A pool that does not answer keeps no name from being found in another one. Raises FleetUnavailable if none answers.
+    Pools that do not answer are left out if each name runs in another pool. Raises FleetUnavailable if none answers.
     """
     answered, lost = await answers_of(fleets, lambda fleet: fleet.workers.read())
     known = [(fleet, worker) for fleet, workers in answered for worker in workers]
@@ -60,7 +60,7 @@ async def _chosen(names: Sequence[str], fleets: Sequence[Fleet]) -> list[tuple[F
             for fleet, worker in known
             if name in (worker.worker_id, str(worker.record.get("server_id", "")))
         ]
-        if lost and not any(worker.heard for _, worker in found):  # a pool that does not answer may have it alive
+        if lost and not any(worker.heard for _, worker in found):  # it may run in a pool that does not answer
             raise CommandError(f"{name!r} runs in no pool that answers; {', '.join(lost)} cannot be asked")
         if not found:
             workers = ", ".join(dict.fromkeys(worker.worker_id for _, worker in known)) or "none"
@@ -84,9 +84,9 @@ async def _all_finished(chosen: Sequence[tuple[Fleet, WorkerView]], progress: Pr
 
 
 async def _finished(fleet: Fleet, worker_id: str, progress: Progress) -> None:
-    """Return when nothing runs at this worker; print the requests that are left whenever they change.
+    """Return when this worker has no requests; print the number of requests left whenever it changes.
 
-    An outage of Redis only delays the end. Raises CommandError if the drain ends before the requests do.
+    An outage of Redis only delays the return. Raises CommandError if the drain is undone while requests run.
     """
     loop, printed, quiet_since = asyncio.get_running_loop(), "", float("inf")
     while True:
@@ -119,7 +119,7 @@ def _left(worker: WorkerView) -> str:
 
 
 def _foreign_tokens(worker: WorkerView) -> int:
-    """Sum tokens of requests that were sent past the routers, or by a router that could not reach Redis."""
+    """Return the tokens of requests sent to the engine directly, or by a router that could not reach Redis."""
     if worker.state is WorkerState.SILENT:
         return 0  # a silent worker's last report is old, and no newer one will come
     return worker.load.foreign_prefill_tokens + worker.load.foreign_decode_tokens

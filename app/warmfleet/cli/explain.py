@@ -31,7 +31,7 @@ CACHED, SOON, TO COMPUTE: tokens of this prompt that are in the engine's cache (
 running request has yet to compute), and the rest. PREFILL AHEAD, DECODING: tokens of requests that it has.
 COST: the predicted time to the first token, with what the choice costs others; COMPARED: with the chosen engine's.
 """
-#: By name in an answer of /explain: the columns that add up to the cost.
+#: Parts of the cost, which add up to it: name in an answer of /explain -> column.
 TERMS = {
     "wait_s": "WAIT",
     "compute_s": "COMPUTE",
@@ -122,7 +122,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
 
 
 def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
-    """List the workers as they were read last, and where the request would go without Redis."""
+    """Make the table of workers as they were last read, and tell where the request would go without Redis."""
     header = ("", "WORKER", "PREFILL AHEAD", "DECODING", "IN FLIGHT")
     rows = [
         (
@@ -140,7 +140,7 @@ def _by_last_reading(answer: dict[str, Any]) -> list[Part]:
 
 
 def _waits(answer: dict[str, Any]) -> list[Part]:
-    """Write sentences about the queue in which the request would wait; none about its length if Redis told none."""
+    """Write sentences about the queue in which the request would wait; its length only if Redis told it."""
     if not answer["waits_for"]:
         return ["The queue is full: it would be refused."]
     turn = f"It would wait for its turn at {answer['waits_for']}, at a price of {answer['turn_s']:.2f} s."
@@ -190,7 +190,7 @@ def _read(name: str) -> bytes:
 
 
 def _first_model(url: str) -> str:
-    """Find the first name by which clients can ask for a model, as /v1/models is not on the operators' port."""
+    """Find a name for the request from /workers: the operators' port does not serve /v1/models."""
     first = ask("GET", url, "/workers")["models"][0]
     served = [name for worker in first["workers"] if worker["routable"] for name in worker["models"]]
     return str(served[0] if served else first["model"].partition("#")[0])

@@ -344,7 +344,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
     )
     file_help = "lines NAME=value, which win over the environment; read at every start"
     add("--env-file", metavar="FILE", help=file_help)
-    add("--place", help=argparse.SUPPRESS)  # of a replica that --workers starts
+    add("--place", help=argparse.SUPPRESS)  # given to replicas that --workers starts
     shared_help = "listen on this port too, shared with other replicas on this machine (SO_REUSEPORT)"
     add("--reuse-port", metavar="PORT", type=_port, help=shared_help)
 
@@ -512,7 +512,7 @@ def _command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=short, description=text, formatter_class=form, allow_abbrev=False
     )
-    parser.set_defaults(parser=parser)  # `main` prints its usage beside an error that argparse does not notice
+    parser.set_defaults(parser=parser)  # `main` uses its `error` for faults that argparse does not notice
     return parser
 
 

@@ -24,7 +24,7 @@ DEFAULT = "default"
 
 def run(options: argparse.Namespace) -> int:
     """Show or switch the policy of each pool; returns 0. Raises CommandError, FleetUnavailable."""
-    logging.basicConfig(level=logging.CRITICAL)  # the error of the command tells an outage
+    logging.basicConfig(level=logging.CRITICAL)  # the command's error reports an outage
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     asyncio.run(_run(options.name, options.redis, tags_of(options), as_json=options.json))
@@ -42,7 +42,7 @@ async def _run(name: str | None, url: str, tags: Sequence[str], *, as_json: bool
 
 
 async def _switched(name: str | None, fleet: Fleet) -> str | None:
-    """Return the policy that the pool is switched to; None if each replica goes by its own."""
+    """Switch the pool's policy if ``name`` is given; return the policy set in Redis, or None if none is set there."""
     if name is not None:
         await fleet.operator.switch("" if name == DEFAULT else name)
     switched_to = await fleet.operator.switched()

@@ -1,4 +1,4 @@
-"""``warmfleet replay``: makes the choices of a decision log again, also by other policies."""
+"""``warmfleet replay``: repeats the decisions of a decision log, by the logged policy or by others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AS_IT_WAS = "(as it was)"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print how many decisions come out as they were; returns 0 if every line does, else 1."""
+    """Print how many repeated decisions agree with the log; return 0 if all lines can be read and agree, else 1."""
     records, damaged = read(options.file)
     if damaged:
         lines = ", ".join(map(str, damaged[:SHOWN])) + (", …" if len(damaged) > SHOWN else "")
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 async def _again(
     replays: Replays, records: Sequence[dict[str, Any]], policies: Sequence[str]
 ) -> dict[str, list[Choice]]:
-    """Make the choices again by each of these policies; "" is the policy of the record."""
+    """Repeat the logged decisions by each of these policies; "" is the policy that a record names."""
     found = {}
     try:
         with Progress() as progress:
@@ -84,10 +84,10 @@ def same(record: dict[str, Any], new: Choice) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures of a policy over single choices, each on its logged state; a fleet under that policy would differ.
+    """Figures of a policy over single decisions, each in its logged state; a fleet under that policy would differ.
 
-    same_worker: the share that went where the log says. matched: of prompt tokens. cost_s: mean of the predicted ones.
-    busiest_worker: the share of the worker that was chosen most.
+    same_worker: share of decisions with the logged worker. matched: share of prompt tokens that were matched. cost_s:
+    mean predicted cost. busiest_worker: share of decisions for the worker that was chosen most.
     """
 
     policy: str
@@ -111,7 +111,7 @@ def _row(name: str, records: Sequence[dict[str, Any]], choices: Sequence[Choice]
 
 
 def read(name: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the records, and the numbers of damaged lines, which a crash or a full disk may have left.
+    """Read a decision log: return its records, and the line numbers of damaged lines, left by a crash or a full disk.
 
     Raises CommandError if there is no record at all.
     """

@@ -1,4 +1,4 @@
-"""``warmfleet replicas``: the router replicas of a running fleet, as one of them lists them."""
+"""``warmfleet replicas``: lists the router replicas of a running fleet, as one replica knows them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _several(options: argparse.Namespace) -> int:
 def _bound(settings: Settings, shared_port: int | None) -> Sockets:
     """Open the sockets of a replica without a parent. Raises CommandError if a port is taken."""
     host, admin = settings.host, settings.admin_port
-    with ExitStack() as bound:  # gives the earlier ports back if a later one is taken
+    with ExitStack() as bound:  # frees the ports that were bound, if a later port is taken
         clients = [bound.enter_context(closing(listen(host, settings.port)))]
         if shared_port:
             clients.append(bound.enter_context(closing(listen(host, shared_port, shared=True))))
@@ -112,5 +112,5 @@ def _inherited(option: str) -> tuple[str, Sockets]:
         [socket.socket(fileno=int(number)) for number in joined.split("+") if number] for joined in numbers
     )
     for sock in (*line, *clients, *operators):
-        sock.set_inheritable(False)  # the processes that this one starts get none of them
+        sock.set_inheritable(False)  # child processes of this replica do not inherit these sockets
     return place, Sockets(clients, operators, Parent(line[0]))

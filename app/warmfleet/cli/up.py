@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5  # time between two looks for dead processes and first answers
 
-#: A prompt long enough for several blocks of any engine, so that the second request visibly finds them.
+#: A prompt that fills several blocks of any engine, so that a second request with it visibly finds cached blocks.
 RULES = (
     "You answer questions about a library. It opens at nine and closes at six, on Saturdays at one. A card costs "
     "nothing and lasts for two years. Ten books may be borrowed at a time, for four weeks each, and renewed twice. A "
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def note_other_models(served: Sequence[str]) -> None:
-    """Say that WARMFLEET_MODELS has no effect here, if it names other models than those ``served``."""
+    """Print that WARMFLEET_MODELS has no effect here, if it names other models than those ``served``."""
     if os.environ.get("WARMFLEET_MODELS") not in (None, "", ",".join(served)):
         say(OTHER_MODELS.format(models=", ".join(served)))
 
@@ -149,7 +149,7 @@ def serve(stack: Stack) -> int:
 
 
 def usage(address: str, operators: Sequence[str], model: str) -> str:
-    """Write the commands to type next, which work as printed. operators: the URL of each replica for its operators."""
+    """Return the text with the commands to type next. operators: the URL of each replica for its operators."""
     command = sys.argv[0] if Path(sys.argv[0]).name == "warmfleet" else f"{sys.executable} -m warmfleet"
     hint = f" (installed for {sys.executable})" if find_spec("openai") else " (pip install openai)"
     pages = " ".join(f"{url}/status" for url in operators)

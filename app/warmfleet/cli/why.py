@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import argparse
 
 HEADER = ("TIME", "REQUEST", "WAITED", "WORKER", "STATUS", "WHY")
-MAX_WHY = 90  # most characters of the sentences in a row of the table; of a single request they are whole
-#: The facts below the sentences, by their names in the answer.
+MAX_WHY = 90  # most characters of the sentences in a table row; a request shown alone has them whole
+#: The facts printed below the sentences: name in the answer -> label.
 FACTS = {
     "model": "model",
     "identity": "identified",
@@ -49,7 +49,7 @@ other, run it in each of them:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print why the request was slow, or a table of requests; returns 1 if no replica that answers has any."""
+    """Print why the request was slow, or a table of requests; return 1 if the asked replicas have no such request."""
     query = {"id": options.id} if options.id else {"order": options.order, "count": options.count}
     path = f"/why?{urlencode(query)}"
     answers = _answers(replicas_to_ask(options.url), path, named=bool(options.url))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
-    """Ask each replica; return answers by URL. named: the user named them, so each must answer; else one must.
+    """Ask each replica; return URL -> answer. named: the user named the replicas, so all must answer; else one must.
 
     Raises CommandError.
     """
@@ -79,7 +79,7 @@ def _answers(urls: list[str], path: str, *, named: bool) -> dict[str, Any]:
 
 
 def _ask_the_others(answers: dict[str, Any], path: str) -> None:
-    """Add the answers of the fleet's other replicas, as far as they can be reached from here."""
+    """Add the answers of the fleet's other replicas that can be reached from this machine."""
     with suppress(CommandError):
         listed = ask("GET", next(iter(answers)), "/replicas")["replicas"]
         names = {answer["replica"] for answer in answers.values()}
@@ -90,7 +90,7 @@ def _ask_the_others(answers: dict[str, Any], path: str) -> None:
 
 
 def about_request(request_id: str, answers: dict[str, Any]) -> list[Part]:
-    """Return everything about the requests with this id, the newest first."""
+    """Return the text about the requests with this id, the newest first."""
     found = [(answer["replica"], request) for answer in answers.values() for request in answer["requests"]]
     if not found:
         kept = [
@@ -126,7 +126,7 @@ def _tries(request: dict[str, Any]) -> list[tuple[object, ...]]:
 
 
 def table(answers: dict[str, Any], order: str, count: int) -> list[Part]:
-    """Tabulate the requests of all replicas that answered, in this order."""
+    """Make the table of the requests of all replicas that answered, sorted by ``order``."""
     requests = [request for answer in answers.values() for request in answer["requests"]]
     if not requests:
         return [f"No {'request has failed' if order == 'failed' else 'request is known'}: {_replicas(answers)}."]
@@ -136,7 +136,7 @@ def table(answers: dict[str, Any], order: str, count: int) -> list[Part]:
 
 
 def _row(request: dict[str, Any]) -> tuple[object, ...]:
-    why = request["because"].partition(": ")[2] or request["because"]  # without the time, which has its own column
+    why = request["because"].partition(": ")[2] or request["because"]  # without the time, which is in another column
     return (
         _clock(request["at"]),
         request["request_id"],
@@ -148,7 +148,7 @@ def _row(request: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _waited_ms(request: dict[str, Any]) -> float:
-    """Find the longest time for which the client waited, for the first byte or in the middle of the answer."""
+    """Return the longest time for which the client waited: for the first byte, or within the answer."""
     first_ms = request["ms"] if request.get("first_ms") is None else request["first_ms"]
     return max(float(first_ms), float(request.get("gap_ms") or 0))
 

@@ -1,4 +1,4 @@
-"""``warmfleet workers``: the engines of a running fleet as one replica lists them."""
+"""``warmfleet workers``: lists the engines of a running fleet, as one replica knows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDE = (
     *("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS"),
     "LABELS",
 )
-#: Sentences about pools that do not just serve.
+#: Sentences about pools in a state other than ``serving``.
 POOL_STATES = {
     "draining": "this pool drains: it gets no new request unless no other pool can serve it",
     "moving": "this pool drains: its workers move to other pools",
@@ -28,7 +28,7 @@ WELL = ("proven", "approximate")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or with ``--watch`` one after the other; return 1 if at last no worker is routable."""
+    """Print the table, with ``--watch`` again and again; return 1 if in the last table no worker is routable."""
     answer: dict[str, Any] = {"models": []}
 
     def read() -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
 
 def _first_in_queue(first: dict[str, Any]) -> str:
     where = f"{'goes to' if first['has_room'] else 'waits for'} {first['worker_id']}"
-    needs_s = first["to_compute_there_s"]  # 0 with policies that predict no time
+    needs_s = first["to_compute_there_s"]  # 0 if the policy predicts no time
     needs = f", which needs {needs_s:.2f} s for it" if needs_s else ""
     waited = f"has waited {first['waited_s']:.2f} s"
     return f"first in the queue: {first['prompt_tokens']} tokens, {where}{needs}, {waited}: {first['because']}"
@@ -116,7 +116,7 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
         load["in_flight"],
         load["prefill_tokens"] + load["foreign_prefill_tokens"],
         load["speed_tps"] or "-",
-        "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # forgotten of a worker that left
+        "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # None for a worker that left
         _age(truth["lag_s"]) if truth else "-",
     )
     if not wide:
@@ -131,7 +131,7 @@ def _labels(worker: dict[str, Any]) -> str:
 
 
 def _not_well(worker: dict[str, Any]) -> list[Part]:
-    """Say why a worker takes no or fewer requests than it could, and what to do; nothing if the worker is well."""
+    """Say why a worker takes no requests, or fewer than it could, and the remedy; empty if the worker is well."""
     name, state, remedy = worker["worker_id"], worker["state"], worker["remedy"]
     if worker["routable"] and not remedy:
         return []
@@ -158,7 +158,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _ttft(ttft: dict[str, Any]) -> str:
-    """Write the times to first token of streamed answers that this replica gave in the last minute."""
+    """Describe the times to first token of the streamed answers that this replica gave in the last minute."""
     if not ttft["requests"]:
         return "no stream in the last minute at this replica"
     spread = ", ".join(f"{name} {ttft[name.lower() + '_s']:.3f} s" for name in ("P50", "P90", "P99"))

@@ -1,7 +1,7 @@
 """``warmfleet doctor``: checks Redis, workers, engines and routers end to end, and says what to do about each fault.
 
-The only requests to an engine that make it work are one short prompt, sent twice, and the two questions for token ids;
-workers' URLs that the command line does not name are asked for /health only. In Redis nothing is written.
+An engine that the command line names computes one short prompt, sent twice, and is asked twice for token ids; workers'
+URLs that the command line does not name are asked for /health only. In Redis nothing is written.
 """
 
 from __future__ import annotations

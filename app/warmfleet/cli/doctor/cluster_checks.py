@@ -28,7 +28,7 @@ async def coverage(url: str) -> list[Finding]:
 
 
 def of_settings(nodes: dict[HostPort, dict[str, str] | Exception]) -> list[Finding]:
-    """Return the findings for these nodes, each with its settings, or with the error of reading them."""
+    """Return the findings about these nodes. nodes: the settings of each, or the error of reading them."""
     failed = {place: answer for place, answer in nodes.items() if isinstance(answer, Exception)}
     read = {place: answer for place, answer in nodes.items() if not isinstance(answer, Exception)}
     strict = [place for place, settings in read.items() if settings.get(COVERAGE) != "no"]
@@ -58,7 +58,7 @@ def of_settings(nodes: dict[HostPort, dict[str, str] | Exception]) -> list[Findi
 
 
 def _settings(answer: Any) -> dict[str, str] | Exception:
-    """Read an answer to CONFIG GET, which redis-py makes a mapping, and which raw is a list of names and values."""
+    """Return the settings in an answer to CONFIG GET: redis-py's mapping, or the raw list of names and values."""
     if isinstance(answer, Exception):
         return answer
     pairs = answer.items() if isinstance(answer, dict) else zip(answer[::2], answer[1::2], strict=False)

@@ -68,7 +68,7 @@ PATIENCE = Timeouts(request_s=5.0, upkeep_s=5.0)
 URLS_AT_ONCE = 16
 MAX_URLS = 256
 TRIE_BYTES = 1_048_576
-MIN_SECRET = 8  # least length of a secret that is blotted out; a shorter one may be a usual word
+MIN_SECRET = 8  # least length of a secret that the report replaces by ***; a shorter one may be a usual word
 ADMIN_REDIS = "WARMFLEET_ADMIN_REDIS_URL"
 ANYWHERE = ("0.0.0.0/0", "::/0")
 OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # checks that need answers of Redis
@@ -76,9 +76,9 @@ OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # c
 
 @dataclass(frozen=True)
 class Plan:
-    """The subjects of the checks. url: of Redis, complete. admin_url: of a user who may see others' rights; or empty.
+    """The subjects of the checks. url: of Redis, with the CA. admin_url: for a Redis user who may see users' rights.
 
-    url_from: where ``url`` was given, for remedies. wall: this machine's clock, in seconds.
+    url_from: the option or variable that gave ``url``, for remedies. wall: returns this machine's Unix time.
     """
 
     settings: Settings
@@ -92,9 +92,9 @@ class Plan:
 
 @dataclass
 class Known:
-    """The fleet as the checks have seen it so far: all workers by model tag, and the clients to look at them again.
+    """The fleet as the checks have seen it so far. workers, fleets: by model tag, the workers and the client of a pool.
 
-    listed: the engines of WARMFLEET_STATIC_WORKERS. pools: of all models.
+    listed: the engines of WARMFLEET_STATIC_WORKERS. pools: the pools of all models.
     """
 
     listed: EngineList
@@ -112,13 +112,13 @@ class Known:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Return by model tag the names that its workers announce."""
+        """Return model tag -> served names that the model's workers announce."""
         return {tag: [name for worker in workers for name in worker.models] for tag, workers in self.workers.items()}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check and print; return 0: no fault, 1: a fault, 2: a check failed itself. Raises CommandError, BadArgument."""
-    logging.basicConfig(level=logging.CRITICAL)  # the findings tell what matters
+    """Run all checks; return 0: no fault, 1: a fault, 2: a check crashed. Raises CommandError, BadArgument."""
+    logging.basicConfig(level=logging.CRITICAL)  # findings, not log lines, report faults
     plan = plan_of(options, environment_of(options))
     quiet = bool(options.json)
     with Progress() as progress:
@@ -164,7 +164,7 @@ def plan_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Plan
 
 
 def secrets_of(plan: Plan) -> tuple[str, ...]:
-    """List every password and key of the plan, as it stands in a URL and as it is, the longest first."""
+    """List every password and key of the plan, both as written in a URL (%XX) and decoded, the longest first."""
     found = {plan.settings.worker_api_key, plan.settings.admin_key, plan.settings.tenant_key}
     urls = (plan.url, plan.admin_url, *plan.engines, *plan.routers, *plan.settings.static_workers)
     for password in [parse(plan.url).sentinel_password, *(urlsplit(url).password for url in urls)]:
@@ -218,7 +218,7 @@ async def examine(plan: Plan, report: Report) -> None:
 
 
 async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterable[Finding]]) -> list[Finding]:
-    """Add the findings of a check. A check that fails by itself is a finding, and the others go on."""
+    """Add the findings of a check to the report. A check that raises becomes a finding, and the other checks go on."""
     try:
         got = await work
         found = [got] if isinstance(got, Finding) else list(got)
@@ -243,7 +243,7 @@ async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
     async def look(fleet: Fleet) -> list[Finding]:
         return await redis_checks.reachable(fleet.redis, where, plan.url, plan.url_from)
 
-    first = asyncio.create_task(look(fleets[0]))  # measures the login, which the others share
+    first = asyncio.create_task(look(fleets[0]))  # measures how long connection and login take
     answers = await asyncio.gather(*[trouble_with(fleet.redis, where) for fleet in fleets])
     troubles = {tag: trouble for tag, trouble in zip(known.fleets, answers, strict=True) if trouble is not None}
     answering = {tag: fleet for tag, fleet in known.fleets.items() if tag not in troubles}
@@ -261,7 +261,7 @@ async def _redis(plan: Plan, known: Known, report: Report) -> None:
     where = parse(plan.url)
     looks = {model: Inspection(fleet.scripts) for model, fleet in known.fleets.items()}
     for model, fleet in known.fleets.items():
-        with suppress(WarmfleetError):  # the check of the workers tells it
+        with suppress(WarmfleetError):  # the check of this model's workers reports the error
             known.workers[model] = await fleet.workers.read()
     capacity = sum(worker.load.capacity_blocks for worker in known.all_workers)
 
@@ -308,7 +308,7 @@ async def _rights(plan: Plan, known: Known, looks: Mapping[str, Inspection], rep
 
 @asynccontextmanager
 async def _administrator(plan: Plan, tag: str, router: aioredis.Redis) -> AsyncIterator[aioredis.Redis]:
-    """Return the client that looks at users: that of ``admin_url``, else the router's. tag: of a pool that answers."""
+    """Return the client for ACL commands: by ``admin_url`` if set, else the router's. tag: of a pool that answers."""
     if not plan.admin_url:
         yield router
         return
@@ -368,14 +368,14 @@ def _beside(known: Known, model: str) -> list[str]:
 
 
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
-    """Find workers that another pool hears, and servers on their way between pools of the model: name -> that pool.
+    """Find workers heard in another pool, and servers on their way between pools of the model: name -> other pool.
 
-    In another model's pool only engines known by their URL count: they move with the name that they serve.
+    In another model's pool only engines known by their URL count: such an engine moves when its served name changes.
     """
     found: dict[str, str] = {}
     siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
     for tag in known.fleets.keys() - {model}:
-        with suppress(WarmfleetError):  # the check of its own workers tells it
+        with suppress(WarmfleetError):  # the check of that pool's workers reports the error
             known.workers[tag] = await known.fleets[tag].workers.read()
             heard = [worker for worker in known.workers[tag] if worker.heard]
             found |= {worker.worker_id: tag for worker in heard if worker.approximate or tag in siblings}
@@ -414,7 +414,7 @@ async def _replicas(known: Known, report: Report) -> None:
     """Check the routers of the fleet, as they announce themselves in Redis."""
     views: dict[str, list[ReplicaView]] = {}
     for tag, fleet in known.fleets.items():
-        with suppress(WarmfleetError):  # the check of its workers tells it
+        with suppress(WarmfleetError):  # the check of this pool's workers reports the error
             views[tag] = await fleet.replicas.read()
     if any(views.values()):
         report.part("Routers of the fleet")
@@ -422,7 +422,7 @@ async def _replicas(known: Known, report: Report) -> None:
 
 
 async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list[Finding]:
-    """Check that the URLs of workers can be reached from here. Workers that left, or are silent, are not asked."""
+    """Check that this machine can reach the URLs of workers. Workers that left, or are silent, are not asked."""
     here = [worker for worker in workers if worker.heard and worker.state is not WorkerState.LEFT]
     urls = dict.fromkeys(worker.url.rstrip("/") for worker in here if worker.url)
     addresses, room = await _addresses(plan, known), asyncio.Semaphore(URLS_AT_ONCE)
@@ -446,7 +446,7 @@ async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list
 
 
 async def _named(known: Known) -> list[str]:
-    """Return the URLs that the operator lists as engines, which routers use whatever their addresses."""
+    """Return the URLs of the engines that the operator lists; routers may use these whatever their addresses."""
     return [engine.url for engine in await known.listed.look()]
 
 
@@ -467,7 +467,7 @@ async def _twice(plan: Plan, known: Known) -> list[Finding]:
 
 
 async def _listed(plan: Plan, known: Known) -> list[Finding]:
-    """Compare each engine of the list with the workers; an entry of the list that cannot be read is a fault."""
+    """Check each engine of WARMFLEET_STATIC_WORKERS against the workers; an entry that cannot be read is a fault."""
     urls = (await _named(known))[:MAX_URLS]
     remedy = "mend that entry of WARMFLEET_STATIC_WORKERS; see app/docs/connect.md"
     found = [Finding("listed", State.FAULT, problem, remedy) for problem in known.listed.problems]
@@ -487,7 +487,7 @@ async def _listed(plan: Plan, known: Known) -> list[Finding]:
 
 
 def _of_url(found: Finding, names: str, url: str, *, listed: bool) -> Finding:
-    """Turn a finding about a URL into one about its workers. listed: the operator lists the engine at this URL."""
+    """Turn a finding about a URL into a finding about the URL's workers. listed: the operator lists this engine."""
     shown, remedy = fleet_checks.shown(url), found.remedy
     if not listed and found.check == "reachable" and is_loopback(place_of(url)[0]):
         remedy = f"start the engine on this machine; if it runs on another one: {engine_checks.LOOPBACK_HELP}"
@@ -548,7 +548,7 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
 
 
 def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
-    """Return the rank to name in a request; empty for a server with a single core, which refuses such a header."""
+    """Return the rank for a request's header; empty for a server with a single core, which refuses this header."""
     if worker is None or sum(core.record.get("server_id") == worker.record.get("server_id") for core in mine) < 2:
         return ""
     return str(worker.record.get("rank", 0))
@@ -559,7 +559,7 @@ def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[W
     found = [(tag, engine_checks.same_engine(url, workers, addresses)) for tag, workers in known.workers.items()]
     mine = [(tag, workers) for tag, workers in found if workers]
     heard = [(tag, workers) for tag, workers in mine if any(worker.heard for worker in workers)]
-    return next(iter([*heard, *mine]), ("", []))  # a pool that the engine has left knows it for ten minutes
+    return next(iter([*heard, *mine]), ("", []))  # a pool that the engine has left lists it for ten minutes more
 
 
 async def _probe(plan: Plan, subject: Subject, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Checks of an engine over HTTP: the way to it, its version, its models, and whether it has joined this fleet."""
+"""Checks of an engine over HTTP: connection, version, models, and whether the engine has joined this fleet."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Engine:
         return {"Content-Type": "application/json", **key}
 
     async def get(self, path: str, *, key: bool = True) -> tuple[int, Any]:
-        """Return status and JSON (None for another form) of an answer. Raises UpstreamError."""
+        """Send a GET; return the answer's status and its JSON (None if it is no JSON). Raises UpstreamError."""
         status, body = await self.client.get(self.url, path, self.headers if key else {}, GET_S)
         return status, json_of(body)
 
 
 async def reachable(engine: Engine) -> list[Finding]:
-    """Check name, connection and TLS from here, and /health."""
+    """Check whether this machine can resolve the engine's host, connect, and shake hands by TLS; then check /health."""
     tls = engine.tls if engine.url.startswith("https") else None
     got = await reach(engine.host, engine.port, tls, engine.addresses)
     if got.failed:
@@ -88,7 +88,7 @@ async def reachable(engine: Engine) -> list[Finding]:
 
 
 def allowed(url: str, addresses: Addresses, resolved: Sequence[str]) -> list[Finding]:
-    """Check that routers with these settings would send requests there."""
+    """Check that routers with these settings would send requests to this URL. resolved: the addresses of its host."""
     try:
         addresses.check(url)
         addresses.allowed_of(place_of(url)[0], resolved)
@@ -120,7 +120,7 @@ async def version(engine: Engine) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Ask for the names that an engine serves, as far as it tells them. with_key: it wants a key, and took ours."""
+    """The names that an engine serves, if it told them. with_key: the engine requires a key, and accepted ours."""
 
     findings: list[Finding]
     names: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Served:
 
 
 async def served(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> Served:
-    """Check key and served names. wanted: by model tag the names that its workers announce."""
+    """Check the engine's key and served names. wanted: model tag -> names that the model's workers announce."""
     status, answer = await engine.get("/v1/models", key=False)
     with_key = status in (401, 403)
     if with_key:
@@ -156,7 +156,8 @@ async def served(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> Served:
 
 
 def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
-    """Check that routers would give an engine with the plugin its key. listed: WARMFLEET_WORKER_ADDRESSES is set."""
+    """Check that routers would send this engine, which has the plugin, its API key. wanted: the engine requires a key.
+    listed: WARMFLEET_WORKER_ADDRESSES is set."""
     if not wanted or listed:
         return []
     text = (
@@ -166,14 +167,14 @@ def key_reaches(engine: Engine, *, wanted: bool, listed: bool) -> list[Finding]:
 
 
 def same_engine(url: str, workers: Sequence[WorkerView], addresses: Sequence[str]) -> list[WorkerView]:
-    """Find the workers that announce this URL, or one of the addresses that its host has."""
+    """Find the workers that announce the host and port of this URL, or one of the host's addresses with this port."""
     wanted = place_of(url)
     places = {wanted, *((address, wanted[1]) for address in addresses)}
     return [worker for worker in workers if worker.url and place_of(worker.url) in places]
 
 
 def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerView], tags: Sequence[str]) -> Finding:
-    """Check that the plugin in this engine has joined the fleet in this Redis. mine: the workers with its URL."""
+    """Check that the plugin in this engine has joined the fleet in this Redis. mine: workers with the engine's URL."""
     if mine:
         names = ", ".join(worker.worker_id for worker in mine)
         if all(worker.approximate for worker in mine):
@@ -197,7 +198,7 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
 
 
 async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """Check an engine of WARMFLEET_STATIC_WORKERS: it is a worker, or a fault says why it is none or gets no requests.
+    """Check that an engine of WARMFLEET_STATIC_WORKERS is a worker that takes requests; otherwise a fault says why not.
 
     wanted: as in ``served``. Raises UpstreamError.
     """
@@ -219,7 +220,7 @@ async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str,
 
 
 def json_of(body: bytes) -> Any:
-    """Read the JSON of an answer's body; None for another form."""
+    """Return the JSON value of an answer's body; None if the body is no JSON."""
     try:
         return json.loads(body)
     except ValueError:

@@ -24,7 +24,7 @@ class State(StrEnum):
     """The state of a finding; the value is the word that is printed."""
 
     OK = "ok"
-    NOTE = "note"  # the thing works; the remedy says how it would work better
+    NOTE = "note"  # no fault; the remedy says what would work better
     FAULT = "FAULT"
     SKIPPED = "skipped"  # a fault above, or missing rights, made this check impossible
     BROKEN = "broken"  # the check itself failed, which is a bug of the doctor
@@ -41,7 +41,7 @@ TONES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. check: a stable word for scripts. remedy: what to do; empty where there is nothing."""
+    """The result of a check. check: a stable word for scripts. remedy: what to do; empty if nothing needs doing."""
 
     check: str
     state: State
@@ -67,10 +67,10 @@ def skipped(check: str, why: str) -> Finding:
 
 @dataclass
 class Report:
-    """All findings in order, by the part that they belong to. Findings are printed as they come, unless ``quiet``.
+    """All findings in order, each with the part of the report it belongs to; printed as they come, unless ``quiet``.
 
-    faults_only: only faults are printed, and checks that failed by themselves, each under the heading of its part.
-    secrets: texts that are never printed, whatever an error message quotes. busy: shows the step that takes a while.
+    faults_only: only faults and crashed checks are printed, each under the heading of its part. secrets: texts that are
+    never printed, even if an error message quotes them. busy: shows the running step while it takes time.
     """
 
     out: TextIO = field(default_factory=lambda: sys.stdout)
@@ -83,7 +83,7 @@ class Report:
     _headed: str | None = None  # the last part whose heading was printed
 
     def part(self, name: str) -> None:
-        """Begin a part of the report, by its heading."""
+        """Begin a part of the report that has this heading."""
         self._part = self._safe(name)
         if not self.faults_only:
             self._heading()
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 no fault; 1 a fault; 2 no fault was found, but a check failed by itself."""
+        """The exit status: 0 if no fault was found; 1 if one was; 2 if none was, but a check crashed."""
         states = {finding.state for _, finding in self.found}
         if State.FAULT in states:
             return FAULTS
@@ -143,7 +143,7 @@ class Report:
             print(text, file=self.out, flush=True)
 
     def _safe(self, text: str) -> str:
-        """Return the text without secrets."""
+        """Return the text with *** in place of secrets."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text

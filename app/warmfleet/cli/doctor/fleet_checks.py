@@ -1,4 +1,4 @@
-"""Checks of a pool's workers as Redis knows them: halves, states, schemes, identities, and the truth of the index."""
+"""Checks of a pool's workers in Redis: missing halves, states, hash schemes, identities, and errors of the index."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
 
-UNREAD_S = 5.0  # longest usual time since a replica looked at the streams, as each does once a second at least
-LATE_S = 5.0  # age of an entry that is a finding; usually entries are applied within 0.5 s, 2 s at rest
+UNREAD_S = 5.0  # longest usual time since a replica read the streams; each does so at least once a second
+LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
 PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
@@ -32,17 +32,17 @@ BRIDGE_HELP = (
     " WARMFLEET_TOKENIZER at the routers"
 )
 JOIN_HELP = "look for lines with `warmfleet:` in vLLM's log, and compare WARMFLEET_REDIS_URL and WARMFLEET_MODEL"
-#: Notes, because such a worker serves, or is out by the operator's will, or will soon be in.
+#: States that make a note and no fault: the worker serves, will soon serve, or is out of use by the operator's will.
 HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, WorkerState.PENDING, WorkerState.SUSPECTED)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolReading:
-    """A reading of a pool. others: names of other models in this Redis, where known. drained: it may have no worker.
+    """A reading of a pool. others: names of other models in this Redis, if known. drained: the pool may have no worker.
 
-    moved: workers and servers that are alive in another pool of the model, or on their way: name -> that pool.
+    moved: workers and servers that are alive in another pool, or on their way to one: name -> that pool.
     beside: other pools of the model, which have engines.
-    configured: the model as engines and routers of this pool are given it; its tag where no registry has it.
+    configured: WARMFLEET_MODEL of this pool's engines: the model's name if a registry has the pool, else the tag.
     """
 
     tag: str
@@ -85,7 +85,7 @@ def all_of(pool: PoolReading) -> list[Finding]:
 
 
 def _place(worker: WorkerView, pool: PoolReading) -> str:
-    """Return the other pool that a worker is in; empty if it is in this pool."""
+    """Return the pool that a worker has moved to; empty if it has not moved."""
     return pool.moved.get(worker.worker_id) or pool.moved.get(str(worker.record.get("server_id", "")), "")
 
 
@@ -104,7 +104,7 @@ def applied(streams: Streams, tag: str, configured: str) -> Finding:
 
 
 def _no_engine(pool: PoolReading, left: Sequence[str]) -> Finding:
-    """Make the finding about a pool without engines. left: those that said goodbye."""
+    """Make the finding about a pool without engines. left: the workers that ended in an orderly manner."""
     if pool.beside:
         return note(
             "workers",
@@ -140,14 +140,14 @@ def _missing_cores(pool: PoolReading) -> list[Finding]:
 
 
 def worker_finding(worker: WorkerView, tag: str) -> Finding:
-    """Check the state of a worker: the reason that keeps requests from it, and the remedy."""
+    """Make the finding about a worker's state, with the reason if the worker gets no requests, and the remedy."""
     name, state = worker.worker_id, worker.state
     version = f", version {worker.record['version']}" if worker.record.get("version") else ""
     if state in (WorkerState.PROVEN, WorkerState.APPROXIMATE):
         return ok("worker", f"{name} is {state} at {shown(worker.url)}{version}")
     if state is WorkerState.JOINING:
         return _half(worker)
-    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):  # its probe will never come
+    if state is WorkerState.PENDING and not heard(worker.heartbeat_age_s):  # a silent worker is not probed
         text = f"{name} is {state}{_ago(worker.heartbeat_age_s)}"
         return fault("worker", text, REMEDIES[WorkerState.UNHEARD])
     make = note if state in HARMLESS and not (state is WorkerState.PENDING and worker.record.get("reason")) else fault
@@ -176,7 +176,7 @@ def shown(url: str) -> str:
 
 
 def schemes(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Check that all workers hash blocks alike, and that their seeds outlive a restart."""
+    """Check that all workers have one hash scheme, and seeds that stay the same after a restart."""
     groups: dict[Scheme, list[str]] = {}
     findings: list[Finding] = []
     for worker in workers:
@@ -221,7 +221,7 @@ def _random_seed(names: list[str], *, several: bool) -> Finding:
 
 
 def seed_of(scheme: Scheme) -> str:
-    """Name the origin of the seed in words; empty if it is not recognised."""
+    """Return the origin of the hash seed as a text; empty if the seed is not recognised."""
     if scheme.none_hash == default_none_hash(scheme.algorithm) and not scheme.algorithm.startswith("xxhash"):
         return "vLLM's own seed"
     if scheme.algorithm.startswith("xxhash"):
@@ -263,12 +263,12 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def bridged(worker: WorkerView) -> bool:
-    """Tell whether a bridge reports this worker, whose engine's log then has no lines of the plugin."""
+    """Tell whether a bridge reports this worker, so that its engine has no plugin, and no lines of it in its log."""
     return ((worker.server or {}).get("facts") or {}).get("reports_prefills") is False
 
 
 def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Find servers that announce the same address, where requests for either may reach the other."""
+    """Find servers that announce the same URL, so that requests for one may reach the other."""
     of_url: dict[str, set[str]] = {}
     for worker in workers:
         if worker.heard and worker.url:
@@ -306,7 +306,7 @@ def index(worker: WorkerView, truth: Truth) -> list[Finding]:
 
 
 def dropped(truth: Truth) -> list[Finding]:
-    """Make the finding about entries of other processes than the current one: two engines with a name, or a restart."""
+    """Make the finding about stream entries of a worker's earlier process: a restart, or two engines of one name."""
     count = truth.counts.get("nonce", 0)
     if not count:
         return []

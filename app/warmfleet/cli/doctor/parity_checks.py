@@ -1,7 +1,7 @@
 """Checks that an engine is as its worker announced: token ids of a text and a chat, block hashes, and cached tokens.
 
-Both sides turn a text and a chat into ids. Then the engine gets the same completion for a single token twice: the
-blocks of the first must appear in the index under the hashes that are computed here, and the second must be cached.
+Engine and announced tokenizer must make the same ids of a text and a chat. Then the engine gets one prompt twice: the
+first time its blocks must appear in the index under the hashes computed here, the second time they must be cached.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from warmfleet.prompt.prompt_identity import Identity
 
 ANSWER_S = 30.0  # longest wait for an answer, as an engine may compile something at its first request
-INDEXED_S = 5.0  # longest wait for blocks in the index; they are reported every 0.1 s, applied in another
+INDEXED_S = 5.0  # longest wait for blocks in the index; usually reported within 0.1 s, applied within another 0.1 s
 POLL_S = 0.05
 METRICS_S = 2.0  # longest wait for an engine's metrics, which follow its answers
 PROBE_BLOCKS = 3  # number of full blocks in the probe, if the model's context allows it
-PLAIN_BLOCK = 128  # tokens of the largest usual block, used where no worker tells its own
+PLAIN_BLOCK = 128  # tokens of the largest usual block, assumed if no worker tells its block size
 _HITS = re.compile(rb"^vllm:prefix_cache_hits(?:_total)?\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 
 RENDER = "/v1/chat/completions/render"
@@ -52,7 +52,7 @@ MISMATCH = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The engine that is examined. worker: as it has joined; None without the plugin. rank: of a core of several."""
+    """The engine that is examined. worker: None if it has not joined the fleet. rank: of its core, if it has more."""
 
     engine: Engine
     model: str
@@ -70,7 +70,7 @@ class Subject:
         return dict((self.worker.server or {}).get("facts") or {}) if self.worker else {}
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Return status and JSON of an answer. Raises UpstreamError, TimeoutError."""
+        """Send a POST; return the answer's status and its JSON. Raises UpstreamError, TimeoutError."""
         async with asyncio.timeout(ANSWER_S):
             status, raw = await self.engine.client.post(self.engine.url, path, orjson.dumps(body), self.headers)
         return status, json_of(raw)
@@ -100,7 +100,7 @@ async def identity_of(subject: Subject, identities: Identities) -> Identity | Fi
 
 
 async def token_ids(subject: Subject, identity: Identity) -> list[Finding]:
-    """Compare the ids of a text and a chat: those of the engine, and by the announced tokenizer and template."""
+    """Compare the engine's ids of a text and a chat with those by the announced tokenizer and template."""
     text = random_text(24)
     findings = [await _same_ids(subject, identity, "tokenizer", {"prompt": text})]
     if identity.template == "none":
@@ -183,7 +183,7 @@ async def probed(subject: Subject, identity: Identity | None) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion's answer. cached: None if the engine did not say. prompt_ids: empty if it returns none."""
+    """A completion's answer. cached: number of cached tokens; None if not reported. prompt_ids: empty if none came."""
 
     prompt_tokens: int
     cached: int | None
@@ -232,7 +232,7 @@ async def _indexed(fleet: Fleet, worker: WorkerView, packed: bytes) -> Finding:
 
 
 async def _cached(subject: Subject, second: Answer, predicted: int, before: float | None) -> list[Finding]:
-    """Check that the second of two equal completions was cached, by its usage or else by the engine's metrics."""
+    """Check that the second of two equal prompts was cached, by its usage, or without usage by the engine's metrics."""
     remedy = "start vLLM without --no-enable-prefix-caching; without a prefix cache this engine is routed by load only"
     if await _caching_off(subject):
         return [fault("prefix caching", "prefix caching is off: the engine says so in its metrics", remedy)]
@@ -291,7 +291,7 @@ def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
     """Check that routers can send this engine token ids in place of text. wanted: WARMFLEET_TOKEN_HANDOFF."""
     worker = subject.worker
     if worker is None or worker.approximate or not subject.facts:
-        return []  # no worker announced what this engine takes
+        return []  # no worker announced whether this engine takes token ids
     able = token_capability(worker, announced.identity_key(worker))
     if not wanted:
         text = "WARMFLEET_TOKEN_HANDOFF=0: the engine tokenises every prompt again"

@@ -1,4 +1,4 @@
-"""Checks of a served model's pools beside each other: none is empty, all announce the same, none shares its master."""
+"""Compares a served model's pools: none is empty, all have the same announcements, no two share a Redis master."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
     from warmfleet.protocol.redis_address import SlotRange
 
-UNEVEN = 1.5  # ratio of the blocks of engines of two pools from which on a note is made
-MOVING_S = 60.0  # longest move of a server: its second half follows the first within 15 s, joins soon after
+UNEVEN = 1.5  # least ratio of two pools' mean blocks per engine that makes a note
+MOVING_S = 60.0  # longest move of a server between pools: its second half follows the first within 15 s, then joins
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
-    """Read the pools of these models, and why a registry could not be read, by the name of its model.
+    """Return the pools of these models, and model -> why its registry could not be read. models: names or tags.
 
-    The pools are those of the registry in Redis; without a registry, and where it cannot be read, those that are named
-    here. A named pool that the registry lacks is left out, and has a finding of ``unregistered``.
+    The pools are those of the registry in Redis; without a registry, or if it cannot be read, those in ``models``. A
+    pool in ``models`` that the registry lacks is left out; ``unregistered`` makes a finding of it.
     """
     found: dict[str, PoolEntry] = {}
     unread: dict[str, str] = {}
@@ -44,7 +44,7 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ..
 
 
 def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
-    """Make faults of registries that could not be read. tags: of the pools that are checked."""
+    """Make a fault for each registry that could not be read. tags: of the pools that are checked in spite of it."""
     return [
         fault(
             "registry",
@@ -57,13 +57,13 @@ def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
 
 
 def unknown(unread: Iterable[str]) -> list[Finding]:
-    """Make findings about registries that could not be read, where none of the pools that are checked answers."""
+    """Make a finding for each registry that could not be read, used if none of the checked pools answers either."""
     text = "the registry of {0}'s pools cannot be read: name those that may be on other masters with --model"
     return [skipped("registry", text.format(name)) for name in unread]
 
 
 async def on_their_way(url: str, model: str, now: float) -> dict[str, str]:
-    """Find servers of which a half may have moved and the other not yet: name -> the pool that they go to.
+    """Find servers that may be moving, one half (core or API server) before the other: name -> the pool they go to.
 
     now: this machine's clock, in seconds. Raises FleetUnavailable.
     """
@@ -131,7 +131,7 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
     if not any(ready.values()):
         with_routable = [tag for tag, known in workers.items() if any(worker.routable for worker in known)]
         findings += [_all_drained(entry) for entry in pools if entry.tag in with_routable]
-    # Prompts go by the number of workers, so the blocks of a whole pool do not matter.
+    # Pools get prompts in proportion to their number of workers, so blocks are compared per worker.
     sizes = {tag: [worker.load.capacity_blocks for worker in routable] for tag, routable in ready.items() if routable}
     blocks = {tag: round(fmean(of_workers)) for tag, of_workers in sizes.items()}
     if blocks and max(blocks.values()) > UNEVEN * min(blocks.values()):
@@ -148,7 +148,7 @@ def beside_each_other(pools: Sequence[PoolEntry], workers: Mapping[str, Sequence
 
 
 def _all_drained(entry: PoolEntry) -> Finding:
-    """Make the finding about a drained pool (entry) that has workers, while no pool that serves has any."""
+    """Make the finding about a drained pool (entry) that has workers, while no undrained pool has any."""
     text = f"{entry.tag} is drained, and no pool that serves has a worker that takes requests: all requests go there"
     if entry.moving:
         return note("pools", text, "wait while its workers move to other pools, 45 s each")
@@ -180,7 +180,7 @@ def _schemes(worker: WorkerView, other: WorkerView) -> list[str]:
 
 
 def masters(busy: Sequence[str], tags: Sequence[str], ranges: Sequence[SlotRange]) -> list[Finding]:
-    """Find busy pools that share a master while another is idle. busy: tags of pools with workers, of every model.
+    """Find busy pools that share a Redis master while another is idle. busy: tags of pools with workers, of all models.
 
     tags: of all pools of every model.
     """

@@ -1,4 +1,4 @@
-"""The way from here to a host and port, in steps that can fail: name, connection and TLS."""
+"""Connects from this machine to a host and port, in steps that can fail: look-up of the name, connection, TLS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Stage = Literal["name", "connection", "tls", ""]
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The result of a try. failed: the step, or empty. addresses: of the name. seconds: of connection and TLS."""
+    """The result of ``reach``. failed: the failed step, or "". addresses: of the host. seconds: without look-up."""
 
     failed: Stage
     why: str = ""
@@ -85,7 +85,7 @@ def place_of(url: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether the host means the machine of each program that uses it."""
+    """Tell whether the host is a loopback address or ``localhost``, which means a different machine to each machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host.lower() == "localhost"

@@ -1,4 +1,4 @@
-"""Checks of the Redis server: the way to it, its version, settings and speed, and the servers that stand in for it."""
+"""Checks of the Redis server: connection, version, settings and speed, and its replicas, Sentinels or Cluster nodes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
     from warmfleet.fleet.inspection.server import Inspection, Node, ServerFacts
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
-SHORT_SHARE = 0.85  # share of maxmemory from which on routers index no new blocks (lua/README.md)
+SHORT_SHARE = 0.85  # used share of maxmemory above which routers index no new blocks (lua/README.md)
 BYTES_PER_BLOCK = 130  # memory of Redis for each pair of block and worker
 MAX_SKEW_S = 2.0
-CALLS, CALLS_S = 100, 1.0  # most calls of a script, and longest time, to measure the latency
-LATE_SHARE = (
-    0.05  # least share of calls beyond the limit that counts; a smaller one may be a busy moment of this machine
-)
-SLOW_S = 0.005  # longest usual script call; every request waits for at least one
+CALLS, CALLS_S = 100, 1.0  # most script calls that measure the latency, and their longest total time
+LATE_SHARE = 0.05  # least share of calls over the limit that is reported; fewer may be a busy moment of this machine
+SLOW_S = 0.005  # longest usual median of a script call; every request waits for at least one call
 MIB = 2**20
 VARIABLE = "WARMFLEET_REDIS_URL"
 OF_UP = "the URL of `warmfleet up`"
@@ -51,7 +49,7 @@ REMEDIES = {
     "slow": "find out what keeps Redis busy (SLOWLOG GET), or which firewall swallows the packets",
     "loading": "wait: Redis reads its dump",
 }
-#: Checks whose fault means that some node takes connections, and still there is no way to a master.
+#: Remedies, by kind of URL, if some node takes connections, but no master can be reached through it.
 NO_MASTER = {
     "sentinel": "compare the SERVICE at the end of the URL with `sentinel monitor` of the Sentinels, and see whether"
     " the address that they name can be reached from here",
@@ -61,7 +59,7 @@ NO_MASTER = {
 
 
 async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_from: str = VARIABLE) -> list[Finding]:
-    """Check name, connection, TLS, login and version, up to the first that fails, whose finding is the last.
+    """Check look-up of the name, connection, TLS, login and version, in this order until one fails.
 
     url_from: the variable or option that gave the URL; the findings name it.
     """
@@ -77,7 +75,7 @@ async def reachable(redis: aioredis.Redis, where: RedisAddress, url: str, url_fr
 
 
 def lost(tag: str, trouble: Trouble, where: RedisAddress) -> Finding:
-    """Make the fault of a pool whose Redis does not answer, while the Redis of another pool does."""
+    """Make the fault for a pool whose Redis does not answer, while another pool's Redis does."""
     remedy = NO_MASTER.get(where.kind) if trouble.kind == "connection" else None
     return fault("reachable", f"the Redis that has the keys of {tag} {trouble.text}", remedy or REMEDIES[trouble.kind])
 
@@ -179,7 +177,7 @@ async def clock(inspection: Inspection, wall: Callable[[], float]) -> Finding:
 
 
 async def latency(inspection: Inspection, decide_timeout_s: float) -> Finding:
-    """Check the median and the P99 of script calls that follow each other."""
+    """Check the median and P99 latency of script calls, sent one after the other."""
     taken = sorted(await inspection.script_seconds(CALLS, CALLS_S))
     if not taken:
         return skipped("latency", "no call of a script was answered in time")

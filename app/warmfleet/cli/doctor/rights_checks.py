@@ -13,7 +13,7 @@ from warmfleet.protocol.wire import WireError
 if TYPE_CHECKING:
     from warmfleet.fleet.inspection.server import Inspection
 
-WORKER_USER = "worker-"  # begin of the name that `warmfleet acl` gives a worker's user, before the worker's id
+WORKER_USER = "worker-"  # prefix, before the worker's id, of the name that `warmfleet acl` gives a worker's user
 MAX_USERS = 64
 
 
@@ -33,7 +33,7 @@ async def of_router(inspection: Inspection, model: str, *, cluster: bool) -> lis
 
 
 async def of_workers(inspection: Inspection, model: str, servers: frozenset[str], *, cluster: bool) -> list[Finding]:
-    """Check the users of workers, which only a user with the right to ACL LIST and ACL DRYRUN can look at."""
+    """Check the rights of workers' Redis users; skipped if this user may not call ACL LIST and ACL DRYRUN."""
     users = await inspection.users()
     if users is None:
         why = "this user may not look at others (ACL LIST, ACL DRYRUN): name an admin's in WARMFLEET_ADMIN_REDIS_URL"

@@ -37,7 +37,7 @@ async def replica(
     tls: ssl.SSLContext,
     registered: Collection[str] = (),
 ) -> list[Finding]:
-    """Check the replica at this URL. workers: by model tag the ids that Redis knows.
+    """Check the replica at this URL. workers: model tag -> ids of the model's workers in Redis.
 
     key: WARMFLEET_ADMIN_KEY, or empty. registered: the tags of pools that a registry names.
     """
@@ -63,12 +63,12 @@ async def replica(
     routed = {str(model.get("model")): model for model in models if isinstance(model, dict)}
     for tag, names in workers.items():
         of_model = _model(tag, names, routed, registered=tag in registered)
-        findings += [finding for finding in of_model if finding not in findings]  # all pools share a template
+        findings += [finding for finding in of_model if finding not in findings]  # of pools with the same fault once
     return findings
 
 
 def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
-    """Check the replicas that announce themselves in Redis. pools: by tag the replicas that serve it."""
+    """Check the replicas that announce themselves in Redis. pools: tag -> replicas that serve this pool."""
     found: dict[str, ReplicaView] = {}
     for view in (view for views in pools.values() for view in views):
         if view.name not in found or view.age_s < found[view.name].age_s:
@@ -109,7 +109,7 @@ def _ready(answer: httpx.Response) -> Finding:
 
 
 def _clock(answer: httpx.Response, wall: Callable[[], float]) -> list[Finding]:
-    """Compare the replica's clock, by its header Date, to a second; no finding if it sends none."""
+    """Compare the replica's clock, by its header Date in whole seconds, with ours; no finding without this header."""
     try:
         then = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError, TypeError):
@@ -147,7 +147,7 @@ def _model(tag: str, names: Collection[str], routed: Mapping[str, Any], *, regis
         return [fault("workers", text, "give it the WARMFLEET_REDIS_URL that was checked here, with the same database")]
     beside = [row for row in routed.values() if row.get("served_model") == served_model(tag)]
     if not listed and any(row.get("workers") for row in beside):
-        return []  # an empty pool beside others: the check of its workers tells it
+        return []  # an empty pool beside others: the check of the pool's workers reports it
     routable = sum(bool(row.get("routable")) for row in listed.values())
     text = f"it sees the {len(listed)} workers of {tag} that Redis has, {routable} of them routable"
     finding = ok("workers", text) if routable else fault("workers", f"it has no routable worker of {tag}", NONE_HELP)
@@ -155,7 +155,7 @@ def _model(tag: str, names: Collection[str], routed: Mapping[str, Any], *, regis
 
 
 def _settings(tag: str, named: str, model: Mapping[str, Any]) -> list[Finding]:
-    """Note where the replica works in a way that costs more. named: for --model, if possible for all pools."""
+    """Note settings by which the replica works more than needed. named: for --model, if possible for all pools."""
     findings = []
     if model.get("template") == "sandbox":
         text = f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times"

@@ -1,4 +1,4 @@
-"""The chat client of ``demo``: it streams answers and notes worker, matched and cached tokens, time to first token."""
+"""The chat client of ``demo``: streams answers, and records worker, matched and cached tokens, time to first token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tenacity import retry, retry_if_exception, stop_after_delay, wait_fixed
 if TYPE_CHECKING:
     import random
 
-#: A replica on a busy machine may lack a fresh reading of Redis for a moment, and then answers questions with 503.
+#: Time for which a 503 is tried again: on a busy machine a replica may lack a fresh reading of Redis for a moment.
 UNAVAILABLE_S = 5.0
 
 #: Words for made-up prompts; each is about one token.
@@ -30,7 +30,7 @@ Messages = list[dict[str, str]]
 class Answer:
     """An answer, read to its end.
 
-    The router predicted ``matched_tokens``. The engine itself counted ``cached_tokens``: those it did not compute.
+    ``matched_tokens``: prompt tokens cached by the router's prediction. ``cached_tokens``: by the engine's own count.
     """
 
     worker: str

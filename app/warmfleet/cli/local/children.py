@@ -1,4 +1,4 @@
-"""Child processes of a local stack: each leads a process group, and they are stopped in reverse order."""
+"""Child processes of a local stack: each leads a process group; all are stopped in the reverse order of their start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.02  # time between two looks at a process that is starting or e
 
 @dataclass
 class Child:
-    """A process and the file with its output. reported: the user needs no further line about its end."""
+    """A process and the file with its output. reported: the end of the process needs no (further) line for the user."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -38,7 +38,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """The way in which the process ended, in words."""
+        """How the process ended, as a text: its signal or exit code."""
         code = self.process.poll()
         if code is None:
             return "running"
@@ -51,7 +51,7 @@ class Child:
 
 
 class Children:
-    """The processes of a stack. The end of the ``with`` block stops them all, as does the death of this process.
+    """The processes of a stack. All are stopped when the ``with`` block ends, and also if this process is killed.
 
     Each child leads a session of its own, so Ctrl-C in the terminal reaches only this process, which then stops the
     children in order.

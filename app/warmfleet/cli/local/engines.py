@@ -50,7 +50,7 @@ class EngineOptions:
 
 
 def require_simulator() -> None:
-    """Raise CommandError if the simulated engines are not installed, as a production install does not bring them."""
+    """Raise CommandError if the simulated engines are not installed: a production install lacks them."""
     if find_spec("warmfleet_loadtest") is None:
         raise CommandError(NO_SIMULATOR)
 
@@ -85,7 +85,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
     argv += ["--max-model-len", "4096", "--max-num-seqs", "16", "--block-size", "32"]
     argv += ["--num-gpu-blocks-override", str(options.blocks or 1_024), "--enable-prefix-caching"]
     argv += ["--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details"]
-    argv += options.flags  # vLLM takes the last of two flags
+    argv += options.flags  # of a flag given twice vLLM takes the last
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -103,7 +103,7 @@ def _vllm(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple
 
 
 class EngineLoadingError(CommandError):
-    """The error that an engine does not answer yet, because it loads its model."""
+    """The error of an engine that does not answer yet, perhaps because it loads its model."""
 
 
 def served_names(url: str, api_key: str) -> list[str]:

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from warmfleet.cli.command_error import CommandError
 
-#: The option that ``listen`` names where a second replica on a machine takes the same port for operators.
+#: The setting that ``listen`` names in its error if a second replica on a machine takes the same port for operators.
 OWN_ADMIN_PORT = "WARMFLEET_ADMIN_PORT, as each replica on a machine needs its own (0: the clients' port is used)"
 
-#: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
+#: Ports to choose from: below those that systems give to outgoing connections, which could take a free port meanwhile.
 PORTS = range(20_000, 32_768)
 TRIES = 100
 
@@ -36,12 +36,12 @@ def free_port(host: str = "127.0.0.1", wanted: int = 0) -> int:
 def claim_shared(host: str, port: int) -> socket.socket:
     """Bind ``host:port`` (0: any free port) for several replicas. Raises CommandError if the port is taken.
 
-    The returned socket does not listen and gets no connections. It keeps the port ours while replicas come and go.
+    The returned socket does not listen and gets no connections. It reserves the port while replicas come and go.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise CommandError("several replicas behind one port need SO_REUSEPORT, which this platform does not have")
     if port:
-        listen(host, port).close()  # without SO_REUSEPORT first, which would share the port of another stack
+        listen(host, port).close()  # fails if another stack has the port, which SO_REUSEPORT would share
     return listen(host, port, shared=True)
 
 

@@ -1,8 +1,8 @@
 """``warmfleet serve --workers N``: replicas on the same ports, and the parent that starts, watches and replaces them.
 
-Each replica has a listening socket of its own for the clients' port (SO_REUSEPORT), among which the kernel shares new
-connections evenly. The parent keeps all of these sockets open, so no connection is lost that waits in one when its
-replica ends. The replicas that are ready listen on the sockets of those that are not.
+Each replica has its own listening socket for the clients' port (SO_REUSEPORT); the kernel spreads new connections
+evenly over these sockets. The parent keeps all of them open, so that no connection is lost that waits in a socket when
+its replica ends. Replicas that are ready also listen on the sockets of replicas that are not.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.replicas")
 
 BACKLOG = 2_048  # most connections that the kernel keeps until a replica accepts them
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pauses until an ended replica is started again; doubles each time
-STEADY_S = 60.0  # time up after which a replica's end has another cause than that of the one before
-READY_WITHIN_S = 60.0  # longest start of a replica in a reload; without any worker it is ready after 15 s
-STOPS_LATE_S = 15.0  # time beyond that of draining and waiting for answers after which a replica is killed
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause until an ended replica is started again, doubled each time
+STEADY_S = 60.0  # lifetime of a replica after which its end counts as a first failure again
+READY_WITHIN_S = 60.0  # longest start of a replica in a reload; in a fleet without workers it is ready after 15 s
+STOPS_LATE_S = 15.0  # time added to that for draining and open answers, after which a replica is killed
 #: The longest pause of an event loop that was measured is 0.3 s (garbage collection under 5,000 streams).
-SILENT_BEATS = 30  # number of heartbeats missing in a row by which a replica hangs, so that the parent kills it
+SILENT_BEATS = 30  # missing heartbeats in a row (one is sent per second) after which a replica is killed as hung
 USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
 
 
 @dataclass(eq=False)
 class Replica:
-    """A replica's process. line: carries to it the sockets to listen on. listening: those that were sent last.
+    """A replica's process. line: the socket by which it is told where to listen. listening: the last such message.
 
-    missed: how many heartbeats are missing since the last heartbeat; None while it sends none.
+    missed: number of heartbeats missing since the last one; None before the first, and after the end of the line.
     """
 
     place: int
@@ -75,7 +75,7 @@ class Shared:
 
 
 def bind(settings: Settings, count: int) -> Shared:
-    """Open sockets for ``count`` replicas; from now on no connection to them is lost. Raises CommandError."""
+    """Open the sockets of ``count`` replicas; from now on connections wait in them. Raises CommandError."""
     ports = range(settings.admin_port, settings.admin_port + count)
     if count > 1 and not settings.admin_port:
         raise CommandError(
@@ -97,7 +97,7 @@ class Replicas:
     """The parent. ``run`` returns the exit status of the command."""
 
     def __init__(self, command: Sequence[str], sockets: Shared, stops_within_s: float) -> None:
-        """command: starts a replica, with ``--place`` behind it. stops_within_s: how long a stop may take."""
+        """command: starts a replica if ``--place`` is added. stops_within_s: time for draining and open answers."""
         self._command = command
         self._sockets = sockets
         self._kill_after_s = stops_within_s + STOPS_LATE_S
@@ -155,7 +155,7 @@ class Replicas:
         return replica
 
     async def _hear(self, replica: Replica, reader: asyncio.StreamReader) -> None:
-        """Follow the words of the replica, until there are no more: then it stops, or has ended."""
+        """Read the lines that the replica sends, until the replica closes the socket because it stops or has ended."""
         try:
             while word := await reader.readline():
                 if word == ALIVE:
@@ -173,7 +173,7 @@ class Replicas:
     async def _end_the_silent(self) -> None:
         """Kill every replica that hangs, so that ``_watch`` starts it again.
 
-        Heartbeats are counted and not timed, so that none is missing while this process itself does not run.
+        Missing heartbeats are counted, not timed, so that none counts as missing while this process does not run.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -187,7 +187,7 @@ class Replicas:
                     replica.signal(signal.SIGKILL)
 
     async def _watch(self, replica: Replica) -> None:
-        """Wait until the process ends. If no other has taken its place, start it again after a pause."""
+        """Wait until the replica's process ends. If no new replica has its place, start one after a pause."""
         status = await replica.process.wait()
         replica.line.close()
         self._alive.discard(replica)
@@ -210,7 +210,7 @@ class Replicas:
         await self._start_again(replica.place, failures)
 
     async def _start_again(self, place: int, failures: int) -> None:
-        """Fill this place, unless a reload has done so. Try again later where the machine starts no process now."""
+        """Start a replica at this place, unless a reload has. Try again later if no process can be started now."""
         while self._places[place] is None and not self._stopping.is_set():
             try:
                 new = await self._start(place, failures)
@@ -218,7 +218,7 @@ class Replicas:
                 logger.error("replica %d cannot be started (%s); again in %.1f s", place, error, LONGEST_PAUSE_S)  # noqa: TRY400
                 await asyncio.sleep(LONGEST_PAUSE_S)
                 continue
-            if self._places[place] is not None:  # a reload was faster
+            if self._places[place] is not None:  # a reload has filled the place meanwhile
                 new.listen_on(RETIRED)
                 self._spawn(self._ended(new))
                 return
@@ -226,7 +226,7 @@ class Replicas:
             self._share()
 
     def _share(self) -> None:
-        """Let every replica listen where it should. While none is ready, each answers by itself why it is not."""
+        """Tell every replica where to listen: ready ones also for the others; if none is ready, each for itself."""
         present = [replica for replica in self._places if replica is not None]
         serving = [replica for replica in present if replica.ready.is_set()] or present
         served = {replica.place for replica in serving}
@@ -253,7 +253,7 @@ class Replicas:
                 logger.info("reload: every replica was replaced")
 
     async def _replace(self, place: int) -> bool:
-        """Start a replica, and drain the old one at its place once it is ready; return False if it never is."""
+        """Start a new replica, and drain the old one at its place once the new one is ready; False if it never is."""
         try:
             new = await self._start(place)
         except OSError as error:

@@ -1,8 +1,7 @@
 """The stack that ``warmfleet up`` runs on this machine, found by the other commands through a file of its user.
 
-The file holds the address of the store, which may have a password, so only its owner may read it. It counts for as long
-as the process that wrote it lives. Of several stacks at a time the latest is found, and when that has ended the latest
-of the others.
+The file holds the address of the store, which may have a password, so only its owner may read it. The file is valid for
+as long as the process that wrote it lives. Of several running stacks the latest is found.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 FILES = "local-stack-*.json"  # names of the files, with the pid of ``warmfleet up``
 MOST_REPLICAS = 64  # most replicas of a machine, as `warmfleet serve --workers` takes them
-CONNECT_S = 1.0  # longest wait for a connection on this machine, which only a stopped replica delays
+CONNECT_S = 1.0  # longest wait for a connection on this machine, which only a halted replica (SIGSTOP) delays
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,12 @@ class RunningStack:
 
     @property
     def operators_url(self) -> str:
-        """The URL of the first replica that takes connections; of the first of all, if none does."""
+        """The operators' URL of the first replica that takes connections; of the first replica if none does."""
         return next(filter(listens, self.operators), self.operators[0])
 
 
 def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
-    """Find the stack that runs now, of several the latest; None without any."""
+    """Find the stack that runs now, of several the latest; None if no stack runs."""
     try:
         files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
     except OSError:  # the home of another user
@@ -60,7 +59,7 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
 
 
 def _read(file: Path) -> RunningStack | None:
-    """Read the stack of this file; None unless it runs."""
+    """Read the stack of this file; None unless the stack runs."""
     try:
         fields = json.loads(file.read_text())
         models, operators = (tuple(map(str, fields[name])) for name in ("models", "operators"))
@@ -120,7 +119,7 @@ def no_model(local: RunningStack | None) -> CommandError:
 
 @contextmanager
 def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let other commands find this stack meanwhile. If its file cannot be written, they need their options."""
+    """Let other commands find this stack in the ``with`` block. If its file cannot be written, they need --url etc."""
     folder = _folder(environment)
     file = folder / f"local-stack-{stack.pid}.json"
     with suppress(OSError):
@@ -163,7 +162,7 @@ def _is_left(file: Path) -> bool:
 
 
 def _written_at(file: Path) -> int:
-    """Return the file's time in nanoseconds; 0 for a file that has just gone."""
+    """Return the time of the file's last change in nanoseconds; 0 if the file has just been removed."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

@@ -37,16 +37,16 @@ REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # longest start of engines; real ones load a model first
 LISTED_SECONDS = 1_800.0  # longest wait for engines of the user, as the largest models load for half an hour
 LISTED_POLL_SECONDS = 1.0
-#: The text before the message in a line of vLLM's log: the process, level, time and place.
+#: The text before the message in a line of vLLM's log: process, level, time, and place in the source.
 _ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
-SHUTDOWN_GRACE_SECONDS = "2"  # longest wait for answers at the end; answers that take longer are cut
+SHUTDOWN_GRACE_SECONDS = "2"  # longest wait for running answers when the stack stops; longer answers are cut off
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts of a stack. With ``workers``, URLs of engines that already run, it starts no engine.
+    """The parts of a stack. workers: URLs of engines that already run; with any, the stack starts no engine.
 
-    Without ``redis_url`` it starts a store.
+    redis_url: the store to use; if empty, the stack starts one.
     """
 
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Member:
-    """An engine or replica: its URL, and its process unless the user runs it. operators: a replica's URL for them."""
+    """An engine or replica. child: its process, unless the user runs it. operators: a replica's URL for operators."""
 
     name: str
     url: str
@@ -79,8 +79,8 @@ class Member:
 class Stack:
     """A context manager: starts a fleet, and stops all of it at the end.
 
-    ``say`` gets a line about each step of the start; ``busy`` the step that takes a while now, and how far it is.
-    All replicas share ``address``; each also answers at its own URLs in ``replicas``, for clients and for operators.
+    ``say`` is called with a line about each step of the start, ``busy`` with the running step and its progress. All
+    replicas share ``address``; each also answers at its own URLs in ``replicas``, for clients and for operators.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Stack:
             "WARMFLEET_TLS_CERT": "",
             "WARMFLEET_TLS_KEY": "",
             "WARMFLEET_TLS_CLIENT_CA": "",
-            "WARMFLEET_DRAIN_S": "0",  # the stack ends as a whole: no client can turn elsewhere
+            "WARMFLEET_DRAIN_S": "0",  # the stack stops as a whole, so no client can turn to another replica
             **self._approvals(),
         }
         child = self.children.start(name, [*argv, "--reuse-port", shared], environment)
@@ -246,7 +246,7 @@ class Stack:
     def wait_ready(self, members: Sequence[Member]) -> None:
         """Return once all these replicas are ready. Raises CommandError if a replica ends or needs REPLICA_SECONDS.
 
-        Every round asks each replica that was not ready yet.
+        Every POLL_SECONDS each replica that is not ready yet is asked.
         """
         late, deadline = list(members), time.monotonic() + REPLICA_SECONDS
         while late := [member for member in late if not self._ready(member)]:
@@ -264,7 +264,7 @@ class Stack:
             return False
 
     def wait_routable(self, count: int) -> None:
-        """Return once every live replica has ``count`` usable workers and identifies prompts. Raises CommandError."""
+        """Return once every live replica has ``count`` usable workers and can identify prompts. Raises CommandError."""
         limit = WORKER_SECONDS[self.plan.engines.kind]
         started, printed = time.monotonic(), -1
         deadline = started + limit
@@ -284,7 +284,7 @@ class Stack:
             time.sleep(POLL_SECONDS)
 
     def _still_busy(self, states: Sequence[Sequence[dict[str, Any]]]) -> str:
-        """Return the last log line of a real engine that no replica knows yet, which explains a long start."""
+        """Return the last log line of a vLLM engine that has not joined yet, which tells why the start takes long."""
         if self.plan.engines.kind != "vllm":
             return ""
         known = {worker["worker_id"].rpartition(".")[0] for models in states for worker in _workers(models)}

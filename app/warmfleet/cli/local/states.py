@@ -28,7 +28,7 @@ FILLER_TOKENS = 3_000
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one state behaved as it should, and the figures that show it."""
+    """Whether the fleet behaved as expected in one state, and the evidence: a sentence with figures."""
 
     state: str
     passed: bool
@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Walk:
-    """Takes one conversation through the four states. Every request goes to another replica than the one before."""
+    """Takes a conversation through the four states. The replicas take turns, so each request goes to another one."""
 
     def __init__(self, stack: Stack, chat: Chat, rng: random.Random) -> None:
         self._stack = stack
@@ -52,7 +52,7 @@ class Walk:
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Check that many requests with a new prefix follow the first of them before any engine has reported blocks."""
+        """Check that most of many requests with a new prefix follow the first one before engines report its blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))
@@ -68,7 +68,7 @@ class Walk:
         )
 
     async def stickiness(self) -> Verdict:
-        """Check that the next turn goes to the worker that holds the conversation, although others are idle."""
+        """Check that the next turn goes to the worker with the conversation in its cache, although others are idle."""
         self._messages = [system(words(self._rng, PREFIX_TOKENS)), user(f"Hello: {words(self._rng, 20)}?")]
         first = await self._chat.send(self._replica().url, self._messages)
         self._holder = first.worker
@@ -88,7 +88,7 @@ class Walk:
         )
 
     async def eviction(self) -> Verdict:
-        """Push the conversation out of its holder's cache past the routers, and check that the index follows."""
+        """Evict the conversation from its worker's cache by direct requests, and check that the index shows it."""
         before = (await self._explain())["matched_tokens"]
         async with self._foreign_work(rounds=8) as tasks:
             await asyncio.gather(*tasks)
@@ -105,7 +105,7 @@ class Walk:
         )
 
     async def recovery(self) -> Verdict:
-        """Check that the next turn leaves a busy holder for another worker, and the turn after that stays there."""
+        """Check that the next turn leaves a busy worker for another one, and that the turn after it stays there."""
         async with self._foreign_work(rounds=3):
             await self._load_when(lambda rows: rows[self._holder]["foreign_prefill_tokens"] > FILLER_TOKENS // 2)
             first = await self._chat.send(self._replica().url, self._messages)
@@ -141,7 +141,7 @@ class Walk:
 
     @asynccontextmanager
     async def _foreign_work(self, rounds: int) -> AsyncIterator[Sequence[asyncio.Task[Any]]]:
-        """Send ``rounds`` long prompts straight to the holder, past the routers; cancel those still open at the end."""
+        """Send ``rounds`` long prompts to the conversation's worker, past the routers; cancel open ones at the end."""
         models = (await self._chat.get(f"{self._replica().operators}/workers"))["models"]
         urls = {worker["worker_id"]: worker["url"] for model in models for worker in model["workers"]}
         tasks = [

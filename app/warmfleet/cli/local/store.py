@@ -63,7 +63,7 @@ def start_store(children: Children) -> str:
 
 
 def check_store(url: str) -> str:
-    """Return ``url`` with WARMFLEET_REDIS_CA in it. Raises CommandError unless a store answers there."""
+    """Return ``url`` with WARMFLEET_REDIS_CA added. Raises CommandError unless a Redis server answers at ``url``."""
     try:
         complete = with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
         asyncio.run(_ping(complete))

@@ -22,7 +22,7 @@ PLUGIN_ADDS = (
 
 
 class AnswerWatch:
-    """Follows the replicas' counters and says a line about each of the first answers."""
+    """Reads the replicas' counters, and prints a line about each of the first answers."""
 
     def __init__(self, stack: Stack, say: Callable[[str], None]) -> None:
         self._stack = stack
@@ -31,7 +31,7 @@ class AnswerWatch:
         self._last = self._totals()
 
     def look(self) -> None:
-        """Say how much the answers since the last call matched, up to FIRST_ANSWERS answers in all."""
+        """Print how many prompt tokens of the answers since the last call matched, for FIRST_ANSWERS answers in all."""
         if self._said >= FIRST_ANSWERS:
             return
         now = self._totals()

@@ -1,4 +1,4 @@
-"""Stops the processes of a stack whose own process was killed. A script that needs only the standard library.
+"""Stops a stack's processes if the process that runs the stack is killed. A script of the standard library alone.
 
 The script reads ``+<process group>`` and ``-<process group>`` lines from its standard input. The stack alone holds the
 other end of that pipe, so end of file means that the stack is gone. The groups still listed then get SIGTERM and, after
@@ -12,7 +12,7 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05  # time between two looks at the groups, which are not its children, so it cannot wait for them
+POLL_SECONDS = 0.05  # time between two looks at the groups: as they are no child processes, waitpid cannot wait
 
 
 def signal_group(group: int, number: int) -> bool:

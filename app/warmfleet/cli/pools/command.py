@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 from warmfleet.fleet.pool_registry import PoolRegistry
 
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
-#: After a pool left the registry its replicas read that within a second, and its workers look for another pool.
+#: Pause after a pool left the registry: replicas notice within a second, and its workers look for another pool.
 LET_GO_S = 3.0
-MOVING = "moving"  # a drained pool whose workers go at once
+MOVING = "moving"  # a drained pool whose workers move to other pools at once
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """A pool in figures. workers: that take requests; known: all, but for those that moved to other pools.
+    """A pool in figures. workers: number that take requests; known: number of all, without those that moved away.
 
-    capacity_blocks: of those that take requests. redis: host and port of the master; empty where there is only one.
-    unreachable: why its Redis does not answer; then the figures are 0.
+    capacity_blocks: of workers that take requests. redis: host and port of the pool's master; empty if all share one.
+    unreachable: why the pool's Redis does not answer, "" if it does; all figures are 0 without an answer.
     """
 
     pool: str
@@ -57,7 +57,7 @@ class PoolFigures:
 
 def run(options: argparse.Namespace) -> int:
     """Run the chosen action; return 0. Raises CommandError."""
-    logging.basicConfig(level=logging.CRITICAL)  # the error of the command tells an outage
+    logging.basicConfig(level=logging.CRITICAL)  # the command's error reports an outage
     _check(options)
     asyncio.run(_run(options))
     return 0
@@ -113,7 +113,7 @@ async def _run(options: argparse.Namespace) -> None:
 
 
 async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigures]:
-    """List the pools of a model. named: the model tags of options and environment, used if it has no registry."""
+    """List the pools of a model. named: tags from options and environment, used if the model has no registry."""
     of_model = dict.fromkeys(tag for tag in named if served_model(tag) == name)
     entries = await entries_of(url, name, list(of_model))
     looked = await asyncio.gather(*[_look(url, entry) for entry in entries])
@@ -127,7 +127,7 @@ async def _figures(url: str, name: str, named: Sequence[str]) -> list[PoolFigure
 
 
 async def _look(url: str, entry: PoolEntry) -> tuple[PoolFigures, Sequence[WorkerView]]:
-    """Read the figures of a pool, in which ``known`` counts workers that moved away, too, and its workers."""
+    """Return a pool's figures, in which ``known`` includes workers that moved away, and the pool's workers."""
     state = MOVING if entry.moving else DRAINING if entry.draining else SERVING
     async with pool_of(url, entry.tag) as fleet:
         try:
@@ -173,8 +173,8 @@ def _row(pool: PoolFigures) -> tuple[object, ...]:
 
 
 async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Sequence[str]) -> None:
-    """Enter pools that serve. Where the model has no registry, enter its present pools, too: the pool with its name
-    and those ``named`` by the settings, if they have workers.
+    """Add pools to the registry. If the model has no registry, add its present pools, too: the pool with the model's
+    name, and the pools ``named`` by the settings, if they have workers.
     """
     entries = {entry.tag: entry for entry in await registry.read()}
     new, used = [tag for tag in tags if tag not in entries], list[str]()
@@ -192,7 +192,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # Without a registry routers look for the orders in the pool with the model's name, or in a pool that is named.
+    # Without a registry, the operator's policy and approvals are in the pool with the model's name or in a named one.
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
@@ -217,12 +217,12 @@ async def _any_worker(url: str, tags: Iterable[str]) -> bool:
 
 
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace, named: Sequence[str]) -> str:
-    """Find a tag for a new pool on the Redis master with the fewest pools, of all models named or configured.
+    """Find a tag that puts a new pool on the Redis master with the fewest pools of all models named or configured.
 
     named: as in ``_add``.
     """
     of_others: Sequence[str] = ()
-    with suppress(CommandError):  # no model is named: then this model's own pools count
+    with suppress(CommandError):  # no model is named: only this model's pools count
         of_others = [tag for tag in models_of(options) if served_model(tag) != registry.name]
     others = await all_tags(url, map(served_model, of_others), of_others)
     existing = [entry.tag for entry in await registry.read()] or [registry.name, *named]
@@ -232,8 +232,8 @@ async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace
 async def _same_orders(url: str, old: Sequence[str], new: Iterable[str]) -> None:
     """Copy the operator's policy and approved templates to new pools: those of the first old pool that has any.
 
-    A new pool that has its own keeps them. A router's user may not write them: the pools are entered all the same,
-    because in Kubernetes routers do that before they start, and a message tells it.
+    A new pool that has its own keeps these. A router's Redis user may not write them: a message says so, and the pools
+    are added all the same, because in Kubernetes routers add pools before they start.
     """
     policy, approved, first = "", frozenset[str](), ""
     for first in old:
@@ -272,7 +272,7 @@ async def _drain(registry: PoolRegistry, tags: Sequence[str], *, undo: bool, mov
 
 
 async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, force: bool) -> None:
-    """Strike pools out of the registry, and delete what Redis holds of them."""
+    """Remove pools from the registry, and delete their keys in Redis."""
     entries = {entry.tag: entry for entry in await registry.read()}
     if not entries and registry.name in tags:
         raise CommandError(
@@ -303,7 +303,7 @@ async def _remove(url: str, registry: PoolRegistry, tags: Sequence[str], *, forc
 
 
 async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
-    """Delete what Redis holds of a pool. there: the registry had it. Raises CommandError, FleetUnavailable."""
+    """Delete the keys of a pool in Redis. there: the registry had the pool. Raises CommandError, FleetUnavailable."""
     try:
         async with pool_of(url, tag) as fleet:
             deleted = await clear(fleet, shared=shared)
@@ -320,7 +320,7 @@ async def _delete(url: str, tag: str, *, shared: bool, there: bool) -> None:
 
 
 async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]:
-    """Return by pool a sentence on the servers that stay there, whatever the registry says. Raises FleetUnavailable."""
+    """Return pool -> sentence about its servers that WARMFLEET_MODEL ties to this pool. Raises FleetUnavailable."""
     found: dict[str, list[str]] = {}
     for name, place in (await registry.placements()).items():
         if place.pinned and place.pool in tags and runs(place, time.time()):
@@ -333,7 +333,7 @@ async def _pinned(registry: PoolRegistry, tags: Sequence[str]) -> dict[str, str]
 
 
 async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> None:
-    """Check that nothing of the pool is in use; raise CommandError while something is, or nobody can tell."""
+    """Raise CommandError if the pool has workers or requests, or if its Redis does not answer."""
     async with pool_of(url, tag) as fleet:
         try:
             workers = await fleet.workers.read()
@@ -360,7 +360,7 @@ async def _unused(registry: PoolRegistry, url: str, tag: str, *, last: bool) -> 
 
 
 async def _others_serve(url: str, entries: Mapping[str, PoolEntry], tags: Sequence[str]) -> None:
-    """Raise CommandError if requests would find no worker until those of the pools ``tags`` have joined another."""
+    """Raise CommandError if the model would have no worker until the workers of the pools ``tags`` join other pools."""
     going = [tag for tag in entries if tag in tags and await _takes_requests(url, tag) is not False]
     staying = [tag for tag, entry in entries.items() if tag not in tags and not entry.draining]
     if going and not any([await _takes_requests(url, tag) for tag in staying]):

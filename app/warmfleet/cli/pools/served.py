@@ -1,4 +1,4 @@
-"""The pools that a command is about: options name models, and the registry in Redis has the pools of each."""
+"""Finds the pools that a command is about: options name models, and the registry in Redis lists each model's pools."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
-SEEN_S = 90.0  # longest time since a running server wrote its record (every 30 s), with this clock a bit off
+SEEN_S = 90.0  # longest age of a running server's record (written every 30 s), if the clocks differ a bit
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:
     """Return the tags of all pools of the models that a command with ``--model`` and ``--redis`` is about.
 
-    ``--model`` with ``#`` is one pool; any other model stands for all its pools. Raises CommandError, FleetUnavailable.
+    A ``--model`` with ``#`` names one pool, without it all pools of a model. Raises CommandError, FleetUnavailable.
     """
     models, settings = models_of(options), models_of_settings(options)
     return asyncio.run(all_tags(options.redis, models if options.model else map(served_model, models), settings))
@@ -51,9 +51,9 @@ async def all_tags(url: str, models: Iterable[str], settings: Sequence[str]) -> 
 
 
 async def entries_of(url: str, name: str, named: Sequence[str]) -> Sequence[PoolEntry]:
-    """Read the pools of a served model from its registry; without a registry those that settings name (``named``).
+    """Read the pools of a served model from its registry; without a registry, use those of the settings (``named``).
 
-    In a Cluster only the master with the registry may be away: then ``named`` is used, with a warning.
+    In a Cluster, if the registry's master does not answer (others may), ``named`` is used, with a warning.
     """
     async with registry_of(url, name) as registry:
         try:
@@ -75,7 +75,7 @@ async def answers_of(
 ) -> tuple[list[tuple[Fleet, Answer]], list[str]]:
     """Ask all pools at once; return the answers, and the tags of pools whose Redis does not answer.
 
-    Such a pool is left out, with a warning on standard error. Raises FleetUnavailable if no pool answers.
+    Pools without an answer are left out, with a warning on standard error. Raises FleetUnavailable if none answers.
     """
     answers: list[tuple[Fleet, Answer]] = []
     errors: dict[str, FleetUnavailable] = {}
@@ -100,7 +100,7 @@ def tag_of(fleet: Fleet) -> str:
 
 @asynccontextmanager
 async def fleets_of(url: str, tags: Sequence[str]) -> AsyncIterator[list[Fleet]]:
-    """Connect to these pools, for all calls. Raises CommandError."""
+    """Connect to these pools until the ``with`` block ends. Raises CommandError."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(pool_of(url, tag)) for tag in tags]
 
@@ -118,7 +118,7 @@ async def registry_of(url: str, model: str) -> AsyncIterator[PoolRegistry]:
 
 @asynccontextmanager
 async def pool_of(url: str, tag: str) -> AsyncIterator[Fleet]:
-    """Connect to one pool, for all calls. Raises CommandError."""
+    """Connect to one pool until the ``with`` block ends. Raises CommandError."""
     fleet = Fleet(_client(url, tag), tag)
     try:
         yield fleet

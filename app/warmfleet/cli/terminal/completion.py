@@ -32,7 +32,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 def completed(argument: argparse.Action, words: Callable[..., Iterable[str]]) -> None:
     """Let argcomplete ask ``words`` for the values of this argument."""
-    argument.completer = words  # type: ignore[attr-defined]  # argcomplete looks for it there
+    argument.completer = words  # type: ignore[attr-defined]  # where argcomplete looks
 
 
 def models(**_: Any) -> list[str]:

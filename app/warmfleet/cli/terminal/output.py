@@ -1,7 +1,7 @@
 """Output of commands for people: tables and coloured words at a terminal, plain aligned lines everywhere else.
 
-Colour needs the package rich (extra ``cli``). Without it, in a pipe, with NO_COLOR and on a terminal that cannot (TERM
-is ``dumb``) the same words come as plain text, so that no program that reads them depends on rich.
+Colour needs the package rich (extra ``cli``). Without rich, in a pipe, with NO_COLOR, and on a terminal without colour
+(TERM is ``dumb``), the same text is plain, so that no program that reads the output depends on rich.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 MOST_NAMED = 8  # most names in a sentence or a cell
-#: Text of a cell in a column of numbers, which is aligned to the right: with its unit, or a word for "no number".
+#: A cell that is a number, perhaps with a unit, or means "no number". A column of such cells is aligned to the right.
 _NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
-_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # go to another screen, no cursor; and back
-_HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear the rest of a line, of the screen
+_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # to another screen without cursor; and back
+_HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # go to the first line; clear a line's rest; the screen's
 
 
 class Tone(StrEnum):
-    """How a word is meant; the value is rich's style for it. The word itself always says the same without colour."""
+    """The meaning of a coloured text; the value is rich's style. Without colour the text alone must say the same."""
 
     GOOD = "green"
     MIND = "yellow"
@@ -74,12 +74,12 @@ Part = str | Toned | Table | tuple[str | Toned, ...]
 
 
 def plain(parts: Sequence[Part]) -> str:
-    """Write the parts as text without colour, each on lines of its own."""
+    """Return the parts as text without colour, each on lines of its own."""
     return printable("\n".join("".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in parts))
 
 
 def printable(text: str) -> str:
-    """Write out control characters in ``text``: much of it comes from workers, which must not steer a terminal."""
+    """Escape control characters in ``text``, because workers send much of it, and must not steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -90,7 +90,7 @@ def in_short(names: Sequence[str]) -> str:
 
 
 def text_for(out: TextIO, parts: Sequence[Part]) -> str:
-    """Write the parts as ``out`` takes them, with colour if it is a terminal that shows it."""
+    """Return the parts as text for ``out``, with colour if ``out`` is a terminal that shows colour."""
     text = plain(parts)
     if not out.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text
@@ -99,7 +99,7 @@ def text_for(out: TextIO, parts: Sequence[Part]) -> str:
         return text
     for part in parts:
         console.print(_renderable(part), soft_wrap=not isinstance(part, Table))
-    assert isinstance(console.file, io.StringIO)  # noqa: S101  made so below
+    assert isinstance(console.file, io.StringIO)  # noqa: S101  as ``_console`` makes it
     return console.file.getvalue().rstrip("\n")
 
 
@@ -117,7 +117,7 @@ def print_answer(value: object, parts: Callable[[], Sequence[Part]], *, as_json:
 
 
 def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
-    """Print the picture at this interval in seconds until Ctrl-C; then restore the terminal and leave the last picture.
+    """Print ``picture()`` every ``every_s`` seconds until Ctrl-C; then restore the terminal and print the last picture.
 
     At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
     follow each other, each under a line with the time.

@@ -1,4 +1,4 @@
-"""A line about a step that takes a while: on standard error, so that it never mixes with a command's output."""
+"""A progress line about a step that takes time: on standard error, so that it never mixes with a command's output."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DRAW_S = 0.2  # time between two drawings of the line at a terminal
-SHOWN_FROM_S = 0.5  # time until a step has a line; a quicker one needs none
-PLAIN_S = 10.0  # time between two lines elsewhere, such as in the log of a CI job
+SHOWN_FROM_S = 0.5  # time after which a step gets a line; a quicker step needs none
+PLAIN_S = 10.0  # time between two lines if the output is no terminal, such as the log of a CI job
 BAR = 24  # length of the bar in characters
 
 
 class Progress:
-    """At a terminal one line with the seconds so far, and a bar where the end is known; elsewhere a line at times.
+    """At a terminal, one line with the seconds so far, and a bar if the end is known; elsewhere, a line every PLAIN_S.
 
-    A thread draws the line, also while the command waits. The line ends with the ``with`` block.
+    A thread draws the line, also while the command waits. The end of the ``with`` block removes the line.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Progress:
         self.step("")
 
     def step(self, text: str, done: int = 0, of: int = 0, detail: str = "") -> None:
-        """Show a step by this text; empty: no step takes time now. done, of: how far it is, if its end is known.
+        """Show a step by this text; empty: show none. done, of: finished parts and all parts; of 0: not known.
 
-        detail: a text that may change meanwhile. The seconds count from the first call with this text.
+        detail: a text that may change during the step. The seconds count from the first call with the same ``text``.
         """
         with self._lock:
             if printable(text) != self._text:
@@ -60,13 +60,13 @@ class Progress:
                 self._clear()
 
     def say(self, line: str, out: TextIO | None = None) -> None:
-        """Print a line above the line of progress, at once: on standard output, unless ``out`` is another stream."""
+        """Print a line above the progress line, at once: on standard output, unless ``out`` is another stream."""
         with self._lock:
             self._clear()
             print(line, file=out or sys.stdout, flush=True)
 
     def tick(self) -> None:
-        """Draw the line if it is time to."""
+        """Draw the progress line if it is due."""
         with self._lock:
             now = self._clock()
             if not self._text:
