@@ -373,7 +373,7 @@ class Metrics:
         )
 
     def _of_each_worker(self) -> None:
-        """Make the metrics of each worker at the last reading. Replicas read the same values: take the maximum, no sum.
+        """Make the metrics of each worker at the last reading. Replicas read equal values: take the maximum, no sum.
 
         All are set anew at once (``background/worker_gauges``, ``background/index_health``), so that a worker that left
         does not stay.
@@ -430,7 +430,7 @@ class Metrics:
         return b"".join(self.families())
 
     def families(self) -> Iterator[bytes]:
-        """Yield the text of ``render`` metric by metric, because with 1,000 workers it takes a tenth of a second."""
+        """Yield that text metric by metric, because with 1,000 workers the whole text takes a tenth of a second."""
         for family in self.registry.collect():
             yield generate_latest(_Families([family]))
 

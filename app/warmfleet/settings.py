@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PREFIX = "WARMFLEET_"
 LIKE = 0.85  # least similarity, 0 to 1, at which a setting is suggested for a mistyped name; both have the prefix
-NUMBERS = {"int": "whole number", "float": "number"}  # words of messages, by type
+NUMBERS = {"int": "whole number", "float": "number"}  # type -> its name in messages
 #: The placement policies by name. lua/parts/decide implements them; lua/README.md says where each comes from.
 POLICIES = (
     *("cost", "sticky", "two_state", "prefix_affinity", "chwbl", "session"),

@@ -39,21 +39,21 @@ class Timing:
     traces_interval_s: float = 1.0  # time between two looks for spans to send, because no request wakes the thread
 
     # how long an engine may take
-    connect_timeout_s: float = 2.0  # to accept a connection, usually milliseconds; after this, another worker is tried
-    #: To answer with token ids, plus a time for each byte of text; a longer wait would cost more than a prefill.
+    connect_timeout_s: float = 2.0  # longest wait for a connection (usually milliseconds), then another worker is tried
+    #: Longest wait for an engine's token ids, plus a time per byte of text; longer would cost more than a prefill.
     tokenize_timeout_s: float = 0.25
     #: Wait for a first byte after which the engine is asked for /health; a whole plain answer may take much longer.
     hung_after_s: float = 10.0
-    hung_timeout_s: float = 5.0  # to answer /health
-    check_timeout_s: float = 3.0  # to answer a check of a stock engine
-    blocks_timeout_s: float = 5.0  # from a probe's answer until its blocks are reported: engines do so every 0.1 s
+    hung_timeout_s: float = 5.0  # longest wait for an answer to /health
+    check_timeout_s: float = 3.0  # longest wait for each answer in a check of a stock engine
+    blocks_timeout_s: float = 5.0  # longest wait from a probe's answer to its blocks; engines report every 0.1 s
 
     # how long a client may take
-    handshake_timeout_s: float = 10.0  # for TLS, two round trips; a slower client only occupies a connection
-    header_timeout_s: float = 10.0  # to send its headers, a packet or two; a slower client only occupies a connection
-    body_timeout_s: float = 60.0  # to send the largest body at 4.5 Mbit/s; a slower client would hold memory too long
+    handshake_timeout_s: float = 10.0  # longest TLS handshake, two round trips; slower clients only occupy connections
+    header_timeout_s: float = 10.0  # longest wait for headers, a packet or two; slower clients only occupy connections
+    body_timeout_s: float = 60.0  # longest body: the largest at 4.5 Mbit/s; a slower client would hold memory too long
     body_look_s: float = 10.0  # time between two checks whether a body comes quickly enough
-    write_timeout_s: float = 60.0  # time without taking a byte of its answer after which a client is disconnected
+    write_timeout_s: float = 60.0  # time in which a client must take a byte of its answer, or is disconnected
 
     # how long until another try
     #: Time from a failed probe to the next: the first value, doubled after each further failure up to the second value.
@@ -70,6 +70,6 @@ class Timing:
     parted_s: float = 15.0
     quiet_s: float = 3.0  # time without a byte after which a request at a lost worker is given up
     identity_wait_s: float = 5.0  # longest wait of a first probe for the worker's tokenizer; then it tests only hashing
-    redis_retry_s: float = 1.0  # time for which Redis is asked nothing after two failures in a row
+    redis_retry_s: float = 1.0  # time without any call to Redis after two failed calls in a row
     leave_s: float = 30.0  # time for which a removed pool is kept: a lease's life, in which gateways may report
     snapshot_s: float = 1.0  # age up to which one status answer serves all requests; workers are read each second

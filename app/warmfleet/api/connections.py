@@ -107,6 +107,6 @@ class Connections:
             largest.refuse(UploadsFull("Too many large requests are being sent: ask again."), "uploads")
 
     def fault(self, reason: str, what: str, connection: Connection) -> None:
-        """Count and log a connection that ends for a fault or a limit."""
+        """Count and log a connection that is closed because of a client's fault or a limit."""
         self._metrics.connections_closed.labels(reason).inc()
         logger.warning("closed the connection of a client at %s: %s", connection.peer(), what)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from warmfleet.api.http_request import HttpRequest
 
 OFFERED = "gzip, deflate, zstd"
-MAX_CODINGS = 2  # most codings that were applied to a body, one after another
+MAX_CODINGS = 2  # most compressions of one body, each applied to the result of the one before
 MAX_MEMBERS = 1_024  # most compressed streams in a row in one body; without a bound, empty streams would cost much time
-PIECE_BYTES = 1_048_576  # largest piece of the decoded body that is decoded, and counted in memory, at a time
+PIECE_BYTES = 1_048_576  # most bytes that are decoded, and counted in the memory for bodies, at a time
 INPUT_BYTES = 65_536
 WINDOW_LOG = 23  # 8 MiB, the largest window that RFC 9659 allows senders of zstd
 

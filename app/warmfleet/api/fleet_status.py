@@ -42,7 +42,7 @@ def versions(pools: Pools) -> dict[str, Any]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set the metrics that are computed for each call of /metrics: ages of readings, TTFT windows, each worker's."""
+    """Set the metrics that are computed for each call of /metrics: age of the view, TTFT quantiles, each worker's."""
     set_worker_gauges(pools, metrics)
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:

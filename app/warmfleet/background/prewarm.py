@@ -35,7 +35,7 @@ logger = logging.getLogger("warmfleet.background.prewarm")
 
 AT_ONCE = 8  # most workers that one replica warms at a time; further ones start cold
 PROMPT_S = 8.0  # longest wait for the answer to one prefix
-CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix; if the replica dies, the worker waits no longer
+CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix; longest wait of a worker whose replica dies
 IN_ALL_S = 30.0  # longest warming of one worker
 EMPTY = 0.1  # largest used share of a cache that counts as empty
 SILENT = ("slow", "failed")  # results of a worker that did not answer; such a worker is probed again

@@ -1,7 +1,7 @@
 """The rounds of background tasks that work on Redis; ``supervisor`` repeats each of them.
 
-They apply events, renew leases, settle left-over requests, follow the operator's policy and approvals, and audit the
-index.
+They apply events, renew leases, send unsent outcomes of requests, follow the operator's policy and approvals, and audit
+the index.
 """
 
 from __future__ import annotations

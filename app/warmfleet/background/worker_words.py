@@ -34,7 +34,7 @@ STATES: Mapping[WorkerState, str] = {
     _W.EJECTED: "it failed requests that other workers served",
     _W.UNHEARD: "no heartbeat comes, but its engine answers, so it takes requests",
 }
-#: The reason for which a worker is suspected, by the mark in its record.
+#: Mark in a suspected worker's record -> why the worker is suspected.
 SUSPICIONS: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router",
     "blocks": "its stream did not report the blocks of prompts",
@@ -63,14 +63,14 @@ REMEDIES: Mapping[WorkerState, str] = {
     _W.LOAD_ONLY: "see app/docs/identity.md, Proof",
     _W.SUSPECTED: "wait for its next probe, or let the doctor examine its URL",
 }
-#: The remedy of a stock engine that is silent, as it sends no heartbeats, by the cause of its failed check.
+#: Cause of a failed check -> remedy, for a silent stock engine (stock engines send no heartbeats).
 STOCK_REMEDIES: Mapping[str, str] = {
     "away": "start the engine, or make its URL reachable from the routers' hosts",
     "late": "read its log, and restart it if it hangs: it takes connections, and answers nothing",
     "locked": "give the routers the engines' key: WARMFLEET_WORKER_API_KEY",
     "ill": "read its log: it answers, but not as an engine that is well; or correct its URL",
 }
-#: The remedy of a worker that is placed by load only, by the cause that its probe gave.
+#: Cause that the last probe gave -> remedy, for a worker that is chosen by load only.
 CAUSES: Mapping[str, str] = {
     "differs": "start it with the tokenizer, --chat-template and flags of the other engines of this model",
     "text": "restart it: its tokenizer is not the one that it announced",

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def body_of(options: argparse.Namespace) -> bytes:
-    """Make the request body that the options describe. Raises CommandError unless there is exactly one."""
+    """Make the request body that the options describe. Raises CommandError unless they describe exactly one."""
     sources = [name for name in ("file", "message", "prompt") if getattr(options, name) is not None]
     if len(sources) != 1:
         raise CommandError("give one of: FILE (- for standard input), --message TEXT, --prompt TEXT")
@@ -166,7 +166,7 @@ def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tupl
     )
     if candidate["chosen"]:
         return Toned("->", Tone.GOOD), Toned(cells[0], Tone.GOOD), *cells[1:], Toned("chosen", Tone.GOOD)
-    more_ms = round(1_000 * (cost - chosen_s), 1) + 0.0  # never -0.0
+    more_ms = round(1_000 * (cost - chosen_s), 1) + 0.0  # + 0.0 turns -0.0 into 0.0
     return "", *cells, f"{more_ms:+.1f} ms"
 
 

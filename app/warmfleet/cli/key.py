@@ -1,4 +1,4 @@
-"""``warmfleet key``: makes a new key for a client, and the line by which replicas know it."""
+"""``warmfleet key``: makes a new key for a client, and the line about the key for the replicas' file of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warmfleet.cli.command_error import CommandError
 if TYPE_CHECKING:
     import argparse
 
-KEY_BYTES = 32  # number of random bytes, so that an unsalted hash of the key cannot be turned back
+KEY_BYTES = 32  # random bytes of a key, so many that nobody can find the key by its unsalted hash
 
 
 def run(options: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ class Addresses:
         self.name(named_urls)
 
     def name(self, urls: Iterable[str]) -> None:
-        """Take the hosts of these URLs, and no others, as named by the operator from now on."""
+        """Let the hosts of these URLs, and no others, count as named by the operator from now on."""
         self._named = {(urlsplit(url).hostname or "").lower() for url in urls}
 
     def named(self, host: str) -> bool:

@@ -5,7 +5,7 @@ the request's arrival plus PATIENCE times the time that its uncached tokens take
 requests that arrive within PATIENCE times its own work, and none waits for ever. Arrivals are read from the replica's
 clock; if the clocks of two replicas differ, the requests of one replica count as later by the difference.
 
-Requests with different priorities of their clients are ordered by these first, as in an engine without such numbers.
+Requests whose clients name different priorities are ordered by these first, as in an engine without such numbers.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Upstream:
         on_stale: Callable[[], None] = lambda: None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """on_stale: called when a dead kept connection is replaced. tls: context for https; None = the system's."""
+        """on_stale: called when a dead kept connection is replaced. tls: for https; None = the system's authorities."""
         self._addresses = addresses
         self._resolver = Resolver(addresses)
         self._on_stale = on_stale

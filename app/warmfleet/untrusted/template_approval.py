@@ -117,7 +117,7 @@ class Templates:
     async def approve(self, digests: Mapping[str, frozenset[str]], tags: Collection[str]) -> None:
         """Take the digests that the operator has approved, by pool tag, in place of these pools' earlier digests.
 
-        tags: of all pools that there are. The digests of other pools count no longer.
+        tags: of all present pools. Digests that were approved for any other pool are dropped.
         """
         self._of_model = {tag: kept for tag, kept in self._of_model.items() if tag in tags} | {**digests}
         before, self._approved = self._approved, self._configured.union(*self._of_model.values())

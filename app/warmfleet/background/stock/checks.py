@@ -54,13 +54,13 @@ logger = logging.getLogger("warmfleet.background.stock.checks")
 #: ends with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
-#: Most engines with a failed last check that a round asks again, in turn and beside the others, so that dead entries
+#: Most engines with a failed last check that one round checks again, in turn, besides all other engines: dead entries
 #: make a round no longer than one such check. For example, each of 200 dead engines is asked about once in a minute.
 FAILED_IN_A_ROUND = 32
 TOLD_LATELY = 0.8  # part of the interval of checks during which a load that another replica read is not read again
 NAME_CHARACTERS = 64
-#: Most blocks of an engine's mirror (the blocks that its cache likely holds) in Redis, and its size if that of the
-#: cache is not known. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
+#: Most blocks of an engine's mirror in Redis (the blocks that its cache likely holds), and the mirror's size if the
+#: cache's is unknown. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
 REASON_CHARACTERS = 200  # most characters of a failed check's reason, in its worker's record
 MAX_COUNT = 2**31  # largest context length in tokens that is accepted from an engine, as from the plugin

@@ -81,7 +81,7 @@ class Readiness:
         self._known = {url: known for url, known in self._known.items() if url in urls}
 
     async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
-        """Ask whether an engine takes requests; raise no WarmfleetError. anew: forget it first. read: /metrics, too."""
+        """Ask if an engine takes requests; raise no WarmfleetError. anew: forget its paths. read: /metrics, too."""
         known = None if anew else self._known.get(url)
         paths = PAUSE_PATHS if known is None else known.paths
         before = None if known is None else known.figures

@@ -1,4 +1,4 @@
-"""The settings of a Redis Cluster's nodes that decide how far the loss of one master reaches."""
+"""Checks the settings of a Redis Cluster's nodes by which the loss of one master stops only pools on this master."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COVERAGE, TIMEOUT = "cluster-require-full-coverage", "cluster-node-timeout"
 
 
 async def coverage(url: str) -> list[Finding]:
-    """Check that every node serves its slots while those of a lost master have no owner. url: redis+cluster://."""
+    """Check that nodes serve their own slots even while a lost master's slots have no owner. url: redis+cluster://."""
     connections = RedisConnections(url)
     try:
         answers = await connections.of_every_node("CONFIG", "GET", "cluster-*")

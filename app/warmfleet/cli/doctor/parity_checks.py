@@ -271,7 +271,7 @@ async def _more_hits(subject: Subject, before: float | None) -> bool:
 
 
 async def _hits(subject: Subject) -> float | None:
-    """Read the number of prompt tokens found in the cache so far from the engine's metrics; None if it has none."""
+    """Return how many prompt tokens the engine has found cached so far, by its metrics; None if these do not tell."""
     found = _HITS.findall(await _metrics(subject))
     return sum(map(float, found)) if found else None
 

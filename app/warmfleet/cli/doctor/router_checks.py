@@ -155,7 +155,7 @@ def _model(tag: str, names: Collection[str], routed: Mapping[str, Any], *, regis
 
 
 def _settings(tag: str, named: str, model: Mapping[str, Any]) -> list[Finding]:
-    """Note settings by which the replica works more than needed. named: for --model, if possible for all pools."""
+    """Note settings by which the replica works more than needed. named: the model or pool that remedies name."""
     findings = []
     if model.get("template") == "sandbox":
         text = f"the chat template of {named} is not approved: it is rendered in a process of its own, at a few times"

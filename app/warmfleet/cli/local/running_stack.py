@@ -53,7 +53,7 @@ def found(environment: Mapping[str, str] = os.environ) -> RunningStack | None:
     """Find the stack that runs now, of several the latest; None if no stack runs."""
     try:
         files = sorted(_folder(environment).glob(FILES), key=_written_at, reverse=True)
-    except OSError:  # the home of another user
+    except OSError:  # the folder belongs to another user
         return None
     return next(filter(None, map(_read, files)), None)
 
@@ -131,7 +131,7 @@ def announced(stack: RunningStack, environment: Mapping[str, str] = os.environ) 
         new.touch(mode=0o600)
         new.write_text(json.dumps(asdict(stack)))
         now_ns = time.time_ns()
-        os.utime(new, ns=(now_ns, now_ns))  # the kernel's own time is coarse: two stacks could share it
+        os.utime(new, ns=(now_ns, now_ns))  # file times by the kernel are coarse: two stacks could have the same
         new.replace(file)
     try:
         yield

@@ -98,7 +98,7 @@ class Stack:
         self._say, self._busy = say, busy
         self._claimed: socket.socket | None = None
         self._children: Children | None = None
-        # A single client, because each reads the system's authorities; no connection to a replica is kept.
+        # One HTTP client for all calls, because making one reads the system's CA certificates; no connection is kept.
         self._http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
     def __enter__(self) -> Self:
