@@ -245,10 +245,8 @@ class Settings:
     )
     static_workers: tuple[str, ...] = _setting(
         (),
-        "engines without the plugin, which the fleet knows as approximate workers: URLs, `http+dns://name:port` for "
-        "every address behind a name, `file:///path` for a file with one per line, followed when it changes; "
-        "`#cache_tokens=N` after a URL tells the cache of an engine that announces none, `#zone=eu-1a` (or both, with "
-        "`&` between) its labels (connect.md)",
+        "engines without the plugin: URLs, `http+dns://name:port` and `file:///path`; behind a URL may stand "
+        "`#cache_tokens=400000&zone=eu-1a`, its cache and labels (connect.md)",
     )
     worker_api_key: str = _secret(
         "", "key for engines, in place of the client's Authorization; empty = the client's own"
@@ -270,8 +268,8 @@ class Settings:
     port: int = _setting(8080, "port to listen on")
     admin_port: int = _setting(
         ADMIN_PORT,
-        "port for operators, on the same address: `/status`, `/metrics`, `/workers`, `/replicas`, `/explain`, "
-        "`/why`, `/route`, `/renew` and `/settle` are served there only, health on both; 0 = all on the clients' port",
+        "port for operators, on the same address; the paths for operators (api.md) are on this port only; 0 = all "
+        "paths are on the clients' port",
     )
     tls_cert: str = _setting(
         "",
@@ -296,8 +294,8 @@ class Settings:
     )
     admin_key: str = _secret(
         "",
-        "bearer token that the paths for operators require; empty = open to everybody, but where clients are kept "
-        "apart other hosts read sums only (security.md), and no replica starts with `WARMFLEET_ADMIN_PORT` 0",
+        "bearer token that the paths for operators require; empty = open to everybody, with exceptions where clients "
+        "are kept apart (security.md)",
     )
     tenant_key: str = _secret(
         "", "a secret of at least 16 characters: tenants never share cached blocks; empty = one cache for all"
@@ -343,10 +341,8 @@ class Settings:
     )
     max_engine_wait_s: float = _setting(
         0.05,
-        "a request waits in the queue while its engine has more seconds of prefill before it than this (of work that "
-        "came past the routers: than a second and this). The limit is more, up to 0.5 s, where requests need over half "
-        "of it to reach engines (twice their way) or steps of engines take over a sixteenth of it at least (16 steps, "
-        "up to 64 while much waits). Both are measured. 0: no queue",
+        "a request waits in the queue while its engine has more seconds of prefill ahead than this, or than a measured "
+        "limit, if that is higher (operate.md). 0: no queue",
         group="The queue",
     )
     queue_max: int = _setting(
@@ -374,8 +370,8 @@ class Settings:
     )
     hedge_after_s: float = _setting(
         0.0,
-        "a stream without a first byte after this time is asked of a second worker, too, and the first byte wins; it "
-        "computes a prompt twice, so choose more than most first bytes take (operate.md); 0 = off",
+        "a stream without a first byte after this time is asked of a second worker, too, and the first byte wins "
+        "(operate.md); 0 = off",
     )
     continue_greedy: bool = _setting(
         False,
@@ -384,14 +380,13 @@ class Settings:
     )
     body_max_bytes: int = _setting(
         33_554_432,
-        "longest request body; a longer one is answered with 413. All bodies of a port may take 32 times as much; "
-        "beyond, the largest unfinished one is answered with 503",
+        "longest request body; a longer one is answered with 413. All bodies of a port may take 32 times as much "
+        "(api.md)",
         group="Bounds of a replica, its start and its end",
     )
     max_connections: int = _setting(
         4_096,
-        "connections that one replica holds open on each of its ports (clients', operators'); at the limit a new one "
-        "takes the place of an idle one",
+        "connections that one replica holds open on each of its ports (clients', operators') (api.md)",
     )
     keepalive_s: float = _setting(
         75.0, "a client's connection without a request is closed after this time; a proxy in front must close earlier"
@@ -399,8 +394,7 @@ class Settings:
     trie_bytes: int = _setting(268_435_456, "about the bound of the prompt trie, which keeps ids and hashes of prompts")
     drain_s: float = _setting(
         5.0,
-        "after SIGTERM a replica still accepts requests for this long, answers `/readyz` with 503 so that balancers "
-        "notice, and closes each connection with its next answer",
+        "after SIGTERM a replica still accepts requests for this long, so that balancers notice (operate.md)",
     )
     shutdown_grace_s: float = _setting(
         30.0,

@@ -57,11 +57,10 @@ out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to wa
 The label `model` is the tag of a pool, `worker` a worker on the list that the replica last read from Redis (its
 samples go when it leaves the list), and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
 
-These gauges describe the fleet, Redis and the index, which all replicas read from the same Redis: `warmfleet_workers`,
+These gauges are the same at all replicas, which read them from one Redis, so take their maximum: `warmfleet_workers`,
 `warmfleet_worker_*`, `warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`,
 `warmfleet_diverged_workers`, `warmfleet_divergences`, `warmfleet_resyncs`, `warmfleet_index_*` and
-`warmfleet_retired_slots`. Take their maximum over the replicas; a sum would count the same thing once for each replica.
-All other gauges are of one replica.
+`warmfleet_retired_slots`. All other gauges are of one replica.
 
 This file is generated from `app/warmfleet/metrics.py`: `python -m tests.contract.generate_docs`.
 
