@@ -55,7 +55,8 @@ metrics (CPU, memory, open files, start). There the name of every counter ends i
 out. [operate.md](operate.md#see-it) says how to scrape the metrics, which to watch and what to do.
 
 The label `model` is the tag of a pool, `worker` a worker on the list that the replica last read from Redis (its
-samples go when it leaves the list), and `client` a name in the file of clients' keys. [glossary.md](glossary.md) explains other words.
+samples go when it leaves the list), and `client` a name in the file of clients' keys. [glossary.md](glossary.md)
+explains other words.
 
 These gauges are the same at all replicas, which read them from one Redis, so take their maximum: `warmfleet_workers`,
 `warmfleet_worker_*`, `warmfleet_memory_*`, `warmfleet_apply_lag_*`, `warmfleet_digest_age_seconds`,
