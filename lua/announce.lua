@@ -1,11 +1,11 @@
 --[[
 announce: stores a replica's record of itself with the server's time, or deletes the record when the replica stops.
 
-Guarantee: no entry is older than forget_ms, and there are at most 256; of more, those that were silent longest go. The
-key goes with its last entry. A replica that is started again at the same place has the entry of the one before.
+Guarantee: no record is older than forget_ms, and at most 256 are stored: beyond that the oldest are deleted. The key
+ends with its last record. A replica that is started again at the same host and port overwrites the earlier record.
 
-ARGV: name (of its place: host and port), record (JSON, at most 8,192 bytes; empty: it stops), forget_ms
-Returns: how many replicas are noted
+ARGV: name (host and port of the replica), record (JSON, at most 8,192 bytes; empty: the replica stops), forget_ms
+Returns: number of replicas that have a record
 Cost: O(replicas)
 --]]
 local replicas_key = unpack(KEYS)

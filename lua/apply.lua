@@ -1,16 +1,17 @@
 --[[
 apply: applies the next entries of one worker's stream to the index: stored, removed, chunk, heartbeat and progress, in
-the order of the stream. It stops before an entry that decides which slots the worker has, and before one that needs a
-verdict on the whole stream: those are apply_control's.
+the order of the stream. It stops before an entry for apply_control: one that changes the worker's slots, or one that
+shows that the stream was made anew or breaks the rules.
 
-Guarantee: exactly once, whichever replica calls it and however often: the cursor moves and the applied entries are
-trimmed in this same call. A stream changes only the slots, the record, the row and the leases of its own worker. While
-memory is short (tick says so) nothing is inserted and no digest is compared; the row is PARTIAL until the index equals
-the engine's table again.
+Guarantee: each entry is applied exactly once, whichever replicas call apply and however often: the call that applies
+an entry also moves the cursor and trims the entry. A stream changes only the slots, the record, the row and the leases
+of its own worker. While Redis is short of memory (tick decides that) no block is inserted and no digest is compared; a
+worker whose blocks were left out is PARTIAL until the index equals its engine's block table again.
 
 ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
-Returns: {entries, blocks, next, suspect}; blocks: hashes that were read; next: 0 NOTHING (the stream is empty), 1 APPLY
-      (call apply again), 2 CONTROL (call apply_control); suspect: 1 if the worker has become suspected: a probe is due
+Returns: {entries that were applied, block hashes in these entries, next, suspect}
+      next: 0 NOTHING (the stream is empty), 1 APPLY (call apply again), 2 CONTROL (call apply_control)
+      suspect: 1 if the worker came under suspicion in this call, so that a probe is due (apply/progress)
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>, x:<hash>,
       c:<slot>:<id>
@@ -21,10 +22,10 @@ local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
 local probe_key = prefix .. "probe:" .. worker_id
-local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest believed cache: in medians of the fleet, in blocks
+local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest cache that is believed: times the median, blocks
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, LIST_BYTES = 8, 16384
-local STEP_CHANGE = 4 -- a step's time is noted if it changed by more than a quarter (1/STEP_CHANGE)
+local STEP_CHANGE = 4 -- the time of an engine step is stored again if it changed by more than 1/STEP_CHANGE
 local CONTROL = { join = true, cleared = true, begin = true, ["end"] = true, leave = true }
 
 local call = redis.call
@@ -81,7 +82,7 @@ add_progress(state, operation, lease_key, count, parse_list, integers)
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
   if not beat or not integers(beat, 1) then return false end
-  -- Behind these fields stand a 1 (the engine is paused), or whether it is and how long a step takes at least (us).
+  -- One more field may follow (1: the engine is paused), or two: whether it is paused, and its shortest step in us.
   local known = #beat < BEAT_FIELDS_WITH_DIGEST and BEAT_FIELDS or BEAT_FIELDS_WITH_DIGEST
   local paused, step_us = beat[known + 1] == 1, beat[known + 2] or 0
   if #beat < known or #beat > known + 2 or #beat == known + 1 and not paused then return false end
@@ -94,7 +95,7 @@ function operation.heartbeat(data, time)
   local flags = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PAUSED))
   row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
-  row[BLOCKS_FIELD] = math.max(blocks, live[1]) -- what it reported stored, it holds
+  row[BLOCKS_FIELD] = math.max(blocks, live[1]) -- at least what it reported as stored
   row[EVICTED_FIELD] = math.min(evicted, MAX_EVICTED)
   if speed > 0 then
     row[SPEED_TPS_FIELD], row[FLAGS_FIELD] = speed, bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_LEARNED))
@@ -113,7 +114,8 @@ function operation.heartbeat(data, time)
   end
 end
 
--- Applies an entry of the current nonce. The batch number shows lost entries, and entries that were applied already.
+-- Applies an entry of the worker's current process. Its batch number shows whether entries before it were lost, or
+-- whether it was applied before.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
@@ -125,9 +127,9 @@ end
 local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
-local entries, spent = 0, 0 -- entries that were applied; their blocks
+local entries, spent = 0, 0 -- entries that were applied; blocks that they count as
 local from, want = "-", 1 -- the first page is one entry: one full batch is already as much as a call may apply
-local full, control = false, false -- no more fits into this call; the next entry is apply_control's
+local full, control = false, false -- whether no further entry fits into this call; whether the next is apply_control's
 repeat
   local page = call("XRANGE", stream_key, from, "+", "COUNT", want)
   for _, item in ipairs(page) do

@@ -1,15 +1,15 @@
 --[[
 apply_control: applies the entries of one worker's stream that decide who the worker is and which slots it has: join,
-begin, end, cleared and leave. It also decides about a stream that breaks the rules. It stops before an entry
-that apply handles.
+begin, end, cleared and leave. It also handles a stream that breaks the rules. It stops before an entry that apply
+handles.
 
-Guarantee: exactly once, as apply. The latest join says who the worker is. A clear, a restart and a finished snapshot
-rewrite no entries of the index: they give the worker another slot and retire the old one, so that readers see the old
-state or the new one. A stream of a wrong type, or with an id in the far future, is deleted, and its worker is hostile
-until it joins anew.
+Guarantee: each entry is applied exactly once, as by apply. The latest join says who the worker is. A cleared cache, a
+restart and a finished snapshot rewrite no entries of the index: they give the worker another slot and retire the old
+one, so that readers see the old state or the new one, never a mixture. A stream of a wrong type, or with an id in the
+far future, is deleted, and its worker has the flag HOSTILE until it joins anew.
 
 ARGV: prefix, worker_id, max_entries, ttl_ms
-Returns: {entries, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
+Returns: {entries that were applied, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
 Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
@@ -62,21 +62,21 @@ local function demand_rejoin(reason)
   command.id, command["do"] = redis.sha1hex(worker_id .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
--- The worker gets a new slot and nothing of it is proved. Its load stays, because its reservations are still open.
+-- The worker gets a new slot and has no proof any more. Its booked load stays, as its reservations are still open.
 local function join(data, time, nonce, batch, id)
   local fresh = announced(parse(data), worker_id)
   if not fresh then return count("malformed") end
-  local same_process = record and record.nonce == nonce -- true: the fleet made it join again, so its cache is not empty
+  local same_process = record and record.nonce == nonce -- true: the command `rejoin` was sent; its cache is not empty
   if record then drop_shadow(record) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
-  if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends it
+  if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends draining
   local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
   if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
-  row = row or { call("INCR", next_slot_key), 0, 0, 0, 0 } -- a new epoch: leases booked before have another
+  row = row or { call("INCR", next_slot_key), 0, 0, 0, 0 } -- a new epoch, which no earlier lease names
   for field = FLAGS_FIELD, ROW_FIELDS do row[field] = 0 end
   row[FLAGS_FIELD], row[SCHEME_FIELD], row[CAPACITY_BLOCKS_FIELD] = flags, fresh.scheme_id, fresh.capacity_blocks
-  record, command, last = fresh, { joined = id }, batch -- a process that reads a later join than its own was replaced
+  record, command, last = fresh, { joined = id }, batch -- `joined` tells an earlier process that it was replaced
   record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
   call("ZADD", alive_key, time, worker_id)

@@ -1,15 +1,16 @@
 --[[
-apply_server: applies one API server's stream: join, heartbeat, leave. Its workers are `<server_id>.<rank>`.
+apply_server: applies one API server's stream: join, heartbeat, leave. The server's workers are `<server_id>.<rank>`.
 
-Guarantee: exactly once, as apply. The latest join says who the server is. Another process under the same name has
-proved nothing, so its workers lose URL and PROVEN. A join of the same process at the same URL tells only what else has
-changed, such as the names that it serves. The flag SERVER of its workers is set while it lives, MISNAMED while it does
-not serve its pool's name. The counter `announced` grows with each change of its record, so that readers notice it. A
-broken stream is deleted, and so is a stream that only a process without a join writes to: that process then joins
-again. A goodbye is noted in the records of its workers (`left`), until the server or the worker joins.
+Guarantee: each entry is applied exactly once, as by apply. The latest join says who the server is. If another process
+joins under the same name, the server's workers lose the flags URL and PROVEN, as no probe has reached that process. A
+join of the same process at the same URL only updates the record, such as the names that the server serves. Workers have
+the flag SERVER while their server lives, and MISNAMED while it does not serve their pool's name. The counter
+`announced` grows with each change of a server's record, so that replicas read the record again. A stream that breaks
+the rules is deleted. So is one that only a process without a stored join writes to, as that process then joins again. A
+server's `leave` sets `left` in the records of its workers, until the server or the worker joins.
 
 ARGV: prefix, server_id, max_entries, ttl_ms
-Returns: {entries, more 0/1}; more: entries are left in the stream
+Returns: {entries that were applied, 1 if the stream may hold more entries, else 0}
 Cost: O(max_entries + workers); a join of another process also O(its artifact chunks)
 Keys that depend on data: server:<server_id>, artifact:<server_id>:<sha256>
 --]]
@@ -24,7 +25,7 @@ local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw = call("HGET", servers_key, server_id)
 local record, rejoined, stranger = raw and cjson.decode(raw) or nil, false, false
-local left -- true: the last join or goodbye of this page was a goodbye; false: a join; nil: neither came
+local left -- whether the last `join` or `leave` in this page is a `leave`; nil: the page has neither
 
 local entry_of, with_flags = include "shared/stream_entry", include "shared/with_flags"
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
@@ -45,11 +46,11 @@ end
 local function join(data, nonce)
   local fresh = announced(data, server_id)
   if not fresh then return count("malformed") end
-  -- The URL is put in front once more: decide takes the first "url" in the text, and facts may hold others.
-  -- JSON parsers take the last of two equal keys, which is the one of the join itself.
+  -- Repeat the URL at the start of the text, because decide takes the first "url" in it, and `facts` may hold others.
+  -- JSON parsers take the last of two equal keys: that of the join itself.
   local text, same = ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2), false
   if record and record.nonce == nonce then
-    if text == raw or record.url ~= fresh.url then return end -- a repeated join, or another URL than the proved one
+    if text == raw or record.url ~= fresh.url then return end -- a repeated join, or a URL that was not proved
     same = true
   end
   local kept = chunks_of(fresh.artifacts)
@@ -65,7 +66,7 @@ end
 local function enter(fields, good)
   local nonce, name = fields[2], fields[6]
   if not good then return count("malformed") end
-  local lives = record and record.nonce == nonce and call("ZSCORE", alive_servers_key, server_id) -- before
+  local lives = record and record.nonce == nonce and call("ZSCORE", alive_servers_key, server_id)
   if name == "join" then join(fields[8], nonce) end
   if record and record.nonce == nonce then
     if name == "join" and not lives then left = false end
@@ -102,7 +103,7 @@ elseif entries > 0 then
 end
 local more = not hostile and #page == max_entries and 1 or 0
 local alive = heard(call("ZSCORE", alive_servers_key, server_id), now, ttl_ms)
-if more == 0 and (not record or stranger and not alive) then -- the join is lost: without a stream it joins again
+if more == 0 and (not record or stranger and not alive) then -- the join is lost; a server without a stream joins again
   call("UNLINK", stream_key)
   call("HDEL", cursor_key, stream)
   return { entries, 0 }

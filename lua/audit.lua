@@ -1,17 +1,18 @@
 --[[
-audit: compares the blocks of a worker's live slot with `digest`, which says what the slot holds; one worker after
-another, a bounded piece at each call.
+audit: compares the blocks that the index has for a worker's live slot with the worker's `digest` (their number and two
+sums of their hashes). Each call compares a bounded piece; one worker's walk follows another's.
 
-Guarantee: no false alarm, whatever is applied meanwhile. Two things are true between any two calls, so each piece tells
-at once: each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. The sums
-need a whole walk. They count if the digest was the same at each piece (else the walk is made again, three times in all)
-and if a second walk finds the same difference. After a difference the worker waits for a snapshot, and its digest is
-spoilt, so that no heartbeat agrees with it before that. One walk at a time for the fleet, one piece in min_gap_ms, each
-worker every period_ms. It does not see a slot in b:<hash> of a hash that s:<slot> lacks.
+Guarantee: no false alarm, whatever is applied between calls. Each piece checks what is true between any two calls:
+each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. To compare the
+sums, a walk over all pieces is needed. A difference of sums counts if the digest was the same at each piece (else the
+walk is repeated: three walks at most) and if a second walk finds the same difference. Then the worker waits for a
+snapshot, and its digest is falsified, so that no heartbeat's digest equals it before the snapshot. One walk at a time
+for the fleet, one piece in min_gap_ms, each worker every period_ms. The audit does not notice a slot that stands in
+b:<hash> although s:<slot> lacks the hash.
 
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
-Returns: {blocks, difference found 0/1, a walk is under way 0/1}
-Cost: O(max_blocks), 0.3 ms at 128 (0.5 at most); O(workers) when one has joined or was forgotten
+Returns: {blocks that were compared, 1 if a difference was found, 1 if a walk is under way}
+Cost: O(max_blocks), 0.3 ms at 128 (0.5 at most); O(workers) after a worker joined or was forgotten
 Keys that depend on data: b:<hash>, s:<slot>
 --]]
 local workers_key, load_key, digest_key, resync_key, counts_key, audit_key, audit_walk_key = unpack(KEYS)
@@ -27,7 +28,7 @@ if not max_blocks or not period_ms or not min_gap_ms or max_blocks < 1 then
   return redis.error_reply("BAD_ARGUMENT audit needs max_blocks, period_ms and min_gap_ms")
 end
 
--- Add new workers, whose first turn is a period from now.
+-- Add new workers, whose first audit is due period_ms from now, and remove forgotten ones.
 local function enlist()
   local known, names = {}, call("HKEYS", workers_key)
   for _, worker in ipairs(names) do
@@ -63,7 +64,7 @@ local function alarm(worker, digest)
   finish(worker, "audit_mismatch")
 end
 
--- Compares one piece; returns true if the piece shows a difference by itself.
+-- Compares one piece; returns true if this piece alone shows a difference.
 local function piece(walk, slot, digest)
   local members = prefix .. "s:" .. slot
   local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", max_blocks), prefix .. "b:", 0, 0
@@ -78,7 +79,7 @@ local function piece(walk, slot, digest)
   return call("SCARD", members) ~= struct.unpack(DIGEST_COUNT, digest)
 end
 
--- Return how far the digest is off after a walk over a slot that did not change, as text; nil if it is right.
+-- Return the difference between the digest and the sums of a whole walk, as text; nil if they are equal.
 local function difference(walk, digest)
   local count, high, low = struct.unpack(DIGEST_SUMS, digest)
   if count == walk.count and high == walk.high and low == walk.low then return nil end
@@ -105,7 +106,7 @@ end
 local number, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
 local slot, digest = string.format("%d", number), call("HGET", digest_key, worker) or ("\0"):rep(DIGEST_BYTES)
 if walk.walks == 0 then start(walk, slot, digest) end
--- No walk over an approximate worker, over another slot than the walk began with, or while a snapshot will replace it.
+-- End the walk if the worker is approximate, has another slot than the walk began with, or waits for a snapshot.
 if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", resync_key, worker) then
   finish(worker)
   return { 0, 0, 0 }

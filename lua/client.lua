@@ -1,17 +1,17 @@
 --[[
-client: counts a request of a client whose key has limits, where the model has several pools.
+client: checks and counts a request of a client whose key has limits, where the model has several pools. (For a model
+of one pool, decide does so.) One of the pools keeps the client's count, whichever pools serve its requests.
 
-One of the pools counts for the client, whichever pools its requests are placed in; decide, which counts for a model of
-one pool, is given no limits then.
+Guarantee: check and count are one step, so all replicas together never exceed a limit. A request counts as in flight
+until `end`, or until lease_ms after its last `admit` or `keep`. A repeated call changes nothing.
 
-Guarantee: the check and the booking are one step, so all replicas together never go over a limit. What is counted ends
-once, and by itself after lease_ms unless it is kept. A repeated call changes nothing.
-
-ARGV: prefix, verb (admit, keep, end), lease_ms, then for admit an id (the client's tag at its end), the limits (packed,
-      as decide takes them) and the tokens of the prompt; for keep ids (<= 200); for end an id and the tokens that
-      it has used besides those of the prompt: those of the answer, or fewer than 0
-Returns: admit: {requests of the client in flight, tokens that it has used}, both with this one; or {LIMITED,
-      CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}; keep and end: {requests that counted}
+ARGV: prefix, verb, lease_ms, then
+      for `admit`: id (with the client's tag at its end), limits (packed as for decide), tokens of the prompt
+      for `keep`: ids (<= 200)
+      for `end`: id, tokens to count besides those of the prompt (the answer's; below 0: tokens to give back)
+Returns: `admit`: {requests of the client in flight, tokens that it has used}, both with this request, or
+      {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass};
+      `keep` and `end`: {number of requests that the call kept or ended}
 Cost: O(ids * log requests in flight of the client)
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]

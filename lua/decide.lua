@@ -3,34 +3,33 @@ decide: chooses a worker for one request and books the request's load there, in 
 
 Guarantee: decisions take effect as if they were made one after another. The same state and the same request give the
 same choice. An id that is booked already gets its stored answer; an id that ended before it was booked books nothing.
-The steps, each a part (lua/README.md says how a part is included):
+Steps (each a part, see lua/README.md; before step 2 shared/client_limits may refuse a client over its limits):
 1. shared/candidates: the workers that are alive and routable, with what is booked on each.
 2. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
 3. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
 4. decide/wait_turn, only while other requests wait or the choice has no room: the request may have to wait.
 5. decide/reserve: the choice is booked.
-Before step 2 shared/client_limits may refuse a request whose client has limits (limits, and a tag in its id).
 
-ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens, mode (0
-      BOOK; 1 DRY: books nothing; 2 EXPLAIN: books, and answers all that the choice saw), exclude (ids of workers not to
-      choose, joined by commas), seed (integer), prefix_tokens (of a match no more counts; 0: all does), order (ids
-      joined by commas: where a hash ring would look, first to last), objective_s (a time to first token that is enough;
-      0: none), tenant (8 bytes; empty: this request neither waits nor gives way to others), priority (0 first, 15
-      last), waited_ms (so far), may_wait (0: it has no ticket afterwards; 1: it gets one, in a full queue the place of
-      another if that is fair; 2: it gets one if the queue has a place left), barred (those of exclude that can never
-      serve it, kept with its ticket: not a worker that only failed a moment ago), limits (of the client's key, packed;
-      empty: it has none; one byte more: they have let the request in before),
+ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy, prompt_tokens, decode_tokens,
+      mode (0 BOOK; 1 DRY: books nothing; 2 EXPLAIN: books, and returns all that the choice saw as well),
+      exclude (ids of workers not to choose, joined by commas), seed (integer),
+      prefix_tokens (most tokens of a match that count; 0: all count),
+      order (ids of workers, joined by commas, in the order in which a hash ring would try them),
+      objective_s (a time to first token that is short enough; 0: none),
+      tenant (8 bytes; empty: the request never waits, even if others wait), priority (0 first, 15 last),
+      waited_ms (time that the request has waited so far), may_wait (if it finds no room, 0: it gets no ticket; 1: it
+      gets one, in a full queue in place of another if that is fair; 2: it gets one if the queue is not full),
+      barred (the ids in exclude that can never serve the request, unlike a worker that only failed just now),
+      limits (of the client's key, packed; empty: none; one byte more: the request was admitted before),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
-      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY tells after why;
-      with limits, last of all {requests of the client in flight, tokens that it has used};
-      {QUEUED, FULL or DISPLACED, tickets that wait, ms of work in them, price of the turn in seconds
-      (decide/wait_turn), matched_tokens}: nothing is booked; QUEUED: it has a ticket;
-      {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass}: nothing is booked;
-      {DRY, worker_id, why, {median speed, block_tokens, turn, ms, waits 0/1, tie_s, room, price of the turn in seconds,
-      number of the candidate of this price (0: none)}, {worker_id, matched_tokens,
-      speculative_tokens, load row, cost_s, terms of the cost}...}: all that the choice saw
-Cost: O(workers + max_probes + checkpoints), while tickets wait 256 of them more; at most 8 leases reaped
+      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY returns after
+      why; for a client with limits, last of all {requests of the client in flight, tokens that it has used}; or
+      {QUEUED, FULL or DISPLACED, number of waiting tickets, ms of work in them, price of the turn in seconds
+      (decide/wait_turn), matched_tokens}: nothing is booked, and only with QUEUED the request has a ticket; or
+      {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass}: nothing is
+      booked; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
+Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key =
@@ -57,14 +56,13 @@ end
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 
--- An include stands where the part is needed: making the functions of all parts at every call took 3 % of the
--- time of the script.
+-- Parts that not every call needs are included where they are used: all of them here took 3 % of the script's time.
 local candidates, match = include "shared/candidates", include "decide/prefix_match"
 local choose, with_room = include "decide/cost_rule"
 local alive_workers, verified_choice = include "shared/alive_workers", include "decide/verified_choice"
 local reserve = include "decide/reserve"
 
--- The URL is cut out of the record, which may be long: decide needs none of its other fields.
+-- The URL is cut out of the record's text, which may be long to decode, as decide needs no other field of the record.
 local function url_of(worker, flags)
   local record = band(flags, FLAG_APPROXIMATE) ~= 0 and call("HGET", workers_key, worker)
     or call("HGET", servers_key, worker:match("^(.*)%.") or "") or ""
@@ -110,8 +108,8 @@ local w, why, match_seen = verified_choice(s, prefix, choose)
 local served -- a function to call with the request's work once it is booked
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
--- A worker without prefill ahead has room in any case. A policy that looks at no costs does not wait for its
--- choice, only for some room.
+-- A worker without prefill ahead has room in any case. With a policy that looks at no costs, a request does not wait
+-- for room at its choice, only for room at any worker.
 local is_idle = s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0
 if others_wait or max_engine_wait_s > 0 and not is_idle then
   local turns = include "shared/turns"
@@ -152,7 +150,7 @@ if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) en
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
   url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why }
 if mode == MODE_EXPLAIN then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
-if client then -- after `served`, which gave back what the ticket held
+if client then -- after `served`, which ended what the ticket counted
   client.hold(now + replica.lease_ms)
   local used = per_minute and client.spend(prompt_tokens, per_minute) or 0
   answer[#answer + 1] = { client.in_flight(), math.ceil(used) }

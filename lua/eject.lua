@@ -1,14 +1,14 @@
 --[[
-eject: takes a replica's verdict on a worker, by the answers it got there. A worker failing requests which others serve
-is ejected: no decision chooses it until its time is over, a longer one each time. Then it is on trial (tick): decide
-gives it one request at a time, and the outcome of that is the next verdict.
+eject: takes a replica's verdict on a worker, made from the worker's answers. A worker that fails requests which others
+serve is ejected: decide does not choose it for some time, longer after each ejection. Then the worker is on trial
+(tick): decide gives it one request at a time, and the result of that request is the next verdict.
 
 Guarantee: never are more than half of the routable workers ejected or on trial, whatever the replicas say: what many
-workers fail is not the fault of one. A verdict `good` ends only a trial. Ejections are counted until EJECTIONS_KEPT_MS
-after the last one was over.
+workers fail is not the fault of one. A verdict `good` ends a trial, but no ejection. The number of a worker's ejections
+is reset EJECTIONS_KEPT_MS after the end of the last one.
 
-ARGV: worker_id, good (0/1), first_ms, most_ms (how long the first ejection lasts, and any at most)
-Returns: EJECTED, READMITTED, REFUSED (half of the workers are out already) or SAME (nothing is changed)
+ARGV: worker_id, good (0/1), first_ms (length of a first ejection), most_ms (greatest length of any ejection)
+Returns: EJECTED, READMITTED, REFUSED (half of the workers are ejected or on trial) or SAME (nothing is changed)
 Cost: O(workers)
 --]]
 local load_key, ejections_key = unpack(KEYS)

@@ -1,13 +1,13 @@
 --[[
-forget: deletes a worker that is gone; and its API server, with the artifacts that it brought, once that has no worker
-left.
+forget: deletes a worker that is gone. With the last worker of an API server it deletes the server and the artifacts
+that the server published.
 
-Guarantee: nothing of it stays but entries of retired slots, which collect removes. With silent_ms > 0 it is deleted
-only if it was silent for that time and its stream is empty, as it may have come back since it was found due. With 0 it
-is deleted in any case. Its open reservations do not hurt a successor: a new row has another epoch.
+Guarantee: nothing of the worker stays but entries of retired slots, which collect removes. With silent_ms > 0 the
+worker is deleted only if it was silent for that time and its stream is empty, because it may have come back since tick
+named it. Its open reservations do not count for a worker that joins under its id later: a new row has a new epoch.
 
-ARGV: prefix, worker_id, silent_ms
-Returns: 1 if the worker or its server was forgotten, else 0
+ARGV: prefix, worker_id, silent_ms (0: delete the worker even if it lives)
+Returns: 1 if the worker or its server was deleted, else 0
 Cost: O(workers + artifact chunks)
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, server:<server_id>,
       artifact:<server_id>:<sha256>

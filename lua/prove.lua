@@ -1,19 +1,20 @@
 --[[
-prove: writes the result of a probe to the worker's record and row; or notes that a replica warms the worker up first.
+prove: writes the result of a probe to the worker's record and row, or notes that a replica warms the worker up first.
 
-Guarantee: a result counts only for the incarnation that was probed: with another nonce it changes nothing. Of two
-probes at a time a failure does not undo a success: it counts only if no other result was recorded since the worker was
-looked up. One replica warms an incarnation up, once: while its lease lives no other replica's result counts, and after
-that its own does not.
-proven: its URL answers and its blocks may be matched. identity: routable, by load only. url, pending: not routable.
-warming: its owner has found it proven and warms it up, it is not routable yet; the same owner again prolongs the lease.
-Any result ends a suspicion (see apply). `tries` counts results in a row that settled nothing: a failure, or a suspicion
-that proved wrong. The more there are, the longer a replica waits before the next probe.
+Guarantee: a result counts only for the incarnation that was probed: with another nonce it changes nothing. If two
+probes ran at a time, a failure does not undo a success: a failure counts only if no result was recorded since its probe
+began. One replica warms an incarnation up, once: while its warming lease lives, no other replica's result counts, and
+after the lease has ended, its own does not.
+proven: the URL answers and the worker's blocks may be matched. identity: routable, by load only. url, pending: not
+routable. warming: the replica `owner` found the worker proven and warms it up, so it is not routable yet.
+Any result ends a suspicion (see apply). `tries` counts results in a row that left the proof open: failures, and
+suspicions that were wrong. The higher `tries`, the longer a replica waits before the next probe.
 
-ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty), reason
-      (a line for people), probed (ms, as the record had it when the probe began, 0 if none; empty: counts in any
-      case), owner (of the warming that begins, goes on or ends with this; empty: of none), lease_ms (of a warming)
-Returns: OK, DOWNGRADED (it was proven, now it is not), STALE (not recorded) or TAKEN (another replica warms it, or did)
+ARGV: worker_id, nonce, proof (pending, proven, identity, url, warming), cause (a word for counters, or empty),
+      reason (a sentence for people), probed (`probed` of the record, in ms, when the probe began; 0: none; empty: the
+      result counts in any case), owner (the replica whose warming begins, goes on or ends; empty: none),
+      lease_ms (of a warming, renewed by each call of its owner)
+Returns: OK, DOWNGRADED (no longer proven), STALE (not recorded) or TAKEN (another replica warms the worker, or did)
 Cost: O(1)
 --]]
 local workers_key, load_key, counts_key = unpack(KEYS)

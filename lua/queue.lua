@@ -1,22 +1,24 @@
 --[[
-queue: keeps the tickets of one replica's waiting requests, gives up those that leave, and tells whose turn it is.
+queue: renews the tickets of one replica's waiting requests, deletes those of requests that leave, and tells which
+tickets may be served now (have their turn).
 
-Guarantee: renews tickets that are there and makes none; a ticket that leaves is gone in the same step. Whose turn it is
-follows from the queue and the time, whichever replica asks, as long as all have the same block sizes and weights
-(shared/tickets, limit_s, and shared/turns). Reaps expired tickets, also those of replicas that died.
+Guarantee: creates no ticket. Which tickets have their turn follows from the queue and the time, whichever replica asks,
+as long as all replicas have the same block sizes and weights (shared/tickets, limit_s, and shared/turns). Deletes
+expired tickets, also those of replicas that died.
 
-ARGV: prefix, constants (packed, see shared/constants), leaving (count of the first ids, which give up their tickets),
-      then ids (<= 512)
-Returns: {tickets in the queue, ms in which the fleet computes what it does not hold of their prompts, ms until an
-      engine that is full has room if it goes on at its speed (-1: none can be foretold), ids whose turn it is, the
-      first ticket, then the standing of each id that stays}; the first ticket: empty if ids are given or none waits,
-      else {id, prompt tokens, size in us, ms that it has waited, flows that wait, the worker that it gets or waits
-      for, whether that could take it now, whether any worker that may serve it has room (0/1), us that this worker
-      needs for what it does not hold of the prompt}; standings: 0 WAITS, 1 TURN (it is its turn), 2 DISPLACED (another
-      took its place), 3 UNKNOWN
-Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(workers) for each set of workers that a
-      ticket looked at cannot be served by; at most 64 tickets reaped, 256 looked at: 1.6 ms with 64 workers, 2.5 ms
-      with 256 (`bench decide --queue`), else about 1 ms
+ARGV: prefix, constants (packed, see shared/constants), leaving (number of the first ids whose requests leave), then
+      ids (<= 512)
+Returns: {number of tickets in the queue,
+      ms that the fleet needs to compute what it does not hold of their prompts,
+      ms until an engine that is full has room if it goes on at its speed (-1: not predictable),
+      ids of all tickets that have their turn,
+      the first ticket; {} if ids are given or none waits; else {id, prompt tokens, size in us, ms waited, number of
+        waiting flows, the worker that it gets or waits for, whether that worker can take it now (0/1), whether any
+        worker that may serve it has room (0/1), us that the named worker needs for what it lacks of the prompt},
+      then for each id that does not leave: 0 WAITS, 1 TURN, 2 DISPLACED (another took its place), 3 UNKNOWN}
+Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(workers) for each set of barred workers;
+      looked: tickets looked at, at most 256; 64 are reaped at most. 1.6 ms with 64 workers, 2.5 ms with 256
+      (`bench decide --queue`)
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
 local alive_key, load_key, tick_key, queue2_key = unpack(KEYS)
@@ -40,7 +42,7 @@ queue.begin_anew_if_a_part_is_lost()
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(TICKETS_REAPED)
 
--- Return the ticket that is first in order, as the answer tells it.
+-- Return the ticket that is first in order, in the form of the answer.
 local function first_of(left)
   local id, ticket = queue.first()
   if not ticket or #ticket < TICKET_OWN_AT - 1 then return {} end

@@ -1,25 +1,25 @@
 --[[
 register: notes a replica's check of an approximate worker (an engine without the plugin, which the operator listed).
 
-Guarantee: the first check that passes makes its slot and its row; each later one is its heartbeat. A worker that comes
-back after a failed check, whose process started anew, or whose scheme changed, gets a new slot: the blocks it was sent
-before count for nothing. A worker that joined by its own stream is never touched. Several replicas may check one
-worker. A failed check of the replica whose check passed last takes it out of `alive` at once; one of another replica
-does so from the second on, unless a check has passed meanwhile. A check that ran out of time counts as one of another
-replica while requests run there: the engine may be at work, and a replica with a connection to it knows. If a replica
-lists it no longer, its first call changes nothing. From its second call on the worker drains, unless a check of another
-replica has passed meanwhile, and is deleted by `forget` when nothing runs there; a replica that still lists it ends
-that. A scheme stands until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it.
-What the engine tells of itself stands until another check has asked it: whether it is paused, until it is down or
-starts anew; how long a new request would wait in its queue, for ttl_ms. An engine with such a wait counts as loaded so
-much by others than routers, and has no room (shared/turns). MISNAMED is set while it does not list its pool's name.
+Guarantee: the first check that passes makes the worker's slot and row; each later one is its heartbeat. A worker whose
+last check failed, whose process started anew, or whose scheme changed, gets a new slot, so that the blocks of its
+earlier prompts do not count. A worker that joined by its own stream is never touched. Several replicas may check one
+worker. A failed check by the replica whose check passed last takes the worker out of `alive` at once. By another
+replica, the second failure in a row does so, unless a check passed in between; so does a check that ran out of time
+while requests run on the engine, as the engine may only be busy. If a replica does not list the worker any more, its
+first call changes nothing. From its second call on the worker drains, unless another replica's check passed in between,
+and `forget` deletes it when no request runs there. A replica that still lists the worker ends that. A worker's scheme
+stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused` stays
+until a check asks the engine again, or the engine is down or starts anew. `wait_ms` stays until a check asks again, for
+ttl_ms at most: it is booked as load of requests that did not come through routers, and such an engine has no room
+(shared/turns). MISNAMED is set while the engine does not list its pool's name.
 
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
-      capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: it is no longer listed), replica
-      (a random word), since_ms (for how long this replica has found it so: 0 the first time), ttl_ms,
-      paused (1, 0; empty: not asked), wait_ms (until a new request would begin there, 0: at once; empty: not asked),
-      cause, reason (of a failed check: a word, and a sentence for people; kept until a check passes)
-Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or it has never passed one); LEAVING (it drains);
+      capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: the worker is not listed any more),
+      replica (a random word), since_ms (time for which this replica has found the same: 0 the first time), ttl_ms,
+      paused (1, 0; empty: not asked), wait_ms (time until a new request would start on the engine; empty: not asked),
+      cause, reason (of a failed check: a word, and a sentence for people; stored until a check passes)
+Returns: {slot, requests in flight, word}: UP; OUT (a check failed, or none has ever passed); LEAVING (it drains);
       LISTED (another replica lists it); GONE (it was forgotten)
 Cost: O(log W)
 --]]
@@ -58,7 +58,7 @@ elseif found ~= "PASSED" then
   return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
 end
 before = before or {}
--- Note the time of this check, because `tick` forgets a worker that nobody checks any more.
+-- Note the time of this check, because `tick` has a worker forgotten that no replica checks any more.
 before.checked = now
 
 if found == "FAILED" or found == "SLOW" then
@@ -77,7 +77,8 @@ if found == "LEAVING" and not before.leaving then
   if others or since_ms == 0 then return { slot, in_flight, others and "LISTED" or "UP" } end
 end
 
--- Apply a check that passed. It changes the record if it agrees with the record or comes from the record's replica.
+-- Apply a check that passed. It may change the scheme only if the record's replica made it, or no replica confirms the
+-- old scheme any more.
 local scheme, confirmed = tonumber(record.scheme_id) or 0, now
 if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirmed or 0) > now - ttl_ms then
   record, scheme, confirmed = before, old_scheme, before.confirmed
@@ -111,7 +112,7 @@ if tonumber(wait_ms) then
 elseif anew or now - (record.told or 0) >= ttl_ms then
   foreign = 0
 end
--- `settle` adds what the mirror evicts. So faded it is about what is evicted between two heartbeats of a plugin.
+-- `settle` adds what the mirror evicts. Faded at this rate, the sum is about the blocks evicted in HEARTBEAT_MS.
 evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.passed) or now)) / HEARTBEAT_MS))
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, blocks, capacity_blocks, busy_share,

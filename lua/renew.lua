@@ -2,12 +2,12 @@
 renew: keeps the leases of running requests alive, in bulk, and books anew those that Redis has lost.
 
 Guarantee: a known open lease gets a new expiry. If its replica says that the first token came and the lease does not
-say so, it starts now; nothing else changes. An unknown id is booked on its worker as the replica tells it: this is
-how reservations are rebuilt after Redis came back empty. A tombstone, a lingering lease and a forgotten worker
-refuse.
+say so, the lease becomes STARTED; nothing else changes. An unknown id is booked anew on its worker with the figures of
+the replica: so reservations are rebuilt after Redis came back empty. A tombstone, a lingering lease, and an unknown id
+on a forgotten worker are refused.
 
 ARGV: prefix, lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
-Returns: {renewed, rebuilt, refused}
+Returns: {number of leases renewed, number rebuilt, number refused}
 Cost: O(ids * log leases), at most 200 ids
 Keys that depend on data: client:<tag>, tokens:<tag>
 --]]
@@ -31,7 +31,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local expiry = now + lease_ms
 
--- Keep a request that lives on in flight for its client.
+-- Extend the lease, and with it the count of the request as in flight for its client.
 local function keep(id)
   call("ZADD", leases_key, expiry, id)
   if #id >= CLIENT_AT then (include "shared/client_use")(prefix, id, now).renew(expiry) end
@@ -39,7 +39,7 @@ end
 
 local add_load = (include "shared/row_load")(load_key, now)
 
--- Book what is left of a reservation on the row of its worker; return false if the worker is gone.
+-- Book a reservation that Redis has lost on the row of its worker; return false if the worker is gone.
 local function rebuild(id, worker, prefill, decode, stage)
   if stage == STAGE_STARTED then prefill = 0 end
   local epoch, slot = add_load(worker, nil, prefill, decode, 1)
@@ -49,7 +49,7 @@ local function rebuild(id, worker, prefill, decode, stage)
   return true
 end
 
--- Start the lease as settle does with a first token.
+-- Give back the booked prefill and set the stage STARTED, as settle does with a first token.
 local function start(id, lease)
   local epoch, slot, prefill, decode, matched, prompt, _, length, at = struct.unpack(LEASE, lease)
   add_load(lease:sub(at, at + length - 1), epoch, -prefill, 0, 0)

@@ -1,11 +1,11 @@
 --[[
-replay: what decide would choose on a state of a decision log, and why.
+replay: tells which worker decide would choose in a state that a decision log recorded, and why.
 
-Guarantee: pure: touches no key and no clock. The text that chooses is decide's own. Runs by EVAL_RO.
+Guarantee: pure: touches no key and no clock. Runs decide's own code for the choice (decide/cost_rule), by EVAL_RO.
 
 ARGV: constants (packed: shared/constants; of them the weights count), policy, prompt_tokens, seed, prefix_tokens, order
       (ids joined by commas), objective_s, median_tps (speed, tokens/s), block_tokens, turn, now_ms, room (numbers of
-      the candidates that had room, joined by commas; empty: none was left out),
+      the candidates that had room, joined by commas; empty: the choice did not depend on room),
       then per candidate: load row, matched_tokens, speculative_tokens
 Returns: {worker_id, why, cost_s, matched_tokens}
 Cost: O(candidates)

@@ -1,8 +1,8 @@
 --[[
-rights: which of these commands this Redis user may not call.
+rights: tells which of the given commands the calling Redis user may not call.
 
-Guarantee: calls none of them, Redis is asked about rights only. So a user that may run scripts learns its own rights
-           without the right to ask for those of others (ACL DRYRUN).
+Guarantee: calls none of the commands, only asks Redis for the user's rights. So a user that may run scripts learns its
+           own rights without the right to call ACL DRYRUN, which tells those of any user.
 
 ARGV: commands (their number), then per command: number of its words, the words: its name, and keys where it takes keys
 Returns: {numbers of the commands that the user may not call, counted from 1}

@@ -1,23 +1,24 @@
 --[[
-settle: notes the first token or the end of a reservation.
+settle: notes the first token or the end of a reservation, and takes its load off the worker's row.
 
-Guarantee: subtracts exactly what the lease still holds, once; a repeated call changes nothing. A worker that has joined
-anew (another epoch) owes nothing. If an id was never booked and its outcome is failed, cancelled or unsent, a tombstone
-is left, so that a decide that arrives later books nothing. The end of an unsent request tells nothing of its engine,
-which never got it: another pool was cheaper. When a request has finished, the blocks that it computed and
-the engine has not yet reported stay credited to the worker for linger_ms, as the report is on its way. An approximate
-worker reports nothing: its mirror notes the prompts that it computed. First tokens tell the speed of a worker that does
-not tell it; a first token that is only due, by that speed, tells nothing of it. A call for an id that was never booked
-gives back a few expired leases: a fleet at rest has no decide that does so. If a request with limits failed or was
-never sent, and no tokens are told, its client gets back those of the prompt.
+Guarantee: subtracts exactly the load that the lease still has, once; a repeated call changes nothing. Nothing is
+subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
+cancelled or unsent, a tombstone is left, so that a decide that arrives later books nothing. After `finished`, the
+blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms, as the
+report is on its way. An approximate worker reports nothing: its mirror notes the prompts that it computed. First tokens
+tell the speed of a worker that does not report it (not `due` ones, as they follow from that speed). A call for an
+unknown id also reaps a few expired leases, as a fleet at rest has no decide that does so. If a request of a client with
+limits failed or was never sent, and client_tokens is empty, the client gets back the tokens of the prompt.
 
-ARGV: prefix, id, outcome (started, finished, failed, cancelled, unsent; due: as started, but by a replica's clock, as
-      nobody tells of this first token), tombstone_ms, linger_ms, then for a client with limits the tokens that it has
-      used besides those of the prompt: those of the answer, or fewer than 0 (empty: not told), then for an approximate
-      worker the blocks of the prompt that it had when the request came, if those were fewer than the decision said, and
-      how long ago it came at the earliest (ms)
-Returns: {word}: STARTED, SETTLED, UNKNOWN (never booked, or ended long ago), SAME (this call changes nothing); behind
-         SETTLED the tokens of the prompt that the engine had cached, if its progress was compared with the match
+ARGV: prefix, id, outcome (started; due: as started, but estimated by a replica's clock, as nobody reports this first
+      token; finished; failed; cancelled; unsent: the engine never got the request, as another pool was cheaper),
+      tombstone_ms, linger_ms, then
+      client_tokens: for a client with limits, tokens to count besides those of the prompt (the answer's; below 0:
+        tokens to give back; empty: not known)
+      held_blocks, age_ms: for an approximate worker, the blocks of the prompt that it had when the request came, if
+        fewer than the decision predicted, and the longest time for which the request may have been there
+Returns: {STARTED, SETTLED, UNKNOWN (never booked, or ended long ago) or SAME (nothing is changed)}; after SETTLED the
+      cached tokens of the prompt, if the engine reported them and they were compared with the predicted match
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
@@ -69,7 +70,7 @@ if starts then
   end
   if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
     speed = (include "settle/learn_speed")(before, prefill, now)
-    -- An approximate worker never tells its speed, so it needs no flag; older replicas take LEARNED for a trial.
+    -- An approximate worker never reports its speed, so it needs no flag; older replicas take LEARNED for a trial.
     if speed > 0 and bit.band(flags, FLAG_APPROXIMATE) == 0 then flags = bit.bor(flags, FLAG_LEARNED) end
     local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
     change(worker, FLAGS_AT, packed, AFTER_SPEED_TPS)
@@ -80,8 +81,8 @@ else
   if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or 0) end
 end
 
--- Tell whether the worker is approximate and has computed the prompt. Then its mirror notes it at the end: engines
--- evict in the order in which requests end.
+-- Tell whether the worker is approximate and has computed the prompt. If so, note the prompt in its mirror: at the end
+-- of the request, because engines evict in the order in which requests end.
 local function mirrors()
   if not row or outcome ~= "finished" and stage == STAGE_BOOKED then return false end
   local row_slot, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
@@ -97,8 +98,8 @@ local function mirrors()
   return true
 end
 
--- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks need no
--- credit, and must have none: with it decide would count a block as held even after its eviction.
+-- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks must not
+-- count for the lease, too: decide would count them as held even after their eviction.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = not mirrors() and outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0

@@ -1,20 +1,20 @@
 --[[
-tick: the fleet's clock: which streams have a backlog, which worker is due for a snapshot or to be forgotten, and
-whether memory is short.
+tick: the fleet's periodic work: tells which streams have a backlog and which workers to forget, commands snapshots, and
+decides whether Redis is short of memory.
 
 Guarantee: does its work at most once per min_gap_ms for the whole fleet, by the server's clock, however many replicas
-call it. If the last tick is over 2.5 s old or in the future, a time of grace begins that lasts one TTL: Redis or all
-routers were away, so heartbeats wait unread. In grace no server expires and no worker is forgotten. It is also grace
-while Redis is full, as then no worker can write that it lives. At most two snapshots are sent at a time, none while
-memory is short; a command is issued again after 30 s without progress.
-Pace: a tick grants the time of Redis that its caller may take to apply: share_permille of the time since the last tick
-(at most 200 ms of it count). All replicas together get no more. It is twice that while heartbeats would wait too long.
+call it. If the last tick is over 2.5 s old or in the future, a time of grace of ttl_ms begins: Redis or all routers
+were away, so heartbeats wait unread. In grace no server expires and no worker is forgotten. Grace also lasts while
+Redis is full, as no worker can write heartbeats then. At most two workers send a snapshot at a time, none while memory
+is short; the command for a snapshot is repeated after 30 s without progress.
+Pace: a tick grants its caller Redis time for apply: share_permille of the time since the last tick (at most 200 ms of
+it count), twice that while over RUSH_ENTRIES entries wait. All replicas together get no more.
 
 ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
       share_permille
-Returns: {ran 0/1, grace 0/1, retired slots, short 0/1, granted us, name...}; name = events:<id>, server:<id> (a stream
-      with a backlog), snapshot:<id> (the backlog of a worker that sends a snapshot: applied after the others),
-      forget:<id>
+Returns: {1 if this call did the work else 0, grace 0/1, number of retired slots, memory short 0/1, granted us, then
+      names: events:<id> or server:<id> (a stream with a backlog), snapshot:<id> (the events stream of a worker that
+      sends a snapshot, to be applied after the others), forget:<id> (a worker to be forgotten)}
 Cost: O(max_streams), <= 150 us idle; once a second O(workers)
 Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
 --]]
@@ -23,10 +23,10 @@ local tick_key, hello_key, cursor_key, alive_key, alive_servers_key, servers_key
 local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
-local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from the first on, enough below the second
-local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- RUSH_ENTRIES take about 4 s of the usual share
+local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from SHORT_FROM on, until below SHORT_TO
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- RUSH_ENTRIES take about 4 s at the usual pace
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
-local HELLOS, HELLOS_KEPT = 256, 4096 -- most hints that a tick reads (0.3 ms), and most that wait
+local HELLOS, HELLOS_KEPT = 256, 4096 -- most hints that a tick reads (0.3 ms), and that `hello` keeps
 local GRANTED_US = 5 -- the position of granted us in the answer
 
 local call = redis.call
@@ -42,7 +42,7 @@ if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 
 local full = (redis.pcall("SET", tick_key, before).err or ""):find("OOM", 1, true)
 call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + ttl_ms end
-if last and last > now then -- the clock has stepped back: nothing may have happened later than now
+if last and last > now then -- the clock has stepped back: times in the future become now
   for _, key in ipairs({ alive_key, alive_servers_key, resync_key }) do
     for _, name in ipairs(call("ZRANGEBYSCORE", key, "(" .. now, "+inf")) do call("ZADD", key, "XX", now, name) end
   end
@@ -77,8 +77,8 @@ local function notice(stream)
   end
 end
 
--- Looks for the streams that `hello` names. A forged hello changes nothing. Any worker may write there as often as it
--- likes, so only the youngest hints are kept, each name is looked up once, and a core's name stands for its server's.
+-- Adds the streams that `hello` names, if they exist. Any worker may write to `hello` as often as it likes, so only the
+-- youngest hints are kept, and each name is looked up once. The name of an engine core stands for its server's, too.
 local function greet()
   local kind = call("TYPE", hello_key).ok
   if kind == "none" then return end
@@ -127,8 +127,8 @@ local function backlogs()
   start = n > 0 and (start + n) % #streams or 0
 end
 
--- Scores of resync: -ms: the worker waits since then; +ms: its snapshot was commanded, or last made progress, then. Of
--- the workers that are alive the one that has waited longest is next.
+-- Command snapshots. Scores of resync: -ms: time since which a worker waits; +ms: time when its snapshot was commanded
+-- or last made progress. Of the workers that are alive, the one that has waited longest is next.
 local function command_resyncs()
   local heard = include "shared/heard"
   local filling, waiting = 0, {}

@@ -1,20 +1,20 @@
 --[[
-vouch: keeps a worker routable whose engine answers a replica over HTTP, though its heartbeats are missing. The way
-of the worker's plugin to Redis is broken, not the engine, so the index stays in use as it was last known.
+vouch: keeps a worker routable whose engine answers a replica over HTTP, though its heartbeats are missing. The plugin's
+connection to Redis is broken, not the engine, so decide goes on to use the worker's last known blocks.
 
-Guarantee: counts only for the incarnation that was asked: with another nonce it changes nothing. The worker's URL must
-have answered a probe before, and it is no worker that said goodbye or broke the rules. An engine core whose heartbeats
-stop while those of its API server go on stands still, and its server's answer does not tell: nobody can vouch for it.
-The flag UNHEARD ends by itself (tick): ttl_ms after the last vouch, or when the worker is heard again.
+Guarantee: counts only for the incarnation that was asked: with another nonce it changes nothing. Refused is a worker
+whose URL never answered a probe, that left, or that broke the rules. So is one whose API server was heard long after
+it: such an engine core stands still, though its server answers over HTTP. The flag UNHEARD, which this script sets,
+ends ttl_ms after the last vouch, or when heartbeats arrive again (tick).
 
 ARGV: worker_id, nonce
-Returns: VOUCHED, RENEWED (it was vouched for already), or REFUSED (nothing is changed)
+Returns: VOUCHED, RENEWED (the worker had the flag UNHEARD already), or REFUSED (nothing is changed)
 Cost: O(1)
 --]]
 local workers_key, load_key, alive_key, alive_servers_key = unpack(KEYS)
 local worker_id, nonce = ARGV[1], ARGV[2]
 
-local SERVER_ALONE_MS = 6500 -- longest that a server may be heard after its core (heartbeats: every 5 s)
+local SERVER_ALONE_MS = 6500 -- longest time that a server's heartbeat may follow its core's last (interval: 5 s)
 local call, with_flags = redis.call, include "shared/with_flags"
 
 local packed, row = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
