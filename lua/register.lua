@@ -1,12 +1,12 @@
 --[[
 register: notes a replica's check of an approximate worker (an engine without the plugin, which the operator listed).
 
-Guarantee: the first check that passes makes the worker's slot and row; each later one is its heartbeat. A worker whose
-last check failed, whose process started anew, or whose scheme changed, gets a new slot, so that the blocks of its
+Guarantee: the first check that passes makes the worker's slot and row; each later one is its heartbeat. A worker that
+comes back into `alive`, whose process started anew, or whose scheme changed, gets a new slot, so that the blocks of its
 earlier prompts do not count. A worker that joined by its own stream is never touched. Several replicas may check one
-worker. A failed check by the replica whose check passed last takes the worker out of `alive` at once. By another
-replica, the second failure in a row does so, unless a check passed in between; so does a check that ran out of time
-while requests run on the engine, as the engine may only be busy. If a replica does not list the worker any more, its
+worker. A failed check by the replica whose check passed last takes the worker out of `alive` at once. Of another
+replica the second failure in a row does so, unless a check passed in between; likewise of any replica, if the check ran
+out of time while requests run there: the engine may be busy. If a replica does not list the worker any more, its
 first call changes nothing. From its second call on the worker drains, unless another replica's check passed in between,
 and `forget` deletes it when no request runs there. A replica that still lists the worker ends that. A worker's scheme
 stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused` stays

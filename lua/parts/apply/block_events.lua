@@ -1,10 +1,10 @@
 --[[
-apply/block_events: the operations stored, removed and chunk: what they do to the sets of a worker's slots, and to the
-digests of these sets.
+apply/block_events: the operations `stored`, `removed` and `chunk`, which change the block sets of a worker's slots and
+the digests of these sets.
 
-Takes the state of apply (key prefix, worker, record, row, the digests live and shadow, changed, short, probed; it adds
-to blocks and sets seen), the table of operations, which gets three more, and two functions: count(counter) and
-lost(cause), which counts and asks for a snapshot.
+Takes the state of apply (reads prefix, worker, record, row, live, shadow, changed, short and probed; adds to `blocks`,
+sets `seen`), the table of operations, to which it adds three, and two functions: count(counter), which increments a
+counter, and lost(cause), which also asks for a snapshot.
 --]]
 local call = redis.call
 local BATCH_BLOCKS = 128
@@ -17,8 +17,8 @@ return function(state, operation, count, lost)
   local record, row, live, shadow, changed, short, probed =
     state.record, state.row, state.live, state.shadow, state.changed, state.short, state.probed
 
-  -- Write (SADD, sign 1) or erase (SREM, sign -1) the packed hashes from `first` on. A hash that was there already, or
-  -- was not there, does not move the digest.
+  -- Write (SADD, sign 1) or erase (SREM, sign -1) the packed hashes from position `first` of the data on. A hash that
+  -- is in the set already, or already absent from it, does not change the digest.
   local function change(verb, sign, data, first, slot, digest)
     local hashes, n, high, low = {}, 0, 0, 0
     slot = string.format("%d", slot) -- convert the number once, not at every call of SADD
@@ -31,7 +31,7 @@ return function(state, operation, count, lost)
       end
     end
     if n > 0 then call(verb, held_prefix .. slot, unpack(hashes)) end
-    if n > 0 and sign > 0 and probed then call("SREM", probe_key, unpack(hashes)) end -- reported once is enough
+    if n > 0 and sign > 0 and probed then call("SREM", probe_key, unpack(hashes)) end -- these are no longer awaited
     digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
     digest[3] = (digest[3] + sign * low) % U32
     state.blocks = state.blocks + (#data - first + 1) / 8
@@ -39,9 +39,9 @@ return function(state, operation, count, lost)
 
   local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
-  -- An honest engine never holds more than its capacity. The bound is twice that: a batch may add before it removes. If
-  -- less is believed than it claims, it may be honest all the same, one large engine among small ones: its blocks have
-  -- room up to ALWAYS_BLOCKS, and beyond that up to twice what is believed.
+  -- Tell whether a slot may get further blocks. An honest engine never holds more than its capacity; the bound is twice
+  -- that, as a batch may add before it removes. An engine that claims more than its row has (the row's capacity is cut
+  -- to a multiple of the median) may be honest, too: it gets ALWAYS_BLOCKS, or twice the row's capacity if more.
   local function room(digest)
     local most = math.min(record.capacity_blocks, math.max(ALWAYS_BLOCKS, 2 * row[CAPACITY_BLOCKS_FIELD]))
     if not short and digest[1] + BATCH_BLOCKS <= 2 * most + 8 * BATCH_BLOCKS then return true end
@@ -52,7 +52,7 @@ return function(state, operation, count, lost)
 
   local function block_event(verb, sign, data)
     if not packed_hashes(#data) then return false end
-    if record.shadow then -- a plugin sends block events after `end`: the snapshot so far is no longer one cut
+    if record.shadow then -- plugins send no block events before `end`: the snapshot is inconsistent
       lost("interleaved")
     end
     if sign > 0 and not room(live) then return true end
@@ -65,7 +65,7 @@ return function(state, operation, count, lost)
 
   function operation.chunk(data, time)
     if not packed_hashes(#data - 8) then return false end
-    state.seen = time -- the worker's heartbeats wait behind many chunks, so each chunk counts as a heartbeat
+    state.seen = time -- heartbeats stand behind many chunks in the stream, so each chunk counts as one
     if not record.shadow or data:sub(1, 8) ~= record.snapshot then
       count("stale")
     elseif room(shadow) then

@@ -1,10 +1,11 @@
 --[[
-apply/progress: the operation `progress`, which says that the prefill of some requests is done. What these requests had
-booked is given back as by their first token, and the predicted match is compared with what was cached. Their blocks
-were reported before. The index knows them and will know their eviction, so the reservation no longer counts for them.
+apply/progress: the operation `progress`, by which an engine reports that the prefill of some requests is done. Their
+booked prefill is given back, as by a first token, and the predicted match is compared with the tokens that the engine
+had cached. The engine reported their blocks before, so the index has them and their reservations need not count as
+makers of these blocks any more.
 
-Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, which gets
-one more, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
+Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, to which it
+adds one, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
 --]]
 local call = redis.call
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
@@ -16,10 +17,10 @@ return function(state, operation, lease_key, count, parse_list, integers)
   local prefix, worker_id, held_prefix = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
-  -- Tell if this is still the worker that was proved. Another prompt length says no. So does, twice in a row, a prompt
-  -- whose last block is not in the index: the engine has it, and reports blocks before progress. Both signs only
-  -- make the worker suspected, and a probe decides: else a tenant's prompts could end a healthy worker's routing.
-  -- True if the index is complete and has the last block.
+  -- Suspect the worker of not being the one that was proved, if the prompt's length differs, or if twice in a row the
+  -- index lacks the last block of a prompt: the engine has it, and reports blocks before progress. A probe decides
+  -- about a suspicion, else a tenant's prompts could end a healthy worker's routing.
+  -- Returns true if the index is complete and has the last block.
   local function judge(same_prompt, hash)
     if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end
     if record.shadow or truth.cause or short then return end
@@ -32,8 +33,8 @@ return function(state, operation, lease_key, count, parse_list, integers)
     return held == 1
   end
 
-  -- End the prefill of one prompt of a reservation. Of several prompts each gives back its share of what was
-  -- booked; the lease keeps what is left. Shares are rounded up, so that nothing is left behind the last one.
+  -- End the prefill of one prompt of a reservation. Of several prompts each gives back its share of the booked prefill,
+  -- rounded up, so that nothing is left booked after the last prompt.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", lease_key, id)
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease or NO_LEASE)
@@ -41,8 +42,8 @@ return function(state, operation, lease_key, count, parse_list, integers)
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return count("foreign") end
     local mark = id:sub(MARK_AT, MARK_AT)
     local several = mark == MARK_SEVERAL_PROMPTS
-    -- Compared once: a beam search goes on with longer prompts under the same id. Never compared: a lease that renew
-    -- has rebuilt (no prompt is known), and a prompt whose token ids nobody knew.
+    -- Predicted match and cached tokens are compared once, as a beam search goes on with longer prompts under the same
+    -- id; never if renew rebuilt the lease (its prompt's length is unknown), or the router had no token ids.
     local compares = prompt > 0 and matched < JUDGED and not several and mark ~= MARK_ESTIMATED
     if compares then
       count(cached == matched and "exact" or cached > matched and "over" or "short")
@@ -53,7 +54,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
       end
       matched = cached + JUDGED
     end
-    if stage > STAGE_BOOKED then -- settle has told the first byte before
+    if stage > STAGE_BOOKED then -- settle has ended the prefill before
       if not compares then return end
       local head = struct.pack(LEASE, epoch, slot, prefill, decode, matched, prompt, stage, length)
       return call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))

@@ -1,9 +1,9 @@
 --[[
-apply_control/snapshot: begin and end of a snapshot: a worker gets a shadow slot, and changes over to it once it is
-whole.
+apply_control/snapshot: begin and end of a snapshot. At the begin a worker gets a second slot (shadow), which becomes
+its slot once the snapshot is complete.
 
-Takes the keys digest, next_slot, resync and retired, the worker's name, the server's time in ms, what the worker's
-record says of divergences (truth), and three functions: count(counter), lost(cause), drop_shadow(record).
+Takes the keys digest, next_slot, resync and retired, the worker's id, the server's time in ms, the record's `truth`
+(differences between index and engine), and three functions: count(counter), lost(cause), drop_shadow(record).
 Returns begin(record, command, data of the entry) and finish(record, row, data of the entry).
 --]]
 local call = redis.call

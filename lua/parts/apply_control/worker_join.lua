@@ -1,8 +1,8 @@
 --[[
 apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
-Takes the decoded data of its join and the worker's name. Returns the record, of known fields only; or nil if anything
-in the announcement is not as it must be. Labels that are not as they must be are left out: they are worth no worker.
+Takes the decoded data of the join and the worker's id. Returns the record, with known fields only; or nil if a field of
+the announcement is malformed. Malformed labels are left out: they are no reason to refuse a worker.
 --]]
 local U31 = 2 ^ 31 - 1
 local MAX_LABELS, MAX_WORD_BYTES = 8, 63

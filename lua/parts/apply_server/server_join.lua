@@ -1,8 +1,8 @@
 --[[
 apply_server/server_join: checks the announcement of an API server.
 
-Returns announced(data of its join, the server's name) -> the decoded announcement, or nil if anything in
-it is not as it must be; and chunks_of(artifacts) -> the set of the names of a manifest's chunks, or nil.
+Returns announced(data of the join, the server's id) -> the decoded announcement, or nil if it is malformed; and
+chunks_of(artifacts) -> the names of the chunks in a manifest, as a set, or nil.
 --]]
 local MAX_JOIN_BYTES, MAX_URL_BYTES = 262144, 512
 local MAX_MODELS, MAX_FILES, MAX_CHUNKS, MAX_BRACKETS = 256, 8, 2048, 500
@@ -35,8 +35,8 @@ local function chunks_of(artifacts)
   return files <= MAX_FILES and chunks or nil
 end
 
--- A join is kept as it came, so every parser must read the same in it: ASCII, no deep nesting, and no number that only
--- cjson reads.
+-- Tell whether all JSON parsers read the text alike, as a join is stored unchanged: ASCII, no deep nesting, and no
+-- number that only cjson reads.
 local function plain(data)
   local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
   for token in bare:gmatch("[^%[%]{}:,%s]+") do

@@ -1,9 +1,10 @@
 --[[
-decide/baseline_policies: the policies besides `cost`; lua/README.md tables their rules and where they come from.
+decide/baseline_policies: the policies besides `cost`; lua/README.md tables their rules and sources.
 
-Guarantee: pure. Of candidates that a policy ranks equal the least in flight is taken, then a hash of the seed.
-Takes the state (see decide/cost_rule), the useful tokens of each match, and two functions of decide/cost_rule:
-first_in_order(s, passes) and draw(s, candidate). Returns the candidate and one word why.
+Guarantee: pure. Of candidates that a policy ranks equal the one with the fewest requests in flight is taken, of these
+the one with the lowest hash of seed and slot. Takes the state (see decide/cost_rule), the useful tokens of each match,
+and two functions of decide/cost_rule: first_in_order(s, passes) and draw(s, candidate).
+Returns the candidate and one word why.
 --]]
 local unpack_from, sub, max, min, floor = struct.unpack, string.sub, math.max, math.min, math.floor
 local FULL_RANK = 2 ^ 40
@@ -12,14 +13,14 @@ return function(s, own, first_in_order, draw)
   local function in_flight(i) return (unpack_from(ROW_IN_FLIGHT, s.rows[i], IN_FLIGHT_AT)) end
   local function waiting(i) return s.wait[i] end
 
-  -- Count blocks that a worker holds or will hold. Full caches rank equal, because a few free blocks say nothing.
+  -- Count blocks that a worker holds or will hold. Nearly full caches rank equal: a few free blocks make no difference.
   local function blocks(i)
     local held, capacity = unpack_from(ROW_BLOCKS_TO_CAPACITY_BLOCKS, s.rows[i], BLOCKS_AT)
     held = held + floor(s.wait[i] / (s.block > 1 and s.block or VLLM_BLOCK_TOKENS))
     return capacity > 0 and held >= FULL_SHARE * capacity and FULL_RANK or held
   end
 
-  -- Return the set of candidates that pass and have the least rank, and that rank; without `passes` all pass.
+  -- Return the candidates of the lowest rank among those in `passes` (nil: among all), as a set, and that rank.
   local function least_of(rank, passes)
     local lowest, found = math.huge, {}
     for i = 1, s.count do
@@ -34,17 +35,17 @@ return function(s, own, first_in_order, draw)
 
   local function drawn(passes) return (next((least_of(function(i) return draw(s, i) end, passes)))) end
 
-  -- Return the candidate of the least rank; of equals the one with the least in flight, then by a hash of the seed.
+  -- Return the candidate of the lowest rank, of equals as the header says.
   local function least(rank, passes) return drawn((least_of(in_flight, (least_of(rank, passes))))) end
 
-  -- Return the candidates of the deepest match, and its share of the prompt, without tokens that all candidates hold.
+  -- Return the candidates of the deepest match, and its share of the prompt, less the tokens that all candidates hold.
   local function deepest()
     local found, best = least_of(function(i) return -(own[i] or 0) end)
     local _, common = least_of(function(i) return own[i] or 0 end)
     return found, (-best - common) / max(1, s.prompt - common)
   end
 
-  -- Return how many more requests the fullest candidate has in flight than the emptiest, and both numbers.
+  -- Return the largest number of requests in flight less the smallest, of all candidates; and both numbers.
   local function spread()
     local _, lowest = least_of(in_flight)
     local _, highest = least_of(function(i) return -in_flight(i) end)
@@ -78,7 +79,7 @@ return function(s, own, first_in_order, draw)
     return policies.least_loaded()
   end
 
-  -- The first tokens are cut to full blocks, because only full blocks are known.
+  -- The number of first tokens is cut to full blocks, because the index knows only full blocks.
   function policies.sticky()
     local tokens = min(s.prefix_tokens > 0 and s.prefix_tokens or 64, s.prompt - 1)
     tokens = max(s.block, floor(tokens / s.block) * s.block)

@@ -1,10 +1,10 @@
 --[[
 decide/checkpoints: lists checkpoints, the blocks of a chain at which open reservations are counted (keys x:).
 
-Guarantee: pure. The checkpoints above a block, deepest first: the last block n, the fork, the powers of two down to 16,
-and block 1. The fork is the block where this chain leaves a chain that is being made already.
-Takes n, the block above which checkpoints are wanted, and the fork or nil. Returns the checkpoints, and the first block
-of the same series that is not above (0: there is none).
+Guarantee: pure. The checkpoints of a chain, deepest first: its last block n, the fork, the powers of two down to 16,
+and block 1. The fork is the block where this chain leaves a chain that a reservation is to compute already.
+Takes n, `above` (only checkpoints beyond this block are wanted), and the fork or nil. Returns these checkpoints, and
+the next checkpoint, which is not beyond `above` (0: there is none).
 --]]
 return function(n, above, fork)
   local blocks, block, power = {}, n, 8192

@@ -1,50 +1,48 @@
 --[[
-decide/cost_rule: which candidate a request goes to. The policy `cost` is this file; all others are in
+decide/cost_rule: chooses the candidate for a request. This file is the policy `cost`; all others are in
 decide/baseline_policies.
 
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
-  wait      prefill tokens that are ahead on this worker, less what it has computed by now of the prefill under way
+  wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
   lambda    the weight of an uncached token; 1 while some worker has nothing to do
-  again     tokens of the prompt that another worker is making at this moment and this worker would make once more
-  lost      tokens of the prompt that one other worker alone holds: what a session leaves behind when it moves. A system
-            prompt that two workers hold costs nothing
-  overfill  how much fuller the worker's cache is than the mean: what it computes evicts that much more
-  crowd     how many caches more the contexts that are booked there would need (20 samples of an answer soon do)
-  busy_share  share of its time that the worker spent in prefill lately: a session that is placed comes back, so what
-            counts is the work that will come, for which the latest is a good guess. It is a share of time, so a fast
-            worker that is as busy as a slow one pays as much
-  label_price  seconds that the replica's operator set for the labels which the worker lacks (WARMFLEET_PREFER); 0 where
-            nothing is preferred, and for a worker that joined after the replica's last reading
-Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins,
-then the worker that holds more of the prompt, in steps of 2 % of it: what is less is not worth that prompts with the
-same short beginning all go to one worker. Then a worker whose blocks may be matched, the least evicting, the least
-filled, the least in flight, and at last a hash of the seed. The home is the first worker of `order` that is a
-candidate. With objective_s, candidates whose
-cost meets that objective are preferred at the least load: a bigger match is no reason to join a longer line when the
-objective is met without it.
+  again     tokens of the prompt that another worker is computing now and this worker would compute once more
+  lost      tokens of the prompt that only one worker holds, and not this one: a session that moves leaves them behind.
+            So a system prompt that two workers hold costs nothing
+  overfill  fill of the worker's cache less the mean fill: the fuller the cache, the more each computed token evicts
+  crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
+  busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
+            work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
+  label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
+            label is preferred, or if the worker joined after the replica last read the workers' records
+Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins
+(the first worker of `order` that is a candidate), then the worker that holds more of the prompt, in steps of 2 % of it:
+with smaller steps, all prompts with the same short beginning would go to one worker. Then a worker whose blocks may be
+matched, the least evicting, the least filled, the one with fewest requests in flight, and at last a hash of the seed.
+With objective_s, the choice is among the least loaded of the candidates whose cost meets that objective: a bigger match
+is no reason to join a longer line if the objective is met without it.
 
-Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this very text on the states of a decision
-log.
+Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, wait, base_s, speed, busy_share, fill, crowd, cost, count, least_wait,
 total_fill), from decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed,
 prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
-choose returns the candidate and one word why it was chosen. The word names what decided: lowest (cost or load), home,
-prefix, pressure, flight, seed, objective; the other policies say match, smallest, imbalance, bound or turn besides.
-It sets, whatever the policy, s.cost (predicted seconds to first token by candidate), s.tie_s (seconds above the lowest
-cost within which a cost counts as equal to it), and where s.terms is a table by candidate what the cost is made of, in
-seconds: wait, uncached, again, lost, overfill and crowd, busy_share, label_price, each with its weight.
+choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
+or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
+  s.cost   predicted seconds to first token, by candidate
+  s.tie_s  seconds above the lowest cost within which a cost counts as equal to it
+  s.terms  if it is a table: by candidate the terms of the cost, in seconds with their weights: wait, uncached, again,
+           lost, overfill and crowd, busy_share, label_price
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
--- The tokens of each match that count, by candidate: prefix_tokens at most. What a candidate holds beyond the
--- shortest match counts only if it is min_match_tokens or more.
+-- Return the tokens of each match that count, by candidate: at most prefix_tokens; and tokens beyond the shortest match
+-- of all only if they are min_match_tokens or more.
 local function useful_matches(s)
   local prefix_tokens, min_match = s.prefix_tokens, s.constants.min_match_tokens
   if prefix_tokens <= 0 and min_match <= 0 then return s.matched end
@@ -67,14 +65,13 @@ local function first_in_order(s, passes)
   end
 end
 
--- Hash the seed and the candidate's slot. They are mixed by a square, as a linear mix would let some slots win more
--- often.
+-- Hash the seed and the candidate's slot, with a square, because with a linear hash some slots would win more often.
 local function draw(s, i)
   local mixed = (s.seed * 40503 + unpack_from(ROW_SLOT, s.rows[i], SLOT_AT) * 2654435769) % 4294967291 % 67108859
   return mixed * mixed % 4294967291
 end
 
--- Return the candidates that meet the objective with no more load than another that does; nil if none meets it.
+-- Return, as a set, the least loaded of the candidates that meet the objective; nil if none meets it.
 local function meeting_objective(s, slack)
   local least, bar
   for i = 1, s.count do
@@ -89,12 +86,12 @@ local function meeting_objective(s, slack)
   return found
 end
 
--- Of the candidates that cost `bar` at most and are in `among` (nil: all are) return the winner of the tie and the last
--- step that was needed for that. `level` is that step; the later fields of a row are read only if a tie gets so far.
--- own: useful tokens of each match; nil if none is worth a step.
+-- Of the candidates that cost at most `bar` and are in `among` (nil: all are) return the winner of the tie and the last
+-- of the steps (DECIDED_BY) that was needed to find it. Fields of a row are read only for the steps that need them.
+-- own: useful tokens of each match; nil if no match is long enough to decide.
 local function win_tie(s, bar, among, home, own)
   local cost, rows, fill, schemes, share = s.cost, s.rows, s.fill, s.schemes, EQUAL_SHARE * s.prompt
-  local winner, held, evicted, flight, drawn -- the candidate that leads, and what is known of it
+  local winner, held, evicted, flight, drawn -- the candidate that leads so far, and its values
   local level = 0
   for i = 1, s.count do
     if cost[i] <= bar and (not among or among[i]) then
@@ -140,7 +137,7 @@ local function lowest_cost(s, own, home)
   local stay, place = constants.stay - 1, constants.place * prompt / s.median
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
-  local making = 0 -- tokens of the prompt that some worker is making
+  local making = 0 -- tokens of the prompt that some worker is computing now
   for i in pairs(s.speculated) do making = max(making, own[i]) end
   local most, second = 0, 0 -- tokens of the longest match, and of the next
   for _, tokens in pairs(own) do
@@ -151,8 +148,8 @@ local function lowest_cost(s, own, home)
     end
   end
   local leaves = stay * (most - second)
-  local lowest, tie, cheapest = huge, 0, nil -- the lowest cost, what counts as equal to it (s), and whose it is
-  local fewest = prompt -- tokens that a candidate must compute
+  local lowest, tie, cheapest = huge, 0, nil -- lowest cost, what counts as equal to it (s), its candidate
+  local fewest = prompt -- fewest tokens that any candidate must compute
   for i = 1, count do
     local held, overfill, tps = own[i] or 0, fill[i] - mean_fill, speed[i]
     local uncached, again = prompt - held, making - held
@@ -195,8 +192,8 @@ local function choose(s)
   return winner, why
 end
 
--- Return the choice if it has room, else the cheapest candidate with room; nil if none has. Policies not choosing by
--- cost keep their choice if any candidate has room. room: seconds, by candidate.
+-- Return the choice if it has room, else the cheapest candidate with room; nil if none has. With a policy other than
+-- `cost` the choice stays if any candidate has room. room: seconds of room, by candidate.
 local function with_room(s, w, room)
   local best
   for i = 1, s.count do

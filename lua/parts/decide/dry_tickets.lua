@@ -1,13 +1,13 @@
 --[[
-decide/dry_tickets: the queue (shared/tickets) for a decision that is only to be told: what it would write is kept
-here, for this decision to read, and never gets to Redis.
+decide/dry_tickets: a queue (shared/tickets) for a decision in mode DRY: what the decision would write to Redis is held
+in this table, where the decision reads it.
 
-Guarantee: writes nothing. One ticket may enter, that of a request which has none. Tickets that expired or gave way
-count as taken out for whose turn it is and for the length of the queue; the place of their flow stays as it is.
-Takes shared/tickets, the key of the queue, the time in us and how long a ticket lives (ms). Returns the queue.
+Guarantee: writes nothing. One ticket may enter, that of a request which has none. Tickets that expired or were
+displaced neither get a turn nor count in the length of the queue; the place of their flow stays as it is.
+Takes shared/tickets, the key of the queue, the time in us and the lifetime of a ticket (ms). Returns the queue.
 --]]
 local sub, byte, max = string.sub, string.byte, math.max
--- Reads that go to Redis: shared/tickets makes them before the ticket enters, or where the ticket changes nothing.
+-- Reads that need no correction: shared/tickets makes them before the ticket enters, or where it makes no difference.
 local READ_AS_IT_IS = { ZRANGEBYSCORE = 1, ZREVRANGE = 1, ZREVRANGEBYLEX = 1 }
 
 -- Compares as Redis orders members: Lua's own comparison follows the locale of the server.
@@ -22,8 +22,8 @@ end
 return function(make_queue, queue2_key, now_us, ticket_ms)
   local tickets_key, flows_key = queue2_key .. ":tickets", queue2_key .. ":flows"
   local lengths_key, clock_key = queue2_key .. ":lengths", queue2_key .. ":clock"
-  local records, gone, more_us = {}, 0, 0 -- new records by id (false: taken out); tickets taken out; added work
-  -- The ticket that enters: its member and rank in the queue, its flow, and that flow's place and virtual time then.
+  local records, gone, more_us = {}, 0, 0 -- new records by id (false: deleted); number of deleted tickets; added work
+  -- The ticket that enters: its member and rank in the queue, its flow, and the flow's place and virtual time.
   local guest, rank, flow, place, time, is_new_flow
   local commands = {}
 

@@ -2,10 +2,11 @@
 decide/dump_state: adds to an answer all that the choice saw: for /explain, and for the decision log to be replayed.
 
 Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and its match as the choice saw it (a
-verification may have shortened it afterwards). Returns the answer with, at its end, {median speed, block_tokens, turn,
-time in ms modulo 2^32, 1 if the request would wait its turn first, seconds by which costs may differ and count as
-equal, for a request that was not to wait any longer the numbers of the candidates with room, joined by commas, and for
-one that waits the price of its turn in seconds and the number of the candidate that it waits for (decide/wait_turn)},
+verification may have shortened it afterwards). Returns the answer with, at its end,
+{median speed (tokens/s), block_tokens, turn (decisions that round_robin has made), time in ms modulo 2^32,
+ 1 if the request must wait for its turn, else 0, seconds by which costs may differ and count as equal,
+ numbers of the candidates with room, joined by commas (if the request was in the queue and need not wait any longer),
+ price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait)},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in
 seconds, joined by commas (decide/cost_rule)}.
 --]]

@@ -1,17 +1,19 @@
 --[[
-decide/prefix_match: how many tokens of the prompt each candidate holds, added to the state of shared/candidates.
+decide/prefix_match: finds how many tokens of the prompt each candidate holds, or will hold once reservations that are
+open now are computed, and adds them to the state of shared/candidates.
 
-For each chain: first the blocks that are confirmed (b:<hash>, the slots that hold a block), then the blocks that open
-reservations will make (x:<hash> at checkpoints, and between these the chains c: of their leases), then tokens.
+For each chain it looks first for confirmed blocks (b:<hash>: the slots that hold a block), then for blocks that open
+reservations will make (x:<hash> at checkpoints, between them the chains c: of the leases), and converts both to tokens.
 
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
-Takes the state, the key prefix, prompt_tokens, max_probes, the place of the first chain in ARGV, and the key of the
-leases' records.
-Returns an error reply, or nil. Adds to the state, by candidate: matched (tokens), speculated (blocks; set if the match
-is still being made), confirmed (blocks), counted (a reservation counts at block 1 there), node and replace (the block
-where this chain leaves a chain that is being made there, and whether that chain's maker is to be replaced); and
-chain_of: scheme -> place in ARGV; block: tokens of the largest blocks; flagged.
+Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, and the key of the
+leases' records. Returns an error reply, or nil. Adds to the state, by candidate:
+  matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
+  counted (true if a reservation is to compute a chain with the same block 1 there)
+  node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is
+  to name this request's reservation as its maker)
+and for all: chain_of (scheme -> position in ARGV), block (tokens of the largest blocks), flagged.
 --]]
 local call, sub, floor = redis.call, string.sub, math.floor
 local max, min, format = math.max, math.min, string.format
@@ -22,7 +24,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
-  local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- numbers of calls left: for confirmed blocks, chains
+  local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Slot -> candidate, of those whose blocks may be matched with a chain of this scheme.
   local function slots_of(scheme)
@@ -33,8 +35,9 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     return by_slot
   end
 
-  -- Find the blocks at which a worker's run may end, deepest first. Holders only leave along a chain, so no run ends
-  -- between two sets of one size. Every open interval is halved once a round, the widest first.
+  -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
+  -- fewer workers hold it, so no worker's run ends between two blocks whose sets (b:) have one size. Each interval with
+  -- different sizes at its ends is halved once a round, the widest first.
   local function ends_of(hashes, n, holders)
     local low, low_size, high, high_size = { 1 }, { holders }, { n + 1 }, { 0 } -- of each interval: blocks, holders
     local ends, last, k = {}, 1, 1
@@ -43,7 +46,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
       if ls ~= hs and (h - l == 1 or probes <= 0) then
         ends[#ends + 1], flagged = l, h - l > 1 and 1 or flagged
       elseif ls ~= hs then
-        local middle = k == 1 and n or floor((l + h) / 2) -- a prompt that was seen whole is common: look there first
+        local middle = k == 1 and n or floor((l + h) / 2) -- often the whole prompt is cached: look there first
         local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
         probes = probes - 1
         if size ~= hs then
@@ -58,11 +61,11 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
       k = k + 1
     end
     table.sort(ends, function(p, q) return p > q end)
-    ends[#ends + 1] = 1 -- a slot with holes (a shadow that fills) can hide an end: its worker has block 1 at least
+    ends[#ends + 1] = 1 -- gaps in a slot's set (a snapshot under way) can hide an end
     return ends
   end
 
-  -- Give each of `wanted` workers the first of `blocks` that it holds: its depth.
+  -- Return for each candidate the first of `blocks` that it holds, its depth. `wanted` candidates have one at most.
   local function deepest(blocks, wanted, by_slot, holders_of)
     local depth = {}
     for k = 1, #blocks do
@@ -76,14 +79,14 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     return depth
   end
 
-  -- Find how far a chain that is being made equals the chain of this request. Two chains may part between checkpoints.
-  -- That block is found in the chain (c:) of the lease that made the checkpoint, or in the trail that the mirror of an
-  -- approximate worker keeps there. A third chain that parted at that place counts at the next block, so it is
-  -- followed, too. A hash stands for all blocks before it, so one comparison tells whether two chains are still the
-  -- same. Starts at `block` and asks only for blocks beyond `depth`. Returns the last block that is known or being
-  -- made, whether it is being made (not yet in the mirror), the node where a longer chain belongs, and whether the
-  -- maker that is noted there is to be replaced. Nobody reports the blocks of an approximate worker: a maker whose
-  -- first token came has made them there, though the mirror notes them only when it ends.
+  -- Find the last block up to which a chain that is to be computed on candidate i equals the chain of this request,
+  -- which may lie between checkpoints: then it is found in the chain (c:) of the lease that made the checkpoint, or in
+  -- the trail that the mirror of an approximate worker has there. A third chain that leaves at the same block is noted
+  -- at the next block, so it is followed, too. A hash depends on all blocks before it, so one comparison tells whether
+  -- two chains are equal up to a block. Starts at `block`; blocks up to `depth` are known. Returns
+  --   that last block, and whether it is still to be computed (an approximate worker reports no blocks: there a maker's
+  --   first token shows that they are computed, though the mirror gets them only at the end of the request),
+  --   the block at which a longer chain is to be noted (node), and whether to replace the maker that is noted there.
   local function follow(hashes, block, depth, i)
     local n, field = #hashes / 8, format("%d", s.slots[i])
     local whole, making, parted, takes = depth, false, nil, false -- the values to return, in order
@@ -112,7 +115,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
         if same(middle) then low = middle else high = middle - 1 end
       end
       if low > whole then whole, making = low, low > kept and not made_by(maker) end
-      -- A chain that ended here is lengthened where it begins, one that goes another way is left at the next block.
+      -- A longer chain is noted in place of one that ends here, a chain that goes another way at the next block.
       parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
       if whole >= n or whole < block then break end
       block = whole + 1

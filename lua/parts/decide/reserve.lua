@@ -1,12 +1,12 @@
 --[[
-decide/reserve: makes a choice a reservation: the worker's load, the lease, and the checkpoints of blocks to be made.
+decide/reserve: books a choice: the worker's load, the lease, and the checkpoints of blocks that are to be computed.
 
-Guarantee: the first write frees memory; a Redis that is at its limit then takes the other writes, too. The checkpoints
-are those beyond what the worker is confirmed to hold, the next one before that, where a prompt that goes on from this
-one looks for it while its blocks are being reported, and always block 1: it tells whether anything of a chain is being
-made at all. Takes the state, the candidate, the keys of load, leases and lease, the key prefix, the reservation's id,
-decode_tokens, and when the lease expires (ms). Returns the tokens that are booked, for prefill and for decoding. The
-latter are booked from now on, as the engine will need room for them, and without the match: that is there already.
+Guarantee: the first write frees memory; a Redis that is at its limit then takes the other writes, too. Checkpoints are
+noted beyond the worker's confirmed blocks; at the next one before that, where a longer prompt with the same beginning
+looks while these blocks are being reported; and always at block 1, which tells whether any part of a chain is to be
+computed. Takes the state, the candidate, the keys of load, leases and lease, the key prefix, the reservation's id,
+decode_tokens, and the time at which the lease expires (ms). Returns the booked tokens for prefill, and for decoding:
+the whole context less the match, booked at once, because the engine will need that room in its cache.
 --]]
 local call, unpack_from, sub, format, max = redis.call, struct.unpack, string.sub, string.format, math.max
 local checkpoints = include "decide/checkpoints"

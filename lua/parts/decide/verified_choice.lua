@@ -1,13 +1,13 @@
 --[[
-decide/verified_choice: makes the choice, and again while the winner holds less than its match seemed to be.
+decide/verified_choice: chooses a candidate, and chooses again if it holds less of the prompt than its match says.
 
-A match is found by bisection, which is exact only while a worker's set of blocks is prefix-closed (it holds each
-block's predecessors). For another worker the reverse set (s:) is asked how many blocks it holds without a gap, at
-most 2048 blocks in all; beyond them the match is a lower bound and s.flagged is 1. The choice is made again at most
-twice.
+A match is found by bisection, which is exact only while a worker's set of blocks is prefix-closed (has each block's
+predecessors). If a chosen worker's set is not, its reverse set (s:) tells how many blocks it holds without a gap; at
+most 2048 blocks are looked up, beyond which the match is a lower bound and s.flagged is 1. The choice is repeated at
+most twice.
 
-Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule).
-Returns the candidate, why, and its match as the choice saw it. Shortens s.matched and s.confirmed where blocks lack.
+Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
+and s.confirmed if blocks are missing. Returns the candidate, one word why, and its match as the choice saw it.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local min, band = math.min, bit.band

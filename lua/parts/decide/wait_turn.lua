@@ -1,34 +1,35 @@
 --[[
-decide/wait_turn: whether a request must wait its turn. If it must, it has a ticket in the queue when this returns, or
-an answer that says why it has none.
+decide/wait_turn: decides whether a request must wait in the queue. A request that must wait gets a ticket here, or an
+answer that says why it has none.
 
-decide calls it while tickets wait or the engine that was chosen has no room. Guarantee: while tickets wait, no request
-takes room of which one before it could make use, of those 256 that are looked at (shared/turns: behind more that are
-passed over, parts of the line are looked at in turn); while none waits, a request waits only for an engine that is
-cheaper for it than all that have room.
+decide calls it while tickets wait or the chosen engine has no room. Guarantee: while tickets wait, no request takes
+room that an earlier ticket could use, of the 256 tickets that are looked at (shared/turns says which). While none
+waits, a request waits only for an engine that is cheaper for it than all engines with room.
 Takes the candidates of this request after the choice (decide/cost_rule), and the choice; the request; the functions of
-shared/turns; with_room (decide/cost_rule); a function that gives the candidates of any request; and the keys of queue
-and leases. The request: id, priority, tenant, tokens, barred (ids of workers that cannot serve it, joined by commas),
-rows (of all workers), now_us, waited_ms, constants (of the replica), queue_max (tickets that the queue may have when
-this one enters; 0: this request gets no ticket, gives up one that it has, and takes nobody's place), displaces (in a
+shared/turns; with_room (decide/cost_rule); a function that returns the candidates of any request; and the keys of queue
+and leases. The request: id, priority, tenant, tokens (of the prompt), barred (ids of workers that cannot serve it,
+joined by commas), rows (of all workers), now_us, waited_ms, constants (of the replica), queue_max (most tickets of the
+queue when this one enters; 0: the request gets no ticket, loses one that it has, and displaces none), displaces (in a
 full queue it may take the place of another), prefix of the keys, per_minute (tokens, if its client has such a limit),
 dry (nothing is written).
-Sets s.room (seconds of room by candidate) if the request is not to wait, else s.turn_at (the candidate of its price).
-Returns the answer {QUEUED, FULL or DISPLACED (another took its place, and none is left), tickets, ms of work in them,
-price of the turn in seconds, tokens of the prompt that the worker of this price holds}; or nil, the candidate (another
-than the choice if that has no room), and a function to call when the request is booked, with the tokens of work that it
-makes. The price of the turn is of the worker that the ticket finds (shared/turns): what remains to compute, how long
-that worker is overdue, and half of the wait for it and for this request's share of the work that is served before its
-ticket; 0 if it got none. By it a router compares two pools, so a second of waiting counts the same in all of them
-(WAIT_PRICE in app/warmfleet/routing/pool_choice.py).
+Sets s.room (seconds of room, by candidate) if the request need not wait, else s.turn_at (the candidate of its price).
+Returns one of
+  {QUEUED, FULL or DISPLACED (another request took its place, and no place is left), number of tickets, ms of work in
+  them, price of the turn in seconds, tokens of the prompt that the worker of this price holds}
+  nil, the candidate (the choice, or another if that has no room), and a function to call with the request's work in
+  tokens once the request is booked
+Price of the turn, at the worker for which the ticket waits (shared/turns): seconds to compute what that worker lacks of
+the prompt, plus seconds that it is overdue, plus half of the wait for it and of the queue's work that is served before;
+0 without a ticket. By this price routers compare pools, so a second of waiting counts half in every pool (WAIT_PRICE in
+app/warmfleet/routing/pool_choice.py).
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
 local tickets = include "shared/tickets"
-local NAMED, MAX_US = 8, 4294967295 -- most workers whose prices a ticket holds; longest time that fits into it
-local WAIT_PRICE = 0.5 -- the price of a second of waiting, where pools are compared
-local LAG_S = 1 -- seconds of work by which a tenant may stay behind others after it is served (`lag` of shared/tickets)
+local NAMED, MAX_US = 8, 4294967295 -- most workers whose prices a ticket has; longest time in one of its fields
+local WAIT_PRICE = 0.5 -- price of a second of waiting when pools are compared, in seconds of computing
+local LAG_S = 1 -- longest lag of a served flow behind its class (shared/tickets), in seconds of an engine's work
 
--- Return the slots of the workers of these ids for a ticket, because slots are shorter than ids.
+-- Return the packed slots of the workers of these ids: a ticket stores slots, which are shorter than ids.
 local function slots_of(ids, rows)
   local wanted, slots = {}, {}
   for id in ids:gmatch("[^,]+") do wanted[id] = true end
@@ -40,12 +41,11 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- Price the request at each worker: the time that a worker needs for what it does not hold of the prompt, and
--- nothing else of what the cost rule charges: those terms say which of the workers with room is best, but would let
--- engines stand free. The NAMED lowest prices are kept with the worker's name each, all other workers count like the
--- cheapest of them: so a turn is found without looking at every worker again. The lowest of all is the request's size.
--- With another policy than `cost` every worker is as good as any other.
--- Returns the seconds by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
+-- Price the request at each worker: seconds to compute what the worker does not hold of the prompt. The other terms of
+-- the cost rule are left out: they tell which worker with room is best, but in the queue they would leave engines idle.
+-- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
+-- theirs: so turns are found without a look at every worker. The lowest price of all is the request's size.
+-- Returns the prices by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
 local function prices_of(s)
   local own_s, named, most_s = {}, {}, 0
   for i = 1, s.count do
@@ -63,11 +63,11 @@ local function prices_of(s)
   return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s
 end
 
--- Tell whether a worker is making half of the prompt or more at this moment.
+-- Tell whether a worker is computing half of the prompt or more at this moment.
 local function is_being_made(s)
   local most = 0
   for i, blocks in pairs(s.speculated) do
-    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- its confirmed blocks are made already
+    most = max(most, s.matched[i] * (1 - (s.confirmed[i] or 0) / blocks)) -- confirmed blocks are computed already
   end
   return 2 * most >= s.prompt
 end
@@ -78,7 +78,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
     and (include "decide/dry_tickets")(tickets, queue2_key, request.now_us, constants.ticket_ms)
     or tickets(queue2_key, request.now_us, constants.ticket_ms, request.prefix)
   local flow = queue.flow(request.priority, request.tenant)
-  local slots = {} -- slot -> candidate of any request
+  local slots = {} -- slot -> number of the candidate among all engines (`everybody`)
   local function answer(word, turn_s, matched)
     local work_ms = math.ceil(queue.work_us() / 1000 / s.count)
     return { word, queue.waiting(), work_ms, string.format("%.6f", turn_s or 0), matched or 0 }
@@ -99,7 +99,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not request.dry then call("ZREM", leases_key, id) end
   queue.reap(MAX_REAPED)
   local ticket, refusal = queue.find(id), "FULL"
-  if ticket == queue.DISPLACED then -- a displaced request enters anew: there may be a place, or an engine with room
+  if ticket == queue.DISPLACED then -- a displaced request tries anew: now there may be a place, or room
     queue.leave(id)
     ticket, refusal = nil, "DISPLACED"
   end
@@ -135,7 +135,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   else
     local most = request.queue_max
     if queue.waiting() >= most and not (request.displaces and queue.displace(flow)) then
-      -- The request cannot wait, so it takes room that all waiting tickets leave over, at any price.
+      -- The request cannot wait, so it may take room at any worker, if the waiting tickets leave some over.
       local left, own = room()
       turns.take(queue, left, MAX_TURNS)
       s.room = own()
@@ -157,7 +157,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   if not with_room(s, w, own()) then return stays() end
   local mine = turns.take(queue, left, MAX_TURNS, id)[id]
   if not mine and may_wait then return stays() end
-  local free = own() -- room that waiting tickets leave over, for a request that may wait no longer
+  local free = own() -- room that waiting tickets leave over
   s.room = free
   for i = 1, s.count do
     if mine and s.slots[i] == left.slots[mine] then free[i] = 1 end -- room that its own ticket has taken

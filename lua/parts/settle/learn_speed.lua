@@ -1,10 +1,10 @@
 --[[
-settle/learn_speed: how fast a worker computes prompts, learned from the times of their first tokens. Only
-workers that do not tell their speed need it: engines without the plugin.
+settle/learn_speed: learns a worker's prefill speed from the times of first tokens. Only workers that do not report
+their speed need it, such as engines without the plugin.
 
-A prefill ended now, and its row says since when it was under way: since it was booked on an idle worker, or since the
-prefill before it ended. The speed is a mean over WINDOW_S of such time: prompts that were computed together, so that
-their first tokens come together, then count as one.
+When a prefill ends, the row says since when it was under way: since its booking on an idle worker, or since the end of
+the prefill before it. The speed is a mean over WINDOW_S of prefill time, so that prompts that were computed together,
+whose first tokens come together, count as one.
 
 Guarantee: pure. Takes the row as it was before the prefill was given back, the tokens of the prefill, and the server's
 time in ms. Returns the speed in tokens/s; 0 while it is not known.
@@ -15,7 +15,7 @@ local LEAST_TOKENS, MAX_SPEED = 64, 4000000000
 return function(row, tokens, now)
   local speed = struct.unpack(ROW_SPEED_TPS, row, SPEED_TPS_AT)
   local seconds = (now - struct.unpack(ROW_SINCE_MS, row, SINCE_MS_AT)) % U32 / 1000
-  -- For a few tokens the time is not mostly that of computing. A very long time shows that the clock stepped back.
+  -- The time of a short prefill is mostly overhead. A very long time shows that the clock stepped back.
   if tokens < LEAST_TOKENS or seconds > LONGEST_S then return speed end
   if speed == 0 then
     if seconds < LEAST_S then return 0 end

@@ -1,24 +1,24 @@
 --[[
-settle/mirror: notes in the mirror of an approximate worker that it has served a prompt.
+settle/mirror: notes in the mirror of an approximate worker that the worker has served a prompt.
 
-The index cannot know what such a worker holds, so the mirror notes what it was sent, block by block, and gives up what
-was used longest ago and, of one prompt, the deepest blocks first, as engines do. It is a tree: a node is a block at
-which chains part, or block 1, or a power of two from 16 on; its trail (field slot= of x:) holds the hashes of the
-blocks up to the next node. All blocks of a node were used last by the same request: a request that uses only some of
-them splits the node. So a node is never younger than the node before it.
+Such a worker does not report its blocks, so its mirror notes the blocks of the prompts that it was sent. The mirror
+evicts the blocks that were used longest ago and, of one prompt, the deepest first, as engines do. It is a tree: a node
+is a block at which chains part, or block 1, or a power of two from 16 on; the node's trail (field slot= of x:) holds
+the hashes of the blocks up to the next node. All blocks of a node were used last by the same request: a request that
+uses only some of them splits the node. So a node was never used later than the node before it.
 
-If the engine's answer said that it lacked a block that the mirror had, then an engine that evicts the block that was
-used longest ago holds nothing either that was used before that one. `lru:` gets a member OUTDATED right behind the node
-of that block: all up to it is given up, at most MIRROR_EVICTIONS nodes at a time.
+If the engine's answer said that it lacked a block that the mirror has, the engine also lacks all blocks that were used
+before that block, as it evicts in this order. `lru:` then gets a member OUTDATED right behind the node of that block,
+and all nodes up to OUTDATED are evicted, at most MIRROR_EVICTIONS at a time.
 
-Guarantee: no more blocks than `capacity` stay, unless more than MIRROR_EVICTIONS nodes would have to go at once; they
-go with the next prompts, and no block is added beyond twice the capacity.
-Takes the key prefix, the reservation's id, and a table: slot, blocks (in the mirror so far), capacity, now_us; lacks
-(the first block of the prompt that the engine lacked, nil: none) and asked_us (when the prompt came at the earliest).
-Returns the number of blocks in the mirror, and how many were given up because it was full.
+Guarantee: no more than `capacity` blocks stay, unless more than MIRROR_EVICTIONS nodes would have to be evicted at
+once: the rest is evicted with the next prompts, and no block is added beyond twice the capacity.
+Takes the key prefix, the reservation's id, and a table: slot, blocks (number in the mirror), capacity, now_us, lacks
+(the first block of the prompt that the engine lacked; nil: none), asked_us (earliest time when the prompt reached it).
+Returns the number of blocks in the mirror, and the number that were evicted because the mirror was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
-local OUTDATED = "outdated up to here" -- a member of the key lru:<slot> that is no hash, but a mark
+local OUTDATED = "outdated up to here" -- a member of lru:<slot> that is no hash
 local FIRST_POWER, MAX_NODES, MIRROR_EVICTIONS = 16, 64, 128
 local function exact(number) return format("%.0f", number) end
 
@@ -30,7 +30,7 @@ return function(prefix, id, worker)
   local function hash_at(block) return sub(chain, block * 8 - 7, block * 8) end
   local function key_of(hash) return prefix .. "x:" .. hash end
 
-  -- Count the bytes that two runs of hashes share. A hash stands for all before it, so hashes are bisected.
+  -- Return the bytes of the common beginning of two runs of hashes, by bisection, as a hash depends on all before it.
   local function common(a, b)
     local low, high = 0, min(#a, #b) / 8
     if sub(a, 1, high * 8) == sub(b, 1, high * 8) then return high * 8 end
@@ -52,7 +52,7 @@ return function(prefix, id, worker)
     call("ZADD", lru, score, hash)
   end
 
-  -- Return the place in lru: of the node with this block; nil if the mirror does not have the block.
+  -- Return the score in lru: (the time of last use) of the node with this block; nil if the mirror lacks the block.
   local function used_us(block)
     local at = 1
     for _ = 1, MAX_NODES do
@@ -67,11 +67,11 @@ return function(prefix, id, worker)
   if worker.lacks then
     local used = used_us(worker.lacks)
     local mark = tonumber(call("ZSCORE", lru, OUTDATED) or "") or 0
-    -- If the block was used since then, another request may have made it anew after the engine looked.
+    -- Not if the block was used after asked_us: another request may have computed it again since the engine lacked it.
     if used and used < worker.asked_us and used > mark then call("ZADD", lru, format("%.1f", used + 0.5), OUTDATED) end
   end
 
-  -- Give up what was used longest ago: all before OUTDATED, then what is beyond the capacity.
+  -- Evict what was used longest ago: all nodes up to OUTDATED, then the blocks beyond the capacity.
   local function evict()
     local outdated = call("ZSCORE", lru, OUTDATED)
     for _ = 1, MIRROR_EVICTIONS do
@@ -89,13 +89,13 @@ return function(prefix, id, worker)
       else
         call("HDEL", key, trail_of)
         if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-        -- Where replicas of before 2026-11-23 run, the row counts too few.
+        -- Beside replicas of before 2026-11-23 the row's number may be too low.
         blocks, full = math.max(0, blocks - held), full + (outdated and 0 or held)
       end
     end
   end
 
-  -- Note that the prompt was used now: every node on its way, of which the deepest counts as the oldest.
+  -- Note that every node of the prompt was used now; the deeper a node, the earlier its noted time (by 1 us each).
   local function note()
     local at, nodes, power = 1, 0, FIRST_POWER
     while at <= last and nodes < MAX_NODES do
@@ -109,8 +109,8 @@ return function(prefix, id, worker)
         blocks, at = blocks + 1 + #wanted / 8, stop
       else
         local same = common(kept, wanted)
-        local on = at + same / 8 + 1 -- the block after those that both have
-        if same < #kept then -- the rest of it was not used now
+        local on = at + same / 8 + 1 -- the block after the common ones
+        if same < #kept then -- the rest of the node's trail was not used now
           make(sub(kept, same + 1, same + 8), sub(kept, same + 9), call("ZSCORE", lru, hash) or score)
           call("HSET", key, trail_of, sub(kept, 1, same))
         elseif same < #wanted and not call("HGET", key_of(hash_at(on)), trail_of) then

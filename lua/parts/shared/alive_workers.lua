@@ -1,11 +1,11 @@
 --[[
-shared/alive_workers: every load row, and which workers are alive.
+shared/alive_workers: reads every load row, and finds which workers are alive.
 
-Guarantee: no worker counts as expired in a time of grace: while `tick` says so, and while no replica has ticked for
-over 2.5 s, since then heartbeats wait unread.
+Guarantee: no worker counts as expired in a time of grace: until the time that `tick` has set, and while no replica has
+ticked for over 2.5 s, as heartbeats then wait unread.
 Takes the keys of alive, load and tick, the time in ms, ttl_ms, and ids to leave out (joined by commas).
-Returns all rows, the ids that are alive (id -> true, and false for those to leave out; nil: all are alive, and none is
-left out), and the fleet's median speed (tokens/s).
+Returns all rows; the ids that are alive (id -> true, or false if the id is to be left out; nil: all are alive and none
+is left out); and the fleet's median speed (tokens/s).
 --]]
 local call = redis.call
 
@@ -13,7 +13,7 @@ return function(alive_key, load_key, tick_key, now, ttl_ms, exclude)
   local ticked, grace_until, median = string.match(call("GET", tick_key) or "", "^(%d+) (%d+) (%d+)")
   local grace = not ticked or now - ticked > GRACE_AFTER_MS or now - ticked < 0 or now - grace_until < 0
   local all, since, alive = call("HVALS", load_key), grace and "-inf" or string.format("%d", now - ttl_ms), nil
-  -- To count who is alive is cheap. To read their names costs twice as much as to read all rows.
+  -- Count the living workers first: to read their ids takes twice as long as to read all rows.
   if exclude ~= "" or call("ZCOUNT", alive_key, since, "+inf") < #all then
     alive = {}
     for _, worker in ipairs(call("ZRANGEBYSCORE", alive_key, since, "+inf")) do alive[worker] = true end

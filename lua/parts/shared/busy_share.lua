@@ -1,14 +1,14 @@
 --[[
 shared/busy_share: the share of time that a worker spends in prefill, as a mean in which older time counts less.
 
-A session that is placed comes back, so the work of late tells the work to come. A row keeps the share of the moment
-since_ms. Whoever changes since_ms (a prefill begins on an idle worker, or one ends) brings the share up to date.
-A mean over 60 s in place of 15 follows too slowly: policies that stick to sessions are then 20 % better.
+A session comes back to its worker, so recent work predicts future work. A row has the share as of since_ms. A script
+that changes since_ms (when a prefill begins on an idle worker, or ends) updates the share.
+A mean over 60 s instead of 15 s follows too slowly: session-sticky policies then have a 20 % better mean TTFT.
 
-Guarantee: pure. Takes the share as the row has it (0 to 65535), whether a prefill was booked since then, since_ms (0:
-there was no prefill yet), and the time in ms. Clocks that differ may tell a time before since_ms: it changes nothing.
-Returns the share at that time, and the same as a number for the row: rounded by the clock, up or down, because
-prefills of few ms would else change nothing.
+Guarantee: pure. Takes the share in the row (0 to 65535), whether a prefill was booked since since_ms, since_ms (0: no
+prefill yet), and the time in ms (before since_ms, as clocks may differ, it changes nothing).
+Returns the share at that time, and the same as an integer for the row, rounded up or down depending on the clock,
+because prefills of a few ms would never change it if always rounded down.
 --]]
 local exp, floor = math.exp, math.floor
 local GOLDEN = 0.6180339887498949 -- multiples of it, modulo 1, are spread evenly

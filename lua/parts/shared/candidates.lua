@@ -1,19 +1,19 @@
 --[[
-shared/candidates: the workers that a decision may choose among, and what their load rows say.
+shared/candidates: lists the workers that a decision may choose among, with the values of their load rows.
 
 Guarantee: pure. A candidate is alive and routable: its API server lives, its URL answers, it is neither draining nor
-hostile, its engine is not paused and serves the pool's name. An ejected worker is none, and a worker on trial (eject)
-is one only while it has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). Its
-blocks may be matched if it is proven or approximate; else it is chosen by load only.
-Takes every load row, what shared/alive_workers says of the ids, the fleet's median speed (tokens/s; no worker counts
-as slower than 1/8 of it or faster than 4 times, whatever it claims), decode_s_per_token, the time in ms, and the tokens
-of a block (1: not known).
-Returns the state of a decision. By candidate: rows, wait (prefill tokens ahead), base_s (seconds until its turn),
-speed (tokens/s), busy_share (of its time, what was prefill lately), fill (share of its cache that is held; 1 if
-its blocks may not be matched: what it computes is of no use to later prompts, as in a full cache), crowd (how many
-caches more the booked contexts need; nil: they fit, and no table: those of all do), slots, schemes (-1: its blocks may
-not be matched), cost (to be set by decide/cost_rule); entries beyond count mean nothing. For all: count, least_wait,
-total_fill, median, now; usable: flags -> "match", "load" or "no".
+hostile, its engine is not paused and serves the pool's name. An ejected worker is no candidate, a worker on trial
+(eject) only while it has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). A
+candidate's blocks may be matched if it is proven or approximate; else only its load counts.
+Takes every load row, the ids from shared/alive_workers, the fleet's median speed (tokens/s; a claimed speed counts as
+1/8 of it at least and 4 times it at most), decode_s_per_token, the time in ms, and the tokens of a block (1: unknown).
+Returns the state of a decision. By candidate (entries beyond `count` are meaningless):
+  rows; slots; schemes (-1: the blocks may not be matched); cost (set by decide/cost_rule)
+  wait (prefill tokens ahead); base_s (seconds of work ahead); speed (tokens/s)
+  busy_share (share of its recent time spent in prefill)
+  fill (share of its cache in use; 1 if the blocks may not be matched, as computed blocks then help no later prompt)
+  crowd (caches that the booked contexts need beyond its own; nil: they fit; no table if they fit everywhere)
+For all: count, least_wait, total_fill, median, now; usable: flags -> "match", "load" or "no".
 --]]
 local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.exp
 local MATCHABLE = FLAG_PROVEN + FLAG_APPROXIMATE
@@ -46,7 +46,7 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and blocks / capacity or 0
       if share > 1 then share = 1 end
       local context, most = decode + foreign_decode, capacity * block
-      -- An engine decodes at a time no more than fits into its cache: all beyond that waits or is computed again.
+      -- Contexts beyond the size of the cache wait, or are computed again.
       count, total_fill = count + 1, total_fill + share
       if context > most and most > 0 then
         crowd = crowd or {}
@@ -55,7 +55,7 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
       if ahead < least_wait then least_wait = ahead end
       rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
       slots[count], schemes[count] = slot, use == "match" and scheme or -1
-      -- Tokens computed of the prefill under way, by time and speed. An engine may stand still: at most that prefill.
+      -- Estimate the tokens computed of the prefill under way by time and speed, at most all of that prefill (`going`).
       local done = 0
       if prefill > 0 or busy > 0 then
         local passed, target = (now - since) % U32, 0
@@ -63,16 +63,16 @@ return function(all, alive, median, decode_s_per_token, now, block_tokens)
           done, target = passed / 1000 * tps, BUSY_ALWAYS
           if done > going then done = going end
         end
-        -- The share by now, as shared/busy_share computes it, because a call for each worker took 5 % of a decision.
+        -- The same formula as in shared/busy_share, whose call for each worker took 5 % of a decision's time.
         if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / BUSY_MEMORY_MS) end
       end
-      -- Of requests past the routers only what waits is known, so an engine with a second of it counts as never idle.
+      -- Of requests that bypass the routers only waiting work is known: an engine with a second of that counts as busy.
       busy = busy / BUSY_ALWAYS + foreign / tps
       busy_share[count] = busy < 1 and busy or 1
       base_s[count] = (ahead - done) / tps + decode_s_per_token * context
     end
   end
-  -- All fields that a state will ever have are named here, so that its table gets its final size at once, too.
+  -- Name all fields that other parts set later (nil), so that the table gets its final size at once.
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, crowd = crowd,
     busy_share = busy_share, slots = slots, schemes = schemes, count = count,
     usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,

@@ -1,14 +1,13 @@
 --[[
-shared/client_limits: whether the limits of a client's key let one more request in.
+shared/client_limits: tells whether the limits of a client's key admit one more request.
 
-Guarantee: the check and the booking are one step of the script, so all replicas together never go over a limit. A
-request that has a ticket is in flight already, and is not checked again. Nor is one that was admitted before: another
-attempt at a request whose worker failed. So a client may have one more in flight than its limit, if another request
-came in between.
+Guarantee: the calling script checks and books in one step, so all replicas together never exceed a limit. Not checked
+is a request that has a ticket (it counts as in flight already), nor one that was admitted before and is tried again as
+its worker failed. So a client may have one more in flight than its limit, if another request came in between.
 Takes the client (shared/client_use), its limits (packed: requests in flight, tokens per minute, 0: no such limit; a
-further byte: admitted before) and the tokens of the prompt. Returns the tokens per minute (nil: no limit); or nil and
-the answer {LIMITED, CONCURRENCY or TOKENS, what is used of it, ms until the request may pass (0: not known)}.
-A prompt that is longer than the limit passes when no token is used; the client then waits until it is paid back.
+further byte: admitted before) and the tokens of the prompt. Returns the limit of tokens per minute (nil: none); or nil
+and the answer {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass (0:
+unknown)}. A prompt longer than the limit passes when no token is used; the next one waits until that is paid back.
 --]]
 
 return function(client, limits, prompt_tokens)

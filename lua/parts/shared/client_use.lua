@@ -1,16 +1,16 @@
 --[[
-shared/client_use: what a client whose key has limits uses of them: its requests in flight, and tokens.
+shared/client_use: counts the requests in flight and the used tokens of a client whose key has limits.
 
 Guarantee: a request is in flight while it has an open lease or a ticket in the queue, and for no longer than the
 expiry of these, whatever becomes of its replica; the record of these requests expires with the last of them. Used
 tokens are paid back continuously at the rate of the limit; their record expires when all are paid back and no request
 of the client was decided, renewed or ended for two minutes.
-Takes the key prefix, the id of a reservation (the client's tag is at its end), and the server's time in ms. Returns the
-functions below. A caller makes them only for an id that has a tag.
+Takes the key prefix, the id of a reservation (with the client's tag at its end), and the server's time in ms. Returns a
+table of the functions below. Only for ids that have a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
 local USED = ">ddI4" -- format of a record of tokens: used, time (ms), tokens per minute
-local RATE_KEPT_MS = 120000 -- time for which a record keeps the rate for ends of requests, renewed every 10 s
+local RATE_KEPT_MS = 120000 -- least lifetime of a record, whose rate the ends of requests need (renewed every 10 s)
 
 return function(prefix, id, now)
   local tag, client = id:sub(CLIENT_AT), {}
@@ -46,7 +46,7 @@ return function(prefix, id, now)
     return used
   end
 
-  -- Keep a request that lives on in flight, and keep the record with the rate, which its end will read.
+  -- Extend the request's count as in flight, and the life of the record, whose rate the request's end will need.
   function client.renew(expires_ms)
     client.hold(expires_ms)
     local record = call("GET", tokens)

@@ -1,8 +1,8 @@
 --[[
-shared/constants: the constants of a replica (weights, spans, limits, prices of labels, block sizes), which its calls
-carry as one packed argument.
+shared/constants: unpacks the constants of a replica (weights, times, limits, label prices, block sizes), which are one
+packed argument of its calls.
 
-Guarantee: pure. A record of another version, or one that is cut short, is refused whole.
+Guarantee: pure. A record of another version, or a truncated one, is refused.
 Takes the record as app/warmfleet/fleet/constants.py packs it: version (1 byte), then the fields in the order of the
 assignment below, then `priced` prices of labels (slot, seconds), then block_sizes as text
 (scheme=tokens, joined by commas).

@@ -1,13 +1,13 @@
 --[[
-shared/misnamed: whether an engine does not serve its pool's name, so that a request for that name would fail there.
+shared/misnamed: tells whether an engine does not serve its pool's name, so that a request for that name would fail.
 
-Guarantee: pure. A served name is that of a pool if it gives its tag: each character that a tag cannot have, of however
-many bytes of UTF-8, counts as "-", and slashes at the ends do not count (protocol/wire.tag_of). Of adapters, of which
-there may be thousands, one has the name itself.
-Takes any key of the pool, the list of served names, and the facts of an API server (its adapters are among them; nil:
-it has told none). Returns true or false; false where the names are not known.
+Guarantee: pure. A served name is the pool's if it turns into the pool's tag by the rule of protocol/wire.tag_of: each
+character that a tag cannot have, of one or more bytes of UTF-8, becomes "-", and slashes at the ends are dropped. An
+adapter, of which there may be thousands, is only looked up by the exact name.
+Takes any key of the pool, the list of served names, and the facts of an API server (with its adapters; nil: unknown).
+Returns true or false; false if the served names are not known.
 --]]
-local PARTS = "^wf:{([^#}]*)" -- finds in a key the tag without the pool's number
+local PARTS = "^wf:{([^#}]*)" -- matches the pool's tag in a key, without the pool's number
 
 return function(key, models, facts)
   local tag = key:match(PARTS)

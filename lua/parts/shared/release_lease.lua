@@ -1,12 +1,13 @@
 --[[
-shared/release_lease: ends a lease: gives back its load, its speculation (shared/release_speculation), its place among
-its client's requests, and the lease itself.
+shared/release_lease: functions that end a lease.
 
-Guarantee: the lease is forgotten first. That frees memory, so that a Redis at its limit allows the writes after it.
-Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns six functions: add (see
-shared/row_load), load(lease, unsent), which returns the worker's row as it was, forget(id), speculation(id, lease) (see
-shared/release_speculation), client(id), which returns what its client uses (shared/client_use) after this request, nil
-if it has no limits, and reap(ids), which does the last four for leases that have expired.
+Guarantee: the lease is deleted first. That frees memory, so that a Redis at its limit allows the writes after it.
+Takes the keys of load, leases and lease, the key prefix, and the server's time in ms. Returns a table of functions:
+  add: see shared/row_load; speculation(id, lease): see shared/release_speculation
+  load(lease, unsent): gives back the booked load; returns the worker's row as it was before
+  forget(id): deletes the lease
+  client(id): ends the client's count of the request; returns shared/client_use of the client, nil if it has no limits
+  reap(ids): does the last three and speculation, for leases that have expired
 --]]
 local call = redis.call
 

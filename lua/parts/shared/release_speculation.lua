@@ -1,7 +1,7 @@
 --[[
-shared/release_speculation: ends the count of a reservation as the maker of blocks that it was to compute.
+shared/release_speculation: stops counting a reservation as one that will compute blocks (keys x: and c:).
 
-Takes the key prefix. Returns a function of the reservation's id and its lease, whose checkpoints it reads.
+Takes the key prefix. Returns a function of the reservation's id and its lease, which lists the checkpoints.
 --]]
 local call = redis.call
 

@@ -1,12 +1,13 @@
 --[[
-shared/resync: when a worker's index differs from its engine's table, notes the cause, gives up a snapshot that is being
-sent, and lets the worker wait for another.
+shared/resync: functions for a worker whose index differs from its engine's block table.
 
-Takes the keys resync, retired and digest, the worker's name, the server's time in ms, what the worker's record says of
-divergences (truth), and the table of what this call has changed. Returns drop(record) -> whether a snapshot was being
-sent, diverged(cause), and ask(record, cause), which does both and makes the worker wait.
-In `resync` a worker that waits has the score -(ms since when); a worker whose snapshot was commanded has +(ms of that,
-or of its last progress). With one score for all that wait, a worker whose snapshots fail would starve those behind it.
+Takes the keys resync, retired and digest, the worker's id, the server's time in ms, the record's `truth` (noted
+differences), and the table of what this call has changed. Returns
+  drop(record): drops the snapshot that is being sent; returns whether there was one
+  diverged(cause): notes the difference and its cause
+  ask(record, cause): does both, and puts the worker in the line for a new snapshot
+In `resync` a waiting worker has the score -(ms when it began to wait), and a worker whose snapshot was commanded has
++(ms of the command or of the last progress). A spoilt snapshot puts its worker at the end of the line.
 --]]
 local call = redis.call
 
@@ -24,7 +25,7 @@ return function(resync_key, retired_key, digest_key, worker_id, now, truth, chan
     truth.cause, truth.found, changed.record = cause, (truth.found or 0) + 1, true
   end
 
-  -- A snapshot that was commanded keeps its turn, unless it had begun: then it is spoilt, and the worker waits again.
+  -- A command for a snapshot stays valid, unless the snapshot has begun: then it is spoilt, and the worker waits again.
   local function ask(record, cause)
     diverged(cause)
     if drop(record) then

@@ -1,14 +1,14 @@
 --[[
-shared/row_load: what a lease books on its worker's load row, or gives back.
+shared/row_load: books load of a lease on its worker's row, or gives it back.
 
 Takes the key of load and the server's time in ms. Returns add(worker, epoch, prefill, decode, count, unsent), which
-adds these to the row and returns the epoch and the slot of the row, and the row as it was. It does nothing and returns
-nothing if the worker is gone or has joined anew, which shows in another epoch (epoch nil: any will do). It never makes
-a row. unsent: the load is that of a request which never got to the engine, so no prefill ended there.
-When no request is in flight any more, nothing is booked: whatever an older script left on the row ends then.
-The row also says since when a prefill may be under way, and of how many tokens at most: of what is booked on an idle
-worker; later of as much as ended together (shared/under_way). At the same moments the share of time in prefill is
-brought up to date (shared/busy_share).
+adds the three numbers to the row and returns the row's epoch, its slot, and the row as it was. It does nothing and
+returns nothing if the worker is gone or has joined anew, so that its row has another epoch (epoch nil: any is right).
+It never creates a row. unsent: the load is that of a request which never reached the engine, so no prefill ended there.
+When the last request in flight ends, the booked tokens become 0, whatever an older script left on the row.
+It also updates when a prefill last began on the idle worker or ended (since_ms), the most tokens that the prefill under
+way can have (all that is booked on an idle worker; after an end as shared/under_way says), and the share of time in
+prefill (shared/busy_share).
 --]]
 local call = redis.call
 

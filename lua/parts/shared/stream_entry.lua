@@ -1,9 +1,9 @@
 --[[
-shared/stream_entry: reads one entry of a worker's or a server's stream. All scripts that apply must read it alike.
+shared/stream_entry: parses one entry of a worker's or a server's stream, alike for all scripts that apply.
 
-Takes an item of XRANGE and the server's time in ms. Returns the time and the sequence of the entry's id; whether the id
-is hostile (it would block every later id, or outlive it); and whether the fields have the form
-n <nonce> b <number> o <operation> d <data>.
+Takes an item of XRANGE and the server's time in ms. Returns the time (ms) and the sequence of the entry's id; whether
+the id is hostile (too far in the future or too large, so that Redis would refuse all later entries); and whether the
+fields have the form n <nonce> b <number> o <operation> d <data>.
 --]]
 
 return function(item, now)

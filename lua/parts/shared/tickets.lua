@@ -1,36 +1,38 @@
 --[[
-shared/tickets: the waiting requests of one model, in fair order. Whose turn it is, is told by shared/turns.
+shared/tickets: the queue of one model's waiting requests, in fair order. shared/turns finds the tickets to be served.
 
-A request that waits has a ticket. A flow is one tenant in one priority class. Within a flow the order is that of the
-tickets' places: a place is the time of arrival plus `patience` times the request's size, the time that an engine needs
-for what it does not hold of the prompt. So small work goes first, and nobody is overtaken by requests that come later
-than `patience` times its own size after it. Between flows the order is: priority class, then the flow's virtual time,
-then the place of its first ticket. Virtual time is work in tokens: it moves on when a ticket of the flow is served, by
-what the engine has to do for it. A flow that begins to wait begins where its class stands; the class moves on by each
-served work divided among the flows that wait. So every flow that waits gets the same work done, however much it asks
-for and whatever of that is given up. A flow whose engine is busy falls behind its class, but once it is served no
-further than a bound: the larger of `lag` (a second of an engine's work, decide/wait_turn) and the largest work that was
-served lately. So a tenant that begins to wait stands behind each of those who wait for the same engine by no more than
-that, and one more request.
+A request that waits has a ticket. A flow is all tickets of one tenant in one priority class. Within a flow, tickets are
+ordered by place: time of arrival plus `patience` times the request's size, which is the time that an engine needs for
+what it does not hold of the prompt. So small requests go first, but a request is only overtaken by requests that arrive
+within `patience` times its own size after it. Flows are ordered by priority class, then virtual time, then the place of
+their first ticket. A flow's virtual time counts work in tokens: it grows when a ticket of the flow is served, by the
+tokens that the engine has to compute for it. A class has a virtual time, too, which grows by each served work divided
+by the number of waiting flows; a flow that begins to wait starts there. So every waiting flow gets the same work done,
+however much it asks for, and whether or not its requests are cancelled. A flow whose engine is busy falls behind its
+class; when it is served, its lag is cut to the larger of `lag` (a second of an engine's work, decide/wait_turn) and the
+largest work that was served lately. So a tenant that begins to wait is served after each other waiting tenant has got
+at most that much work, and one request, more.
 
-Guarantee: a ticket is a lease: a replica that does not renew it loses it. An empty queue leaves nothing but the marks
-of displaced tickets, which are leases, too. If one of the keys is lost, the queue begins anew: every request that waits
-takes a new ticket, at its old place. A ticket of a client with limits counts as one of its requests in flight, and its
-prompt as used; both are given back with the ticket.
-Takes the key `queue2`, the time in us, how long a ticket lives (ms), the key prefix (nil: tickets do not count
-as a client's), and own_call, which stands for redis.call (decide/dry_tickets; nil: that itself). Returns the functions
+Guarantee: a ticket is a lease, which its replica must renew. An empty queue leaves nothing but the marks of displaced
+tickets, which are leases, too. If one of the keys is lost, the queue begins anew: every waiting request gets a new
+ticket at its old place. A ticket of a client with limits counts as one of its requests in flight, and its prompt as
+used tokens; both end with the ticket.
+Takes the key `queue2`, the time in us, the lifetime of a ticket (ms), the key prefix (nil: tickets do not count for
+clients), and own_call, used in place of redis.call (decide/dry_tickets; nil: redis.call). Returns the functions
 below, now_ms, and DISPLACED, the record of a ticket whose place another request took.
-Keys: queue2 (lexical: flow, place, id), and under its name :tickets (id -> its record: parts/layout; empty: displaced),
-:leases (id -> expiry ms), :flows (place of its first ticket, flow -> class * 2^44 + virtual time), :lengths (flow ->
-class * 2^20 + tickets), :served (flow -> as in :flows, of flows without tickets that are ahead of their class), :clock
-(class -> where it stands; class and `largest` -> the largest work served lately; `work_us` -> the sizes of all tickets
-in us; `limit_us` -> the most prefill that a replica gives engines ahead, of those that asked while somebody waited).
+Keys: queue2 (ordered by text: flow, place, id), and with a suffix to that name:
+  :tickets  id -> record (parts/layout; empty: displaced)         :leases   id -> expiry in ms
+  :flows    place of its first ticket, flow -> class * 2^44 + virtual time
+  :lengths  flow -> class * 2^20 + number of tickets
+  :served   flow -> as in :flows; for flows without tickets whose virtual time is ahead of their class
+  :clock    class -> its virtual time; class and `largest` -> the largest work served lately; `work_us` -> sum of the
+            sizes of all tickets in us; `limit_us` -> see limit_s
 --]]
 local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, struct.unpack
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- distance between priority classes in the scores of :flows and of :lengths
 local FIRST_CLASS = 65 -- the letter A
 local PAGE_TICKETS = 8 -- most tickets of a flow that are read at once
-local LAST_PLACE = 2 ^ 53 -- the largest of PLACE_BYTES digits that is exact
+local LAST_PLACE = 2 ^ 53 -- largest place, as Lua computes exactly up to it
 local FORGOTTEN = 0.0625 -- tokens by which `largest` falls for each token of work that is served later
 
 return function(queue2_key, now_us, ticket_ms, prefix, own_call)
@@ -42,7 +44,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
 
   local function class_of(flow) return (flow:byte(1) - FIRST_CLASS) * CLASS end
   local function exact(number) return format("%.0f", number) end
-  -- Return the virtual time at which a flow's class stands, before which no flow begins.
+  -- Return the virtual time of a flow's class, at which or after which each of its flows begins.
   local function floor_of(flow) return tonumber(call("HGET", clock_key, sub(flow, 1, 1))) or class_of(flow) end
 
   local function flow_of(ticket) return sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) end
@@ -51,16 +53,16 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   function queue.length(flow) return (tonumber(call("ZSCORE", lengths_key, flow)) or 0) % LENGTH end
   function queue.waiting() return call("ZCARD", queue2_key) end
   function queue.work_us() return math.max(0, tonumber(call("HGET", clock_key, "work_us")) or 0) end
-  -- Seconds of prefill that engines get ahead while somebody waits: the most of what the replicas that ask would give.
-  -- With a limit of its own each would see other turns: the one with more room would serve all its requests before the
-  -- first ticket of another one.
+  -- Return the longest prefill in seconds that an engine may have booked while requests wait: the highest limit of all
+  -- replicas that have asked since the queue was empty. If each replica used its own limit, the one with the highest
+  -- would serve all its own requests before the first ticket of another replica.
   function queue.limit_s(own_s)
     local own_us, known_us = math.floor(own_s * US), tonumber(call("HGET", clock_key, "limit_us")) or 0
     if own_us > known_us and queue.waiting() > 0 then call("HSET", clock_key, "limit_us", exact(own_us)) end
     return math.max(own_s, known_us / US)
   end
-  -- us of work that is served before a ticket of this flow and size, about. While the tickets of a flow are served,
-  -- each other flow of its class gets as much: a tenant's own line counts, and not how many requests of others wait.
+  -- Estimate the work in us that is served before a ticket of this flow and size. While a flow's tickets are served,
+  -- each other flow of its class gets as much work, so the length of the own flow counts, not those of the others.
   function queue.ahead_us(flow, size_us)
     local others_us, others = queue.work_us() - size_us, queue.waiting() - 1
     local class = class_of(flow)
@@ -84,7 +86,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   local function member_of(id, ticket)
     return flow_of(ticket) .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id
   end
-  -- The first ticket of a flow tells its place among flows of the same time.
+  -- Return a flow's member of :flows, which begins with the place of its first ticket; nil if the flow has no ticket.
   local function place_of(flow)
     local first = call("ZRANGEBYLEX", queue2_key, "[" .. flow, "(" .. flow .. "\255", "LIMIT", 0, 1)[1]
     return first and sub(first, FLOW_BYTES + 1, FLOW_BYTES + PLACE_BYTES) .. flow
@@ -96,7 +98,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     return after
   end
 
-  -- wish: of the request that waits, as decide/wait_turn makes it. The larger its size, the later its place.
+  -- Write a ticket. wish: the waiting request, as in decide/wait_turn. The larger its size, the later its place.
   local function write(id, flow, arrival_us, wish)
     local place = format("%016.0f", math.min(arrival_us + wish.patience * wish.size_us, LAST_PLACE))
     local prices = pack(TICKET_PRICES, wish.tokens, wish.size_us, wish.tie_us, wish.rest_us, #wish.named)
@@ -127,12 +129,12 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     end
   end
 
-  -- Rewrite the ticket as the request is by now, as more or less of its prompt may be held somewhere than before.
+  -- Rewrite the ticket with new prices, because workers may hold more or less of the prompt than before.
   function queue.review(id, ticket, wish)
     local flow = flow_of(ticket)
     local before = place_of(flow)
     local time = before and call("ZSCORE", flows_key, before)
-    if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a part of the queue is lost, and this ticket with it
+    if #ticket < TICKET_OWN_AT - 1 or not time then return end -- a key of the queue is lost: the queue begins anew
     call("ZREM", queue2_key, member_of(id, ticket))
     local _, size_us = unpack_from(TICKET_SIZE, ticket)
     if size_us ~= wish.size_us then call("HINCRBY", clock_key, "work_us", exact(wish.size_us - size_us)) end
@@ -149,8 +151,8 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     return largest
   end
 
-  -- Take a ticket out. done: the work that it was served with, nil if it was not served. lag: so much work may its flow
-  -- be behind its class afterwards, or as much as the largest work.
+  -- Take a ticket out. done: tokens of work for which it was served; nil if it was not served. lag: tokens of work that
+  -- its flow may be behind its class afterwards (or the largest recent work, if that is more).
   function queue.leave(id, done, lag)
     local ticket = queue.find(id)
     call("HDEL", tickets_key, id)
@@ -184,7 +186,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     if queue.waiting() == 0 then call("UNLINK", served_key, clock_key) end
   end
 
-  -- A Redis that evicts keys may take one of these alone. Then nobody can tell whose turn it is, or who is dead.
+  -- A Redis that evicts keys may delete one of the queue's keys alone, so that orders or expiries of tickets are lost.
   function queue.begin_anew_if_a_part_is_lost()
     local members, records, lines = queue.waiting(), call("HLEN", tickets_key), call("ZCARD", flows_key)
     if records ~= call("ZCARD", expiries_key) or members > records or lines ~= call("ZCARD", lengths_key)
@@ -196,14 +198,13 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   function queue.reap(most)
     local expired = call("ZRANGEBYSCORE", expiries_key, "-inf", exact(now), "LIMIT", 0, most)
     for _, id in ipairs(expired) do queue.leave(id) end
-    -- After the clock stepped back, tickets of dead replicas would expire too late. They get an expiry that counts from
-    -- now.
+    -- After the clock stepped back, tickets of dead replicas would expire too late, so their expiry is set anew.
     local ahead = call("ZRANGEBYSCORE", expiries_key, "(" .. exact(now + ticket_ms), "+inf", "LIMIT", 0, most)
     for _, id in ipairs(ahead) do queue.renew(id) end
   end
 
-  -- In a full queue the last ticket of the longest flow of the last class gives way, unless that flow is the
-  -- newcomer's own or the newcomer's would be as long. So a tenant that fills the queue shuts out nobody but itself.
+  -- Displace the last ticket of the longest flow of the last class, for a new ticket in a full queue; not if the new
+  -- ticket's flow is that flow or would be as long. So a tenant that fills the queue shuts out nobody but itself.
   function queue.displace(flow)
     local longest = call("ZREVRANGE", lengths_key, 0, 0, "WITHSCORES")
     local own = tonumber(call("ZSCORE", lengths_key, flow)) or (flow:byte(1) - FIRST_CLASS) * LENGTH
@@ -228,7 +229,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
   function queue.flows() return call("ZCARD", flows_key) end
   -- Return the flows in order, from the first-th on, counted from 0: each as its member of :flows, then its score.
   function queue.line(first, count) return call("ZRANGE", flows_key, first, first + count - 1, "WITHSCORES") end
-  -- Up to PAGE_TICKETS tickets of a flow from the k-th on, counted from 0: their ids and records.
+  -- Return the ids and records of up to PAGE_TICKETS tickets of a flow from the k-th on, counted from 0.
   function queue.page(flow, k)
     local first = call("ZLEXCOUNT", queue2_key, "-", "(" .. flow) + k
     local ids = call("ZRANGE", queue2_key, first, first + PAGE_TICKETS - 1)

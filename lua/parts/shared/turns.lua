@@ -1,52 +1,51 @@
 --[[
-shared/turns: whose turn it is among the requests that wait (shared/tickets), and for which engine.
+shared/turns: finds which waiting requests (shared/tickets) may be served now ("have their turn"), and by which engine.
 
-Room. An engine has room while the prefill that is booked there, less what it has computed of what is under way, takes
-less than limit_s. It has none while its booked context fills 95 % of its cache and some of that is still to be
-computed. (Bookings are guesses, so a cache is known to be full only by prefill that does not get into it.) Always room
-has a worker without any work. Of an approximate worker neither the speed nor the end of a prefill is known: it has room
-unless its own metrics told of requests that wait there longer than until the next check, which counts as foreign
-prefill. Of foreign prefill only the part beyond REMEMBERED_S of work takes room. Up to there an engine may report a
-mean of the past, with nothing left to compute (worker_plugin, load.py): it would stand idle while requests wait.
+Room. An engine has room while its booked prefill, less what it has computed of the prefill under way, takes less than
+limit_s. It has no room while its booked context fills 95 % of its cache and some booked prefill is still to be
+computed. (Bookings are estimates: only prefill that does not start shows that the cache is full.) A worker without any
+work always has room. So has an approximate worker, whose speed and ends of prefill are not known, unless its metrics
+told of requests that wait there longer than until the next check (these count as foreign prefill). Foreign prefill
+takes room only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is
+left to compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
 
-Choice. A ticket is served by a worker with room that is as cheap for it as any other worker, busy ones included: a
-request waits for the engine that holds its prompt while that is cheaper than to compute it elsewhere. What a ticket
-costs at a worker is told by its prices (decide/wait_turn), as they were when it was last decided, and by what is ahead
-there now: also by the tickets before it that wait for that worker. So a long line for one engine spreads to engines
-that are free. An engine that should have ended its prefill long ago is as much dearer: nobody knows when it will go on.
+Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
+for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. Its cost at a worker is
+its price there when it was last decided (decide/wait_turn) plus the work ahead there now, which includes earlier
+tickets that wait for that worker. So a long line for one engine spreads to free engines. An engine that is overdue with
+its prefill costs as much more as it is overdue, as nobody knows when it will go on.
 
-Waiting. A request that does not wait for the engine that holds its prompt makes another one compute it once more. That
-delays the requests that come while that one is busy: the busier it is, the more of them. A rule of thumb for that is
-b / (1 - b) seconds of delay for each second more, where b is the share of time in prefill (shared/candidates,
-busy_share). So a second of computing costs 1 / (1 - b), and against that a second of waiting counts 1 - b. b is the
-mean of all engines, which is steadier than the share of each, but twice the share of the engine that would compute it
-at most: one that has little to do, as one that has just joined, is not left idle because others are busy. Where another
-worker is making half of a ticket's prompt or more at this moment, a second of waiting counts half at most. Else all of
-an idle fleet would compute a new prefix that comes in many requests at once: that takes no longer than to wait for the
-first worker that computes it.
+Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
+more, which delays requests that arrive there meanwhile: by about b / (1 - b) seconds for each second of computing,
+where b is the share of time in prefill (busy_share, shared/candidates). So a second of computing costs 1 / (1 - b), and
+relative to that a second of waiting costs 1 - b. b is the mean of all engines, which is steadier than the share of one
+engine, but at most twice the share of the engine that would compute: an engine with little to do, such as a new one, is
+not left idle because others are busy. While another worker is computing half of a ticket's prompt or more, a second of
+waiting costs at most half a second. Else an idle fleet would compute a new prefix of many simultaneous requests on all
+engines, which takes no longer than to wait for the first engine.
 
-Turns. Tickets are looked at in their order. One whose cheapest workers are all busy is passed over, as is one that none
-of the workers with room can serve. So many tickets are looked at that each flow may use up an equal part on tickets
-that are passed over, two at least: half of it at its front and half further back. So a tenant whose worker is busy
-delays no other tenant, nor all of its own requests for other workers. Where that is too little for all flows, the looks
-go on at flows further back as soon as half of them were in vain.
+Turns. Tickets are looked at in order. Passed over is a ticket whose cheapest workers are all busy, or that no worker
+with room can serve. `most` tickets are looked at: each flow gets an equal part of these looks for tickets that are
+passed over, at least two: half at the flow's front, half further back. So a tenant whose worker is busy delays no other
+tenant, nor all of its own requests for other workers. If `most` is too small for all flows, the looks go on at flows
+further back as soon as half of them were in vain.
 
 Guarantee: writes nothing. Returns three functions by name: capacity, room_left, and take (take_turns).
 --]]
 local unpack_from, sub, band = struct.unpack, string.sub, bit.band
 local floor, max, min, huge = math.floor, math.max, math.min, math.huge
 local LEAST_ROOM_S = 1e-6 -- the least room of an engine without any work, whatever limit_s is
-local REMEMBERED_S = 1.0 -- REMEMBERED_WORK_SECONDS of the plugin
-local MAKING_PRICE = 0.5 -- most that a second of waiting counts for a ticket whose prompt a worker is making
-local LEAST_WAIT_PRICE = 0.1 -- least that a second of waiting counts, or lines grow long where engines are always busy
+local REMEMBERED_S = 1.0 -- equals REMEMBERED_WORK_SECONDS of the plugin
+local MAKING_PRICE = 0.5 -- highest cost of a second of waiting for a ticket whose prompt a worker is computing
+local LEAST_WAIT_PRICE = 0.1 -- lowest cost of a second of waiting; without it lines grow long at always busy engines
 local GOLDEN_RATIO = 0.6180339887 -- multiples of it spread evenly between whole numbers
 
 -- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
--- functions. room_of(candidate): seconds of prefill that it may be given more, 0 or less if it has no room, and the
--- seconds until it will have room, if it goes on at its speed: math.huge if only a report of the engine can tell.
--- overdue_s(candidate): how long ago its booked and foreign prefill should have ended by its speed, 0 if it is not
--- overdue, or if it began after now: the clock stepped back. An overdue engine stands still, or nothing gets into its
--- cache.
+-- functions.
+-- room_of(candidate): seconds of prefill that may still be booked there (0 or less: no room), and seconds until it will
+--   have room if it goes on at its speed (math.huge: not predictable).
+-- overdue_s(candidate): seconds since all its prefill should have ended by its speed (0: not overdue, or the clock
+--   stepped back). An overdue engine stands still, or its cache is full.
 local function capacity(s, limit_s, block_sizes)
   local sizes = {}
   local function overdue_s(i)
@@ -82,9 +81,9 @@ local function capacity(s, limit_s, block_sizes)
   return room_of, overdue_s
 end
 
--- Make a function that returns, of a list of candidates, the one with the least ahead, of equals the least busy, then
--- the first; nil if none is left. room: by candidate; a candidate without room is left out. Work ahead only grows and
--- room only shrinks, so it is a heap by the work that was ahead of each when it was last on top.
+-- Make a function that returns, of a list of candidates, the one with the least work ahead, of equals the least busy,
+-- then the first; nil if none is left. With `room` (by candidate), candidates without room are left out. Work ahead
+-- only grows and room only shrinks, so a heap by each candidate's work ahead when it was last on top is enough.
 local function least_of(those, ahead, share, room)
   local heap, known, count = nil, {}, 0
   local function before(i, k)
@@ -133,14 +132,15 @@ local function least_of(those, ahead, share, room)
   end
 end
 
--- Follow the room of engines, as tickets take it one by one. Takes the state of shared/candidates, and room_of and
--- overdue_s (capacity). Returns any(), whether a worker has room; stands(record of a ticket), the worker that it gets
--- or waits for, whether it gets that now, whether any worker that may serve it has room, and the us that this worker
--- needs for it; take(record of a ticket), which takes room of the candidate that serves it, as much as the ticket will
--- use there, and returns the candidate and the tokens that it has to compute, or nil if none serves it now; by
--- candidate room (seconds that are left), slots, late (seconds that it is overdue), and ahead (seconds that the wait
--- for it counts, with those); wait_price, how much a second of waiting counts by the mean; making_scale, how much of
--- that it counts for a ticket whose prompt another worker is making.
+-- Make a table of the room that engines have left, while tickets take it one by one. Takes the state of
+-- shared/candidates, and room_of and overdue_s (capacity). Returns
+--   any(): whether some worker has room
+--   stands(record of a ticket): the worker that it gets or waits for, whether it gets that worker now, whether any
+--     worker that may serve it has room, and the us that this worker needs to compute it
+--   take(record of a ticket): books the room that the ticket needs at the candidate that serves it; returns the
+--     candidate and the tokens that it must compute, or nil if none serves the ticket now
+--   by candidate: room (seconds left), slots, late (seconds overdue), ahead (cost of the wait for it in s, with late)
+--   wait_price (cost of a second of waiting), making_scale (factor to that if a worker computes the ticket's prompt)
 local function room_left(s, room_of, overdue_s)
   local share, busy = s.busy_share, 0
   for i = 1, s.count do busy = busy + share[i] / s.count end
@@ -157,13 +157,13 @@ local function room_left(s, room_of, overdue_s)
   local left = { room = room, slots = s.slots, late = late, ahead = ahead, wait_price = wait_price,
     making_scale = making_scale }
 
-  -- Find the candidates with the least ahead that may serve a ticket: `any` of all, `first` of those with room.
-  -- Tickets for one adapter bar the same workers.
+  -- Find the candidates with the least work ahead that may serve a ticket: `any` among all, `first` among those with
+  -- room. Stored by set of barred workers, as tickets for one adapter bar the same workers.
   local allowed = {}
   local function allowed_by(barred)
     if allowed[barred] then return allowed[barred] end
     local is_barred, those = {}, {}
-    -- Bytes that make no whole slot bar nobody: a mark is one, and a ticket of an older replica has ids here.
+    -- Bytes beyond whole slots bar no worker: the mark MAKING is such a byte.
     for at = 1, #barred - SLOT_BYTES + 1, SLOT_BYTES do is_barred[unpack_from(BARRED_SLOT, barred, at)] = true end
     for i = 1, s.count do
       if not is_barred[s.slots[i]] then those[#those + 1] = i end
@@ -175,11 +175,12 @@ local function room_left(s, room_of, overdue_s)
   local first = free and allowed_by("").first
   function left.any() return free and first() ~= nil end
 
-  -- Seconds that the wait for a worker counts, where a second of it counts `scale` of what it counts for most tickets.
+  -- Return the cost of the wait for a worker in seconds. scale: factor to the cost of a second of waiting.
   local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
 
-  -- Read a ticket's size, tie (us within which costs are equal), lowest cost and whose, lowest with room and whose,
-  -- cost of computing there (0 with policies that look at no costs), and whether a worker is making its prompt.
+  -- Return a ticket's size, tie (us within which costs count as equal), lowest cost and its candidate, lowest cost with
+  -- room and its candidate, the price there (0 for policies that look at no costs), and whether a worker is computing
+  -- its prompt.
   local function costs_of(ticket)
     local _, size_us, tie_us, rest_us, count = unpack_from(TICKET_PRICES, ticket)
     local barred = sub(ticket, TICKET_OWN_AT + OWN_BYTES * count)
@@ -192,7 +193,7 @@ local function room_left(s, room_of, overdue_s)
     if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
-      local i = by_slot[slot] -- nil: the worker takes no requests now; barred workers are never named
+      local i = by_slot[slot] -- nil: the worker is no candidate now; barred workers are never named
       if i then
         local cost = waits(i, scale) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
@@ -202,7 +203,8 @@ local function room_left(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
   end
 
-  -- Tell whether a ticket of these costs takes the candidate with room. The busier that is, the less waiting counts.
+  -- Tell whether a ticket with these costs takes the candidate with room. The busier that candidate, the cheaper is
+  -- waiting.
   local function takes(tie_us, lowest, nearest, best, chosen, making)
     if not chosen then return false end
     local price = max(1 - 2 * share[chosen], wait_price)
@@ -242,7 +244,7 @@ local function room_left(s, room_of, overdue_s)
   return left
 end
 
--- Move a flow to its new place in the order, which stays sorted from `head` on.
+-- Insert a flow into the order by its new score; the order is sorted from `head` on.
 local function put_back(order, head, score, flow)
   local low, high = head, #order + 1
   while low < high do
@@ -254,21 +256,22 @@ local function put_back(order, head, score, flow)
   table.insert(order, low, flow)
 end
 
--- Where to go on in a line of `length` whose first k were looked at in vain: at a place that moves with the clock, so
--- that all are looked at by and by; if rank is given, so far behind that this one is the last of `most`.
+-- Return the position at which to go on in a line of `length` whose first k tickets or flows were looked at in vain: a
+-- position that moves with the clock, so that all are looked at in time; with `rank`, the one by which the item of this
+-- rank is the last of the `most` next ones.
 local function further(length, k, most, rank, now_ms)
   if rank then return max(k, rank + 1 - most) end
   local part = floor(math.ceil((length - k) / most) * (now_ms * GOLDEN_RATIO % 1))
   return k + max(0, min(part * most, length - k - most))
 end
 
--- Find the tickets whose turn it is, in order, while workers have room. Takes the queue (shared/tickets), the room of
--- all engines (room_left), how many tickets are looked at, and the id at which to stop (nil: at none). Returns id ->
--- candidate.
+-- Find the tickets that have their turn, in order, while workers have room. Takes the queue (shared/tickets), the room
+-- of all engines (room_left), the number of tickets to look at, and the id of a ticket after which to stop (or nil).
+-- Returns id -> candidate.
 local function take_turns(queue, left, most, last)
   local turns = {}
-  local order, head, score = {}, 1, {} -- flows as :flows has them; the one that is next; by flow
-  local place, pages, missed = {}, {}, {} -- by flow: its next ticket, what was read of it, tickets passed over
+  local order, head, score = {}, 1, {} -- members of :flows; index of the next; score by member
+  local place, pages, missed = {}, {}, {} -- by flow: next ticket, page, number passed over
   local seen, in_vain, go_on_at = 0, 0, 0
   local function read(first, count)
     local found = queue.line(first, count)
@@ -293,7 +296,7 @@ local function take_turns(queue, left, most, last)
     if ticket and #ticket >= TICKET_OWN_AT - 1 then worker, work = left.take(ticket) end
     seen, place[flow] = place[flow] and seen or seen + 1, k + 1
     if worker then
-      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as if it were served
+      turns[id], score[flow], head = worker, score[flow] + max(work, 1), head + 1 -- as if served
       put_back(order, head, score, flow)
     else
       local misses, rest = (missed[flow] or 0) + 1, most - looked

@@ -1,14 +1,14 @@
 --[[
-shared/under_way: for how many prompt tokens an engine may be computing the prefill after some prefill has ended.
+shared/under_way: the most prompt tokens that may be under way in an engine right after a prefill has ended there.
 
-An engine computes all prompts that wait in one step, and their first tokens come together. So as much may be under way
-now as has ended together, or half of what was under way before, but no more than is left. What ended before counts as
-together by a share that falls to nothing in 50 ms, so ends that follow each other faster than that add up. It is a
-bound: an engine that stands still looks lighter by no more than that.
+An engine computes waiting prompts together in one step, and their first tokens come together. So as many tokens may be
+under way now as have just ended together, or half of those under way before, if that is more; but no more than are
+booked. Earlier ends count as together with this one by a share that falls to 0 within 50 ms, so ends in quick
+succession add up. It is an upper bound: by no more than that an engine that stands still seems to have less to do.
 
-Guarantee: pure. Takes the tokens that were under way before, the ms since a prefill ended last or began on an idle
-engine (modulo 2^32: clocks that differ may tell a time before), the tokens of the prefill that has ended, and those of
-all that is left. Returns the tokens.
+Guarantee: pure. Takes the tokens that were under way before, the ms since a prefill last ended or began on the idle
+engine (modulo 2^32, as clocks may differ and tell an earlier time), the tokens of the prefill that has ended, and the
+booked tokens that are left. Returns the tokens.
 --]]
 local max, min = math.max, math.min
 local STEP_MS = 50 -- longest time between the first tokens of one step

@@ -1,15 +1,15 @@
 --[[
-tick/each_second: the work of the clock that looks at every worker, done once a second: which servers live, for which
-workers no replica vouches any more, which workers are to be forgotten, and the fleet's median speed and capacity.
+tick/each_second: the part of tick that looks at every worker, once a second: it updates the flags SERVER and UNHEARD,
+finds workers to be forgotten, and computes the fleet's median speed and capacity.
 
-Guarantee: UNHEARD ends when the worker and its API server were both heard after the last vouch, and ttl_ms after that
-vouch in any case, unless it is a time of grace: then the replicas were away, too.
+Guarantee: UNHEARD ends when the worker and its API server were both heard after the last vouch, and at the latest
+ttl_ms after that vouch, except in grace, when replicas may have been away and could not vouch.
 
 Takes the keys alive, alive_servers, servers, load and workers by name, the key prefix, the server's time, ttl_ms,
 forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
 last time of a stream.
-Returns the median speed (tokens/s; 0: none is known) and the median capacity (blocks; 0: none is known) of the workers
-whose URL has answered a probe: what others announce counts for nobody.
+Returns the median speed (tokens/s; 0: unknown) and the median capacity (blocks; 0: unknown), both of workers whose URL
+has answered a probe, so that no other process can influence them.
 --]]
 local call = redis.call
 local FORGETS_AT_ONCE = 8
@@ -22,13 +22,13 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
     return score
   end
 
-  -- Tell whether a name was silent for forget_ms and its stream is empty. A name that said goodbye counts as silent
-  -- since its last entry.
+  -- Tell whether a worker or server was silent for forget_ms and its stream is empty. One that left is silent since its
+  -- last entry.
   local function forgettable(stream, seen)
     if seen and seen > now - forget_ms then return false end
     local length, ms = stream_of(prefix .. stream)
     if length ~= 0 then return not length end
-    return ms < now - forget_ms or ms > now + forget_ms -- an id in the far future: the stream takes no entry any more
+    return ms < now - forget_ms or ms > now + forget_ms -- in the future: Redis refuses new entries
   end
 
   local function still_vouched(worker, core_ms, server_ms)
@@ -38,8 +38,8 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
     return grace or vouched >= now - ttl_ms and vouched <= now
   end
 
-  -- When a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note it: then it is noted
-  -- here once, or a worker that they left behind would stay for ever.
+  -- Return the time when a replica last checked this approximate worker. Replicas of before 2026-11-23 do not note that
+  -- time: then note it here once, or a worker that nobody checks would never be forgotten.
   local function checked(worker)
     local text = call("HGET", keys.workers_key, worker)
     local record = text and cjson.decode(text)
@@ -53,7 +53,7 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local alive, alive_servers = scores(keys.alive_key), scores(keys.alive_servers_key)
   local rows = call("HGETALL", keys.load_key)
   local speeds, capacities = {}, {} -- of workers whose URL has answered
-  local served, forgets = {}, 0 -- API servers that have a worker; names that this call tells to forget
+  local served, forgets = {}, 0 -- API servers that have a worker; number of forget: names so far
   local function forget_if_due(stream, seen, worker)
     if grace or forgets >= FORGETS_AT_ONCE or not forgettable(stream, seen) then return end
     forgets, answer[#answer + 1] = forgets + 1, "forget:" .. worker
@@ -78,11 +78,11 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
       end
       if flags ~= was then call("HSET", keys.load_key, worker, with_flags(row, flags)) end
       if not unheard then forget_if_due("events:" .. worker, alive[worker], worker) end
-    else -- one that a replica found unhealthy is not in `alive`, but stays while some replica checks it
+    else -- an approximate worker that failed a check is not in `alive`, but stays while some replica checks it
       forget_if_due("events:" .. worker, alive[worker] or checked(worker), worker)
     end
   end
-  for _, server in ipairs(call("HKEYS", keys.servers_key)) do -- rank 0 stands for a server whose workers are all gone
+  for _, server in ipairs(call("HKEYS", keys.servers_key)) do -- servers without workers are named by their rank 0
     if not served[server] then forget_if_due("server:" .. server, alive_servers[server], server .. ".0") end
   end
   table.sort(speeds)

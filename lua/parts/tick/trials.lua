@@ -1,8 +1,9 @@
 --[[
 tick/trials: begins and ends the trials of ejected workers (eject), once a second.
 
-Guarantee: an ejection whose time is over becomes a trial, and a trial without a verdict ends after TRIAL_MS. If the
-other workers die, ejected ones come back, the first that is due first, until at most half of those that live are out.
+Guarantee: an ejection whose time is over becomes a trial, and a trial without a verdict ends after TRIAL_MS. If other
+workers die, ejected workers are readmitted, the one whose ejection would end first first, until at most half of the
+living workers are ejected or on trial.
 
 Takes the keys alive, load and ejections by name, the time in ms, ttl_ms, and whether it is a time of grace.
 --]]
